@@ -240,7 +240,12 @@ class PlanRules(InputTable):
 
 class SolverOptions(InputTable):
     gap: NonNegative = 0.01
-    time_limit_s: Positive = 20.0
+    work: Positive = 20.0
+    """Million solver steps x non-zero coefficients at which a solve ends; a core does 0.3 to 2.5 a second.
+    A step is a point at which HiGHS checks its limits. Their number depends on the input alone, and so does
+    the plan."""
+    time_limit_s: Positive = 60.0
+    """Seconds after which a solve ends before its work is done. The plan then depends on the machine."""
     threads: Count = 1
 
 

@@ -10,16 +10,13 @@ again at slightly other prices of GPUs. The last word is the solver's, on the co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 import numpy as np
 from pulp import LpContinuous, lpSum
 
-from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.incumbent import Incumbent, Tell
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.optimizer.solution import Values
@@ -30,8 +27,9 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
-QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.05, 0.2, 0.15, 0.15, 0.05, 0.6
-"""Shares of the time limit; the solver's last call gets what they leave."""
+QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.2, 0.2, 0.15, 0.15, 0.05, 0.5
+"""Shares of the work; the solver's last call gets the rest."""
+MOST_ROUNDS = 20
 GPU_WEIGHT = 0.1
 """Of a GPU's price, in the potential."""
 SPREAD = 0.03
@@ -39,10 +37,14 @@ SPREAD = 0.03
 
 
 def least_cost(
-    model: PoolModel, cost: Any, settings: SolverOptions, seconds: float, tell: Tell | None, build: Build
+    model: PoolModel,
+    cost: Any,
+    limits: SolverLimits,
+    tell: Tell | None,
+    build: Build,
 ) -> tuple[SolverRun, Values | None]:
     """The cheapest plan found, and what was proven of it."""
-    best = Incumbent(model, cost, settings, seconds, tell)
+    best = Incumbent(model, cost, limits, tell)
     quick = best.improve(cost, QUICK)
     if quick.status == "infeasible" or best.proven:
         return best.run("infeasible" if quick.status == "infeasible" else None), best.values
@@ -68,8 +70,8 @@ def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
     """Groups alone, then the whole over the cells that they chose, until the time is up."""
     model, chance = best.model, np.random.default_rng(0)
     gpu_values, candidate_cells = shadow_prices(best), set[str]()
-    end = time.monotonic() + best.seconds_for(ROUNDS)
-    for i in count():
+    end = best.spent + ROUNDS * best.limits.work
+    for i in range(MOST_ROUNDS):
         spread = {
             n: gpu_values[n] * (chance.uniform(1 - SPREAD, 1 + SPREAD) if i else 1.0) for n in gpu_values
         }
@@ -77,10 +79,10 @@ def rounds(best: Incumbent, parts: list[PoolModel], potential: Any) -> None:
         if best.values is not None:
             candidate_cells |= {name for name, x in model.x.items() if best.values[x] > 0.5}
         with without(model, model.x.keys() - candidate_cells):
-            best.improve(potential, CHOSEN, gap=best.settings.gap / 10)
+            best.improve(potential, CHOSEN, gap=best.limits.gap / 10)
         if i == 0:
             best.improve(best.cost, ROOT)
-        if best.proven or time.monotonic() > end:
+        if best.proven or best.spent > end or best.timed_out:
             return
 
 
@@ -90,16 +92,16 @@ def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[st
     The rows follow from the others: they are no reasons for a plan. Returns the cells that the
     groups' cheapest plans use.
     """
-    used, end = set[str](), time.monotonic() + best.seconds_for(GROUPS)
+    used, end = set[str](), best.spent + GROUPS * best.limits.work
     for i, part in enumerate(sorted(parts, key=lambda part: len(part.x))):
-        seconds = 2 * (end - time.monotonic()) / (len(parts) - i)
-        if seconds <= 0:
+        work = 2 * (end - best.spent) / (len(parts) - i)
+        if work <= 0:
             break
         for z in part.z.values():
             z.cat = LpContinuous  # GPUs are paid for one by one
         part.problem.setObjective(lpSum(gpu_values[n] * part.nodes[n].gpus * z for n, z in part.z.items()))
-        limits = SolverLimits(best.settings.gap / 5, seconds, best.settings.threads)
-        run = run_solver(part.problem, limits)
+        run = run_solver(part.problem, best.limits_of_call(best.limits.gap / 5, work))
+        best.record(run)
         if run.bound > 0:
             dollars = lpSum(gpu_values[c.nodes] * c.gpus * best.model.x[c.name] for c in part.pool.cells)
             # A hair below: rounding must not cut off the very plan that proved it

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf, isfinite
 from typing import Any, Literal
 
-from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.optimization_problem import SolveProgress
 from cornplug.planner.optimizer.solution import Values
 from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, reached
@@ -20,23 +20,28 @@ Tell = Callable[[SolveProgress], None]
 class Incumbent:
     """Of one model and its money; `tell` hears of every improvement."""
 
-    def __init__(
-        self, model: PoolModel, cost: Any, settings: SolverOptions, seconds: float, tell: Tell | None
-    ) -> None:
-        self.model, self.cost, self.settings = model, cost, settings
-        self.began, self.seconds, self.tell = time.monotonic(), seconds, tell
+    def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
+        """`limits`: of all calls together."""
+        self.model, self.cost, self.limits, self.tell = model, cost, limits, tell
+        self.began, self.spent, self.timed_out = time.monotonic(), 0.0, False
         self.values: Values | None = None
         self.dollars, self.bound = inf, -inf
         self.history: list[SolveProgress] = []
 
     @property
     def proven(self) -> bool:
-        return reached(self.dollars, self.bound, self.settings.gap)
+        return reached(self.dollars, self.bound, self.limits.gap)
 
-    def seconds_for(self, share: float) -> float:
-        """Of the time limit, as far as it is left; a little always is."""
-        left = self.seconds - (time.monotonic() - self.began)
-        return max(min(share * self.seconds, left), 0.02 * self.seconds)
+    def limits_of_call(self, gap: float, work: float) -> SolverLimits:
+        """Limits of one call: its work, of which a little is always left, and the seconds that remain."""
+        left = self.limits.seconds - (time.monotonic() - self.began)
+        work = max(min(work, self.limits.work - self.spent), 0.02 * self.limits.work)
+        return replace(self.limits, gap=gap, seconds=max(left, 0.02 * self.limits.seconds), work=work)
+
+    def record(self, run: SolverRun) -> None:
+        """Count the work of a call."""
+        self.spent += run.work
+        self.timed_out = self.timed_out or run.timed_out
 
     def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
         """One call of the solver, from the best plan; what it finds is kept where it is cheaper."""
@@ -44,11 +49,10 @@ class Incumbent:
         model.problem.setObjective(goal)
         for variable, value in (self.values or {}).items():
             variable.varValue = value
-        limits = SolverLimits(
-            self.settings.gap if gap is None else gap, self.seconds_for(share), self.settings.threads
-        )
+        limits = self.limits_of_call(self.limits.gap if gap is None else gap, share * self.limits.work)
         watch = self._watch() if is_cost else None
         run = run_solver(model.problem, limits, watch, start=self.values is not None)
+        self.record(run)
         if run.status in ("optimal", "feasible"):
             self._keep({v: v.varValue or 0.0 for v in model.problem.variables()}, equals=not is_cost)
         if is_cost:
@@ -91,13 +95,14 @@ class Incumbent:
         """All calls as one."""
         seconds = time.monotonic() - self.began
         history = tuple(self.history)
+        run = SolverRun("none", seconds, history=history, work=self.spent, timed_out=self.timed_out)
         if status is not None:
-            return SolverRun(status, seconds, history=history)
+            return replace(run, status=status)
         if self.values is None:
-            return SolverRun("none", seconds, bound=self.bound, history=history)
+            return replace(run, bound=self.bound)
         first = next((at.seconds for at in history if at.incumbent is not None), None)
         verdict: Literal["optimal", "feasible"] = "optimal" if self.proven else "feasible"
-        return SolverRun(verdict, seconds, self.dollars, self.bound, first, history)
+        return replace(run, status=verdict, objective=self.dollars, bound=self.bound, first_s=first)
 
 
 def _known(value: float) -> float | None:

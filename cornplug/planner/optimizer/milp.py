@@ -18,9 +18,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any
+from typing import Any, Final
 
 from pulp import lpSum
 
@@ -34,9 +34,15 @@ from cornplug.planner.optimizer.optimization_problem import (
     SolveProgress,
 )
 from cornplug.planner.optimizer.solution import Values, read, signed
-from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, with_objective
 from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.optimizer.trim import trim
 from cornplug.planner.optimizer.variables import PoolModel
+
+TIE_GAP: Final = 1e-5
+"""Less than the preference of one cell among a hundred: one tier, one engine."""
+TIE_WORK: Final = 0.25
+"""Share of the work for the tie-break."""
 
 # Objectives -----------------------------------------------------------------------------------
 
@@ -263,10 +269,12 @@ def solve(
     *,
     notes: Mapping[str, str] | None = None,
 ) -> PoolSolution:
-    """The best plan of a pool, by its objective; among equals the cheapest, then the neatest.
+    """The best plan of a pool, by its objective; among equals the cheapest, then the best by the tie-break.
+
+    The same pool and settings give the same plan, as long as `settings.time_limit_s` is not reached.
 
     `notes`: demand -> why nothing in the pool can serve it, for the message. Raises PlanInfeasible
-    with the constraint and how much is lacking, PlanUnfinished when the time limit came before any
+    with the constraint and how much is lacking, PlanUnfinished when a limit came before any
     plan, ConfigError when the pool itself is impossible.
     """
     began = time.monotonic()
@@ -274,31 +282,37 @@ def solve(
     model = build(pool)
     infeasibility.refuse_unserved(model, notes or {})
     wanted = goals(model)
-    seconds = _seconds(wanted, 0, settings, began)
+    limits = _limits(wanted, 0, settings, began, 0.0)
     if pool.objective == "cost":
         cost_objective = wanted[0].expression
-        first, values = decomposition.least_cost(model, cost_objective, settings, seconds, progress, build)
+        first, values = decomposition.least_cost(model, cost_objective, limits, progress, build)
     else:
-        first, values = _minimise(model, wanted[0], settings, seconds, progress)
+        first, values = _minimise(model, wanted[0], limits, progress)
     if first.status == "infeasible":
         raise infeasibility.explain(pool, settings, build)
     if values is None:
         raise PlanUnfinished(
-            f"no plan was found in {settings.time_limit_s:g} s, and none was proven impossible. "
-            "Raise solver.time_limit_s, or plan with fewer node classes."
+            f"no plan was found in {first.seconds:.3g} s, and none was proven impossible. "
+            "Raise solver.work and solver.time_limit_s, or plan with fewer node classes."
         )
+    spent = first.work
     for i, goal in enumerate(wanted[1:], 1):
         _hold(model, wanted[i - 1], values, last=i == len(wanted) - 1)
-        _, better = _minimise(model, goal, settings, _seconds(wanted, i, settings, began), None, values)
-        values = better or values
+        limits = _limits(wanted, i, settings, began, spent)
+        run, better = _minimise(model, goal, limits, None, values)
+        values, spent = better or values, spent + run.work
+        first = replace(first, timed_out=first.timed_out or run.timed_out)
+    values = trim(model, values)
+    reached = wanted[0].sign * sum(weight * values[v] for v, weight in wanted[0].expression.items())
+    if reached < first.objective - 1e-6:
+        first = with_objective(first, reached, settings.gap)
     return read(model, values, first, wanted[0].sign, time.monotonic() - began)
 
 
 def _minimise(
     model: PoolModel,
     goal: SolveGoal,
-    settings: SolverOptions,
-    seconds: float,
+    limits: SolverLimits,
     progress: Callable[[SolveProgress], None] | None,
     start: Values | None = None,
 ) -> tuple[SolverRun, Values | None]:
@@ -306,7 +320,6 @@ def _minimise(
     model.problem.setObjective(goal.sign * goal.expression)
     for variable, value in (start or {}).items():
         variable.varValue = value
-    limits = SolverLimits(settings.gap, seconds, settings.threads)
     watch = None if progress is None else _with_sign(progress, goal.sign)
     run = run_solver(model.problem, limits, watch, start=start is not None)
     if run.status in ("infeasible", "none"):
@@ -321,11 +334,17 @@ def _with_sign(progress: Callable[[SolveProgress], None], sign: int) -> Callable
     return tell
 
 
-def _seconds(wanted: list[SolveGoal], i: int, settings: SolverOptions, began: float) -> float:
-    """Most of what is left goes to this goal; a tie-break needs little, but never nothing."""
-    left = settings.time_limit_s - (time.monotonic() - began)
+def _limits(
+    wanted: list[SolveGoal], i: int, settings: SolverOptions, began: float, spent: float
+) -> SolverLimits:
+    """Most of the remaining work and time goes to this goal; the tie-break gets some in any case."""
     share = 0.6 if i < len(wanted) - 2 else 0.95
-    return max(share * left, 0.02 * settings.time_limit_s)
+    left_s = settings.time_limit_s - (time.monotonic() - began)
+    seconds = max(share * left_s, 0.02 * settings.time_limit_s)
+    if i == len(wanted) - 1:
+        return SolverLimits(TIE_GAP, seconds, settings.threads, TIE_WORK * settings.work)
+    work = max(share * (settings.work - spent), 0.02 * settings.work)
+    return SolverLimits(settings.gap, seconds, settings.threads, work)
 
 
 def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:

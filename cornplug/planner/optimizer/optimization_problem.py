@@ -174,6 +174,8 @@ class PoolSolution:
     history: tuple[SolveProgress, ...] = ()
     started: Mapping[str, int] = field(default_factory=dict)
     switched: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    timed_out: bool = False
+    """The wall clock ended the search: another run may find another plan."""
 
     @property
     def gap(self) -> float:

@@ -38,6 +38,7 @@ def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: f
         history=tuple(signed(at, sign) for at in run.history),
         started=_whole(model.a, values),
         switched=_whole(model.m, values),
+        timed_out=run.timed_out,
     )
 
 

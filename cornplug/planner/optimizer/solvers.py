@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf, isfinite
 from typing import Any, Final, Literal
 
@@ -19,6 +19,8 @@ from cornplug.planner.optimizer.optimization_problem import SolveProgress
 
 Watch = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
+MIN_STEPS: Final = 10
+"""Steps that each call counts at least: presolve alone may settle a model."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class SolverRun:
     bound: float = -inf
     first_s: float | None = None
     history: tuple[SolveProgress, ...] = ()
+    work: float = 0.0
+    """Million steps x non-zero coefficients: see `SolverOptions.work`."""
+    timed_out: bool = False
+    """The wall clock ended it: another run may find another plan."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,8 @@ class SolverLimits:
     gap: float
     seconds: float
     threads: int = 1
+    work: float = inf
+    """As `SolverRun.work`. Deterministic, unlike `seconds`."""
 
 
 def solve(
@@ -46,8 +54,15 @@ def solve(
 ) -> SolverRun:
     """What HiGHS found when it minimised; with `start`, from the values that the variables hold."""
     began, history = time.monotonic(), list[SolveProgress]()
+    per_step = (1 + sum(len(row) for row in problem.constraints())) / 1e6
+    steps = 0
 
-    def note(kind: Any, _message: str, out: Any, _in: Any, _data: Any) -> None:
+    def note(kind: Any, _message: str, out: Any, answer: Any, _data: Any) -> None:
+        nonlocal steps
+        if kind == cb.kCallbackMipInterrupt:
+            steps += 1
+            answer.user_interrupt = steps * per_step > limits.work
+            return
         incumbent = out.mip_primal_bound if isfinite(out.mip_primal_bound) else None
         bound = out.mip_dual_bound if isfinite(out.mip_dual_bound) else None
         progress = SolveProgress(time.monotonic() - began, incumbent, bound)
@@ -65,20 +80,25 @@ def solve(
         callbacksToActivate=[
             cb.HighsCallbackType.kCallbackMipImprovingSolution,
             cb.HighsCallbackType.kCallbackMipLogging,
+            cb.HighsCallbackType.kCallbackMipInterrupt,
         ],
         start=start,
     )
     problem.solve(solver)
     seconds, model = time.monotonic() - began, problem.solverModel
-    if model.getModelStatus() in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
-        return SolverRun("infeasible", seconds, history=tuple(history))
-    info = model.getInfo()
+    info, verdict = model.getInfo(), model.getModelStatus()
+    spent = {
+        "work": (MIN_STEPS + steps) * per_step,
+        "timed_out": verdict == HighsModelStatus.kTimeLimit,
+    }
+    if verdict in (HighsModelStatus.kInfeasible, HighsModelStatus.kUnboundedOrInfeasible):
+        return SolverRun("infeasible", seconds, history=tuple(history), **spent)
     if info.primal_solution_status != 2:  # a feasible point
-        return SolverRun("none", seconds, bound=info.mip_dual_bound, history=tuple(history))
+        return SolverRun("none", seconds, bound=info.mip_dual_bound, history=tuple(history), **spent)
     objective = model.getObjectiveValue()
     first = next((p.seconds for p in history if p.incumbent is not None), seconds)
     status = _status(objective, info.mip_dual_bound, limits.gap)
-    return SolverRun(status, seconds, objective, info.mip_dual_bound, first, tuple(history))
+    return SolverRun(status, seconds, objective, info.mip_dual_bound, first, tuple(history), **spent)
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
@@ -94,6 +114,11 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
             start.col_value = [v.varValue or 0.0 for v in lp.variables()]
             lp.solverModel.setSolution(start)
         super().callSolver(lp)
+
+
+def with_objective(run: SolverRun, objective: float, gap: float) -> SolverRun:
+    """The run with a better objective than the solver's, and the status that its bound then proves."""
+    return replace(run, objective=objective, status=_status(objective, run.bound, gap))
 
 
 def _status(objective: float, bound: float, gap: float) -> Literal["optimal", "feasible"]:

@@ -22,7 +22,7 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
             continue
         always = frozenset.intersection(*variants)
         either = frozenset[str]().union(*variants) - always
-        for new in [either, *(frozenset({service}) for service in always)]:
+        for new in [either, *(frozenset({service}) for service in sorted(always))]:
             if new:
                 touched = [part for part in parts if part & new]
                 parts = [part for part in parts if not part & new]

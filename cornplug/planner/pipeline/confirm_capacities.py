@@ -29,7 +29,7 @@ ENOUGH: Final = 1.5
 GROWN: Final = 1.05
 """Where a capacity has grown by this, fewer replicas might do."""
 LATER: Final = 0.5
-"""Of the solver's time limit, for rounds after the first: they change little."""
+"""Of the solver's limits, for rounds after the first: they change little."""
 
 
 def with_simulated_capacities(
@@ -73,7 +73,10 @@ def _current_simulated(problem: FormulatedProblem, report: Report) -> Formulated
 
 
 def _settings(solver: SolverOptions, *, first: bool) -> SolverOptions:
-    return solver if first else solver.model_copy(update={"time_limit_s": LATER * solver.time_limit_s})
+    if first:
+        return solver
+    later = {"time_limit_s": LATER * solver.time_limit_s, "work": LATER * solver.work}
+    return solver.model_copy(update=later)
 
 
 def _doubtful(problem: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:

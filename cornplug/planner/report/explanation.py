@@ -212,6 +212,8 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
         bound = formatting.seconds(miss.bound_s)
         what = f"{miss.of} misses its {miss.what.upper()} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."
+    if decision.solution.timed_out:
+        yield "The solver's time limit ended the search: another run may find another plan."
     guessed = sorted({g.service for g in decision.plan.groups if formatting.mark(g.profile) == "ESTIMATE"})
     if guessed:
         yield (

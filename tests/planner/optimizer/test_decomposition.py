@@ -8,7 +8,6 @@ import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import decomposition, milp
 from cornplug.planner.optimizer.incumbent import Incumbent
 from cornplug.planner.optimizer.optimization_problem import (
@@ -20,6 +19,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     ServiceDemand,
     SolveProgress,
 )
+from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.subproblems import groups, subproblem
 
 APPS = 5
@@ -77,7 +77,7 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
     money = milp.cost_objective(model).expression
-    best = Incumbent(model, money, SolverOptions(gap=0.001, time_limit_s=20), 20.0, seen.append)
+    best = Incumbent(model, money, SolverLimits(0.001, 20.0, work=20.0), seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(subproblem(pool, part)) for part in groups(pool)]
     decomposition.rounds(best, parts, money + 0.1 * lpSum(model.x.values()))
@@ -94,11 +94,11 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
 
 
 def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> None:
-    """A gap of nothing keeps them going for three quarters of a second."""
+    """A gap of nothing keeps them going until their work is done."""
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
     money = milp.cost_objective(model).expression
-    best = Incumbent(model, money, SolverOptions(gap=0, time_limit_s=1), 1.0, None)
+    best = Incumbent(model, money, SolverLimits(0.0, 20.0, work=2.0), None)
     decomposition.rounds(best, [milp.build(subproblem(pool, part)) for part in groups(pool)], 1.1 * money)
     assert best.bound <= exact + 1e-6
     assert best.dollars >= exact - 1e-6

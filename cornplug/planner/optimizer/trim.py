@@ -1,0 +1,73 @@
+"""Replicas and nodes that a plan does not need: a solver that is stopped early leaves some.
+
+Rates stay as they are. A replica goes if every row of the model still holds without it: rows of capacity,
+and of spare replicas, keep those with a use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Final
+
+from pulp import LpConstraintEQ, LpConstraintLE
+
+from cornplug.planner.optimizer.solution import Values
+from cornplug.planner.optimizer.variables import PoolModel
+
+TOLERANCE: Final = 1e-6
+"""As HiGHS's own, for how far a row may be broken."""
+
+
+def trim(model: PoolModel, values: Values) -> dict[Any, float]:
+    """The values without needless replicas, then without needless nodes; the dearest go first."""
+    left = dict(values)
+    rows_of: dict[Any, list[Any]] = {}
+    for row in model.rows.values():
+        for variable in row.keys():  # noqa: SIM118  (a PuLP expression is no mapping to iterate)
+            rows_of.setdefault(variable, []).append(row)
+    price = {name: node.price / node.gpus for name, node in model.nodes.items()}
+    for cell in sorted(model.pool.cells, key=lambda c: (-price[c.nodes] * c.gpus, c.name)):
+        while left[model.x[cell.name]] > 0.5 and _apply(
+            rows_of, left, _without_replica(model, left, cell.name)
+        ):
+            pass
+    for z in model.z.values():
+        while left[z] > 0.5 and _apply(rows_of, left, {z: left[z] - 1}):
+            pass
+    return left
+
+
+def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, float]:
+    """The changed values: one replica fewer, which is a start fewer or a stop more when re-planning."""
+    x = model.x[name]
+    changed = {x: values[x] - 1}
+    if name in model.e and values[x] < 1.5:
+        changed[model.e[name]] = 0.0
+    if name in model.a:
+        starts, stops = model.a[name], model.d[name]
+        changed |= {starts: values[starts] - 1} if values[starts] > 0.5 else {stops: values[stops] + 1}
+    return changed
+
+
+def _apply(rows_of: dict[Any, list[Any]], values: dict[Any, float], changed: dict[Any, float]) -> bool:
+    """Whether all rows of the changed variables hold; only then the values change."""
+    before = {variable: values[variable] for variable in changed}
+    values |= changed
+    bounds = all(v.upBound is None or value <= v.upBound for v, value in changed.items())
+    if bounds and _hold(values, (row for v in changed for row in rows_of.get(v, ()))):
+        return True
+    values |= before
+    return False
+
+
+def _hold(values: Values, rows: Iterable[Any]) -> bool:
+    for row in rows:
+        value = row.constant + sum(weight * values[v] for v, weight in row.items())
+        allowed = TOLERANCE * max(1.0, abs(row.constant))
+        if row.sense == LpConstraintEQ:
+            broken = abs(value)
+        else:
+            broken = value if row.sense == LpConstraintLE else -value
+        if broken > allowed:
+            return False
+    return True
