@@ -119,7 +119,7 @@ def _running(rng: np.random.Generator, pool: OptimizationProblem) -> Optimizatio
         horizon_hours=1.0,
         max_changes=None if rng.random() < 0.5 else int(rng.integers(0, 4)),
     )
-    return replace(pool, cells=cells, running=running)
+    return replace(pool, cells=cells, current=running)
 
 
 def _cached(rng: np.random.Generator, pool: OptimizationProblem) -> OptimizationProblem:
