@@ -52,7 +52,7 @@ class EngineSettings(PlanRecord):
 
 
 class KVGeometry(PlanRecord):
-    """What the prefill-decode buffer is sized by (2·L·N·H·D·bytes)."""
+    """Dimensions that size the prefill-decode buffer (2·L·N·H·D·bytes)."""
 
     layers: int
     kv_heads: int
@@ -68,7 +68,7 @@ class ReplicaGroup(PlanRecord):
     name: str
     service: str
     tasks: str
-    """What it does of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
+    """Its tasks out of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
     components: list[str]
     model: str
     """Of its LLM (or tower, or generator), for the command line."""
@@ -120,7 +120,7 @@ class PlanRoute(PlanRecord):
 
 
 class RequestTimes(PlanRecord):
-    """Seconds. What a class has none of (TPOT of one-token answers) is None."""
+    """Seconds. None where a class has no such time (TPOT of one-token answers)."""
 
     mean: float | None = None
     p50: float | None = None
@@ -185,7 +185,7 @@ class BindingConstraint(PlanRecord):
     text: str
     slack: float
     saves_per_hour: float | None = None
-    """What the plan would save without it, where that was computed."""
+    """Dollars an hour that the plan would save without it, where computed."""
 
 
 class PlanAlternative(PlanRecord):

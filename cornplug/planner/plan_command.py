@@ -25,7 +25,7 @@ INFEASIBLE: Final = 1
 
 
 def main(argv: list[str]) -> int:
-    """Plan, print and write. ConfigError for a wrong input, with the line and what to write instead."""
+    """Plan, print and write. Raises ConfigError for a wrong input, with its line and a remedy."""
     args = _parser().parse_args(argv)
     plan_input, digest = read(args.input)
     plan_input = overridden(plan_input, args)

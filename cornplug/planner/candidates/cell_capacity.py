@@ -1,4 +1,4 @@
-"""What each service's replicas carry on each footprint: from profiles to the pool's cells."""
+"""The rate that each service's replicas carry on each footprint: from profiles to the pool's cells."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ class CellBuilder:
     nodes: tuple[NodeClass, ...]
     gpus: Mapping[str, GpuSpec]
     bases: Mapping[str, CacheScenario]
-    """Request class -> the smallest caches, whose hits its capacities hold for."""
+    """Request class -> its smallest caches; capacities are computed with their hit rates."""
     samples: Samples
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> cells that were left out for it."""
     config: dict[str, list[TimedConfig]] = field(default_factory=dict)
-    """Service -> what could run it, fast enough or not."""
+    """Service -> the replica configurations that could run it, fast enough or not."""
     _reference: dict[str, CellHardware] = field(default_factory=dict)
 
     def cells(
@@ -158,7 +158,7 @@ class CellBuilder:
         settings = (
             engine_settings(service, footprint, shape, hardware) if isinstance(shape, LLMShape) else None
         )
-        # What was measured on one engine says which is better; only an estimate needs a prior.
+        # Measurements tell which engine is better; only an estimate needs a prior.
         preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
         # Of two promises that cost the same the looser one is enough.
         preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
@@ -185,7 +185,7 @@ class CellBuilder:
         return found / replicas * self._pairing(config)
 
     def _pairing(self, config: TimedConfig) -> float:
-        """What a prefill-decode pair loses by never being matched to the moment's mix."""
+        """Share of capacity that a prefill or decode replica keeps: no pair ever matches the current mix."""
         tasks = config.service.tasks.strip("EG")
         if config.hardware.measured or tasks not in ("P", "D"):
             return 1.0

@@ -1,4 +1,4 @@
-"""Cells: one service on one footprint under one tier, with what each request class may bring to it."""
+"""Cells: one service on one footprint under one tier, with its capacity for each request class."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CellSpec:
         return config.station(self.router, replicas, name=self.cell.name)
 
     def with_capacity(self, capacity: Mapping[str, float], *, simulated_replicas: int) -> CellSpec:
-        """As the simulator found it for so many replicas; what was derated stays so."""
+        """The cell with the simulator's capacity for so many replicas; its derating still applies."""
         found = {u: rate * self.derating for u, rate in capacity.items()}
         return replace(
             self, cell=replace(self.cell, capacity=_positive(found)), simulated_replicas=simulated_replicas

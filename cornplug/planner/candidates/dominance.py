@@ -1,8 +1,8 @@
 """Cells and variants that no plan needs, because others do as much and ask for no more.
 
 Pruning is exact for cost, stock and packing: in any plan a dominated replica can be replaced by
-the smaller cell's replicas on the same GPUs, because footprints divide each other. A variant
-whose stages ask for the same work within tighter bounds than another's can be replaced by it.
+the smaller cell's replicas on the same GPUs, because footprints divide each other. If two
+variants ask for the same work, the one with the looser bounds can replace the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.optimizer.optimization_problem import PathVariant
 
 TIGHTNESS: Final = 0.005
-"""Of preferences: what tiers make of it, which is a tie-break among cells that are all needed."""
+"""Relative difference of preferences that tiers cause: only a tie-break among cells that are all needed."""
 
 
 def prune(specs: Iterable[CellSpec]) -> list[CellSpec]:

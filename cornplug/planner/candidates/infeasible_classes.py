@@ -1,4 +1,4 @@
-"""Why no cell can serve a request class: what is asked of a service, and the best that it could do."""
+"""Why no cell can serve a request class: the bound on a service, and the best time that it could reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cornplug.planner.simulator.simulator import Station
 
 
 def unserved(pool: OptimizationProblem) -> list[str]:
-    """Demands none of whose variants has a cell for each of its needs."""
+    """Demands without a variant that has a cell for each of its needs."""
     capacities: dict[str, list[tuple[float, Mapping[str, float]]]] = {}
     for c in pool.cells:
         capacities.setdefault(c.service, []).append((c.tier, c.capacity))
@@ -44,9 +44,10 @@ def note(
     dropped: Mapping[str, int],
     samples: Mapping[str, list[SampledRequest]],
 ) -> str:
-    """The failing stage of the way that is nearest to being possible.
+    """The failing stage of the path that is nearest to being feasible, in words.
 
-    `timed_configs`: service -> what could run it at all. `samples`: service -> the class's requests there.
+    `timed_configs`: service -> the configurations that could run it at all.
+    `samples`: service -> the class's requests there.
     """
     nearest = min(
         (_worst_stage(of, request_path, timed_configs, samples) for request_path in request_paths),

@@ -50,9 +50,9 @@ def how_many(services: int, node_classes: int) -> int:
 
 
 def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
-    """Of (seconds, seconds per token) pairs, at most `most` tiers.
+    """At most `most` tiers for these (seconds, seconds per token) pairs.
 
-    A tier's time per token is the least of its own and all looser ones', whose work may come to it.
+    A tier's time per token is the least among itself and all looser tiers: it may take their work.
     """
     groups = [[pair] for pair in sorted(set(wanted))]
     while len(groups) > most:
@@ -68,7 +68,7 @@ def chain(wanted: Iterable[tuple[float, float]], most: int = MOST) -> Chain:
 
 
 def _distance(tighter: tuple[float, float], looser: tuple[float, float]) -> float:
-    """What merging costs: how many times tighter the looser one becomes."""
+    """Cost of merging two pairs: the factor by which the looser one becomes tighter."""
     return _times(tighter[0], looser[0]) * _times(tighter[1], looser[1])
 
 

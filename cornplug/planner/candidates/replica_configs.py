@@ -1,7 +1,7 @@
-"""What could run a service, and where: engine x nodes x TP x PP x share x quantisation x chunk.
+"""Replica configurations that could run a service: engine x nodes x TP x PP x share x quantisation x chunk.
 
-Nothing is said of speed or memory here; `cells.py` asks the profiles. What can never be is left
-out, and counted with its reason for the report.
+Speed and memory are not considered here; `cells.py` asks the profiles. Impossible configurations
+are left out, and counted with their reason for the report.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ReplicaConfig:
 
     @property
     def name(self) -> str:
-        """Without the service: what a replica keeps when its role changes."""
+        """The configuration's name, without the service: a replica keeps it when its role changes."""
         parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
         part = f"x{self.share:g}" if self.share < 1 else ""
         quantised = "" if self.quantisation == "none" else f":{self.quantisation}"
@@ -66,7 +66,7 @@ class ReplicaConfig:
 
 
 def engines(service: Service) -> tuple[str, ...]:
-    """An encoder apart is ours, whoever takes its embeddings; a generator apart has its own server."""
+    """A separate encoder is always cornplug's encoder service; a separate generator has its own server."""
     if service.llm:
         return tuple(service.llm.engines)
     return ("cornplug",) if service.tasks == "E" else ("external",)

@@ -32,7 +32,7 @@ EMBEDDING_EDGE_S: Final = 0.010
 
 @dataclass(frozen=True)
 class StageBudget:
-    """What a stage is asked to keep at the class's percentile."""
+    """Bounds that a stage must keep at the class's percentile."""
 
     service: Service
     seconds: float

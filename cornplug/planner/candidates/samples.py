@@ -1,4 +1,4 @@
-"""Requests drawn once for each class, and what the plan reads off them."""
+"""Requests sampled once for each class, and the statistics that the plan needs of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Samples:
     def at(
         self, service: Service, request_class: RequestClass, scenario: CacheScenario
     ) -> list[SampledRequest]:
-        """As a service's replica sees them: patches of its own towers only."""
+        """The requests as a service's replica sees them: with the patches of that service's towers only."""
         return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
     def _sample(

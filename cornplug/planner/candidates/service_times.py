@@ -17,9 +17,9 @@ def service_times(
     rules: PlanRules,
     context_tokens: int,
 ) -> CellHardware | None:
-    """What one replica does; None: a profile is missing there, or it has no room for the model.
+    """Times and memory of one replica; None: a profile is missing there, or it has no room for the model.
 
-    A part of a GPU is slower by what its neighbours cost, `rules.interference`. Of several towers in
+    A part of a GPU is slowed by its neighbours, `rules.interference`. Of several towers in
     one engine the largest stands for all: it takes longest.
     """
     main = service.components[0]

@@ -38,7 +38,7 @@ class Service:
         return hash(self.name)
 
     def can_replace(self, other: Service) -> bool:
-        """It does what `other` does, with towers or a generator more."""
+        """Whether it does all tasks of `other`, perhaps with more towers or a generator besides."""
         return (
             self.llm == other.llm
             and {t.name for t in self.towers} >= {t.name for t in other.towers}

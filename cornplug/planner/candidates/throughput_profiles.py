@@ -1,8 +1,8 @@
 """Capacity where only throughputs are known: requests a second, no times.
 
 An encoder's throughput is of items (images), a language model's and a generator's of requests.
-What one replica does of several components it does one after the other, so its rate is the
-harmonic sum: 1 / (sum of 1 / rate).
+A replica of several components runs them one after the other, so its rate is the harmonic sum:
+1 / (sum of 1 / rate).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cornplug.planner.perf_model import profile_lookup as measured
 
 
 def given(service: Service, component: Component, footprint: ReplicaConfig) -> ThroughputProfile | None:
-    """The component's throughput there, if that is what its first fitting profile holds."""
+    """The component's throughput there, if its first fitting profile is one of throughput."""
     for profile in component.profiles:
         if _fits(profile, service, component, footprint):
             return profile if isinstance(profile, ThroughputProfile) else None
@@ -25,7 +25,7 @@ def given(service: Service, component: Component, footprint: ReplicaConfig) -> T
 
 
 def role(service: Service, component: Component) -> str:
-    """What `component` does of the service's tasks."""
+    """Those of the service's tasks that `component` does."""
     if component.kind == "encoder":
         return "E"
     return "G" if component.kind == "generator" else service.tasks.strip("EG")
@@ -42,7 +42,7 @@ def rate(
     """Requests a second of a class that one replica carries; 0: not under its SLO, or not known.
 
     `profiles`: component -> its throughput. `items`: encoder -> mean items to encode, one request.
-    Parts of a GPU carry their part, less what neighbours cost (`rules.interference`).
+    Parts of a GPU carry their share, less the cost of neighbours (`rules.interference`).
     """
     whole = profiles.get(service.llm.name) if service.llm else None
     parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)

@@ -1,1 +1,1 @@
-"""What a plan is made from: the input file, and the tables and checkpoints that it names."""
+"""Inputs of a plan: the TOML file, and the tables and checkpoints that it names."""

@@ -1,4 +1,4 @@
-"""Sizes of components: from the plan's file, or from a checkpoint, and what they weigh on a device."""
+"""Sizes of components, from the plan's file or a checkpoint, and their weight on a device."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def _resolved(component: Component, components: Mapping[str, Component]) -> Comp
 def shape_of(
     component: Component, components: Mapping[str, Component]
 ) -> LLMShape | TowerShape | GeneratorShape:
-    """What is given, or what the checkpoint's config.json says; counted where its weights are there.
+    """The shape of the plan's file, else of the checkpoint: counted from its weights, or from config.json.
 
-    An encoder with `tower_of` and no checkpoint of its own has that LLM's. Raises ConfigError where
+    An encoder with `tower_of` and without a checkpoint has that LLM's. Raises ConfigError where
     there is neither shape nor checkpoint, or where the checkpoint does not describe such a component.
     """
     if component.shape is not None:
@@ -76,7 +76,7 @@ def shape_of(
 
 
 def fingerprint_of(component: Component, components: Mapping[str, Component]) -> str | None:
-    """What tells an encoder's tower from others, in hex; None where neither file nor plan says.
+    """The fingerprint of an encoder's tower, in hex; None where neither checkpoint nor plan has one.
 
     Reads the tower's weights, unless their digests are known from before. Raises ConfigError for a
     checkpoint that cannot be read.

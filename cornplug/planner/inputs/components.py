@@ -35,7 +35,7 @@ class LLMShape(InputTable):
     parameters: Positive
     """All weights, of experts too."""
     active_parameters: Positive | None = None
-    """What one token passes through; None: all of them."""
+    """Weights that one token passes through; None: all of them."""
     mla_rank: int | None = None
     """kv_lora_rank + qk_rope_head_dim of a model with latent attention (MLA)."""
     max_context: Count = 32_768
@@ -117,7 +117,7 @@ class MeasuredProfile(InputTable):
     kv_tokens: Count | None = None
     """Tokens of KV cache that the engine reported; None: from shape and memory."""
     source: str = "measured"
-    """Where, when and with what it was measured."""
+    """Machine, date and versions of the measurement."""
 
 
 class RooflineProfile(InputTable):
@@ -143,7 +143,7 @@ class Component(InputTable):
     name: Name
     kind: Kind
     model: Model | None = None
-    """What stands on the command line: a hub id or a folder. None: `checkpoint`."""
+    """The model's name on the command line: a hub id or a folder. None: `checkpoint`."""
     checkpoint: InputPath | None = None
     """A folder with config.json; shape, and fingerprint where the weights are there, come from it."""
     shape: Annotated[LLMShape | TowerShape | GeneratorShape, Field(discriminator="kind")] | None = None

@@ -1,4 +1,4 @@
-"""What one table of a plan's input says of another: names that exist, files that are there, SLOs."""
+"""Checks across the tables of a plan's input: names that exist, files that are there, SLOs."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _a(kind: Kind) -> str:
 
 
 def _at(place: Place, error: ConfigError) -> InputError:
-    """What another module found, at the key that led there."""
+    """Another module's error, at the key that led there."""
     text = str(error).removesuffix(f". {error.remedy}")
     if error.field.startswith("components["):
         text = text.removeprefix(f"{error.field}: ")

@@ -1,4 +1,4 @@
-"""What the tables of a plan's input are made of: numbers, names, lengths, paths, and errors."""
+"""Field types of the tables of a plan's input: numbers, names, lengths, paths, and errors."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def node_classes(
 ) -> tuple[NodeClass, ...]:
     """The pool with every price filled in, and every GPU in the table.
 
-    A class without price and shape costs what the first row with its GPU and number of GPUs does.
+    A class without price and shape has the price of the first row with its GPU and number of GPUs.
     Raises ConfigError: a GPU, shape or price that is not known, a shape that is another machine.
     """
     return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(pool))

@@ -1,4 +1,4 @@
-"""What is wrong with a field of a plan's input, and where the field is."""
+"""The error of a field of a plan's input, and the field's place."""
 
 from __future__ import annotations
 

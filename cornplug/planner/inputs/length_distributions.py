@@ -15,7 +15,7 @@ _NORMAL: Final = NormalDist()
 
 
 def mean(length: Length) -> float:
-    """Expected length. Of a log-normal, of what is left below its `max`; rounding is not counted.
+    """Expected length. A log-normal is truncated at its `max`; rounding is not counted.
 
     E[X | X <= m] = mean * Phi(z - sigma) / Phi(z), z = (ln m - mu) / sigma.
     """

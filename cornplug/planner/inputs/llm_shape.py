@@ -34,7 +34,7 @@ _DEFAULTS: Final[Mapping[str, Json]] = {
         "max_position_embeddings": 131072,
     },
 }
-"""What transformers' config classes fill in: published checkpoints with a tower leave their LLM's out."""
+"""Defaults of transformers' config classes: published checkpoints with a tower leave their LLM's out."""
 
 _QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
 _HEAD_NORMS: Final = ("qwen3", "gemma3")
@@ -112,7 +112,7 @@ def _attention(text: Json) -> _AttentionShape:
 
 
 def _latent_attention(text: Json, hidden: int, heads: int) -> _AttentionShape:
-    """MLA (DeepSeek-V2, -V3): queries and keys-values through low ranks; `mla_rank` is what is cached."""
+    """MLA (DeepSeek-V2, -V3): queries and keys-values through low ranks; the `mla_rank` vector is cached."""
     rank, rope = _number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")
     nope, value = _number(text, "qk_nope_head_dim"), _number(text, "v_head_dim")
     q_rank = text.get("q_lora_rank")

@@ -6,8 +6,8 @@
     prefill,H100,8,1,vllm,none,prompt_tokens,2048,0.252
     kv_tokens,H100,8,1,vllm,none,tokens,89235,
 
-Above the header stand lines of provenance, `# key: value`. `quantity` says what `x` counts, and is
-fixed for each kind (`QUANTITIES`). `engine` may be empty: the row holds for both.
+Above the header stand lines of provenance, `# key: value`. `quantity` is the unit of `x`, fixed
+for each kind (`QUANTITIES`). `engine` may be empty: the row holds for both.
 
 kind       x                                          seconds
 prefill    prompt tokens of one iteration             of the iteration
@@ -110,7 +110,7 @@ def write(path: Path, table: ProfileTable) -> None:
 
 
 def read(path: Path) -> ProfileTable:
-    """Read a table. Raises ConfigError with file, line and column for what is not one."""
+    """The table's rows. Raises ConfigError with file, line and column where it is malformed."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -191,7 +191,7 @@ def _count(place: str, column: str, text: str) -> int:
 def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
     seen: set[tuple[object, ...]] = set()
     for r in rows:
-        # Of these a profile has one figure, whatever x it was measured at.
+        # A profile has one figure of each of these, for any x.
         x = None if r.kind in TIMELESS or r.kind in ("kv_token", "overhead") else r.x
         key = (r.kind, r.gpu, r.tp, r.pp, r.engine, r.quantisation, x)
         if key in seen:

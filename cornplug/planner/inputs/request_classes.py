@@ -1,4 +1,4 @@
-"""Request classes: what an application asks for, in one record. Each is a demand of the pool."""
+"""Request classes: an application's requests of one kind, in one record. Each is a demand of the pool."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def _text_and_output(
 def _items(
     media: RequestMedia, rng: np.random.Generator, n: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each item of all requests: whose it is, and its tokens."""
+    """For each item of all requests: the index of its request, and its tokens."""
     owner = np.repeat(np.arange(n), length_distributions.sample(media.items, rng, n))
     return owner, length_distributions.sample(media.tokens, rng, len(owner))
 

@@ -1,7 +1,7 @@
-"""What a planner is told: the tables and fields of a plan's TOML file.
+"""Schema of the planner's input: the tables and fields of a plan's TOML file.
 
-Only shapes and ranges are checked here, and what one field of a table says of another; what one table
-says of another is `input_checks.py`. Reading the file, and finding the line of an error, is
+Only shapes and ranges are checked here, and the fields of one table against each other; checks across
+tables are in `cross_checks.py`. Reading the file, and finding the line of an error, is
 `toml_reader.py`; the meaning of a length is `length_distributions.py`.
 Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise.
 """
@@ -86,7 +86,7 @@ __all__ = [
 
 
 class Slo(InputTable):
-    """Bounds on one percentile of the requests' times. What is None is not bounded."""
+    """Bounds on one percentile of the requests' times; None: no bound."""
 
     percentile: Literal["mean", "p50", "p95", "p99"] = "p95"
     ttft_s: Positive | None = None
@@ -163,7 +163,7 @@ class Application(InputTable):
     """Class of service, as the encoder service and admission know it."""
     slo: Slo = Slo()
     structures: list[Structure] | None = None
-    """What may be planned for it; None: all. "+G": generator apart from the LLM."""
+    """Structures that a plan may use for it; None: all. "+G": generator apart from the LLM."""
     requests: list[RequestSpec] = Field(min_length=1)
 
 
@@ -219,7 +219,7 @@ class PlanRules(InputTable):
     objective: Literal["cost", "goodput", "max-min"] = "cost"
     max_utilisation: Share = 0.95
     online_share: Share = 0.8
-    """Of a cell's capacity that online work may fill; the rest is for what can wait."""
+    """Share of a cell's capacity that online work may fill; the rest is for work that can wait."""
     n_plus_one: bool = True
     """An online application survives the loss of one replica of each of its services."""
     network_utilisation: Share = 0.7
@@ -250,7 +250,7 @@ class SolverOptions(InputTable):
 
 
 class ChangeRules(InputTable):
-    """What runs now, and what a change of it may cost."""
+    """The current deployment, and the cost that a change of it may have."""
 
     plan: InputPath
     horizon_hours: Positive = 24.0

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, said for the one who wrote the file: the key, the problem, the remedy."""
+"""pydantic's errors, reworded for the author of the file: the key, the problem, the remedy."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _problem(detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
 
 
 def _place(detail: ErrorDetails, data: Mapping[str, Any]) -> Place:
-    """pydantic's location without what is not in the file: names of a union's members."""
+    """pydantic's location without the names of a union's members, which are not in the file."""
     place: Place = ()
     value: Any = data
     for part in detail["loc"]:

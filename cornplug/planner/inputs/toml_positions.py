@@ -28,7 +28,7 @@ def lines_of(text: str) -> dict[Place, int]:
 
 
 def line_of(lines: dict[Place, int], place: Place) -> int:
-    """Of the place, or of the closest table around it; 1 for what is nowhere in the file."""
+    """Line of the place, or of the closest table around it; 1 where the file has neither."""
     while place and place not in lines:
         place = place[:-1]
     return lines.get(place, 1)

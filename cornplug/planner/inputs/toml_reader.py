@@ -20,11 +20,11 @@ _WHERE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\
 
 
 def read(path: Path) -> PlanInput:
-    """What the file says; paths in it are relative to it.
+    """The file's contents; paths in it are relative to it.
 
     Raises ConfigError. Its text has a line for each error, "plan.toml:17 applications[0].llm: problem.
-    Remedy", in the order of the file; its `field` is the first one's. What one table says of another is
-    checked once every table is right in itself.
+    Remedy", in the order of the file; its `field` is the first one's. Checks across
+    tables follow once every table is valid in itself.
     """
     text = _text(path)
     try:

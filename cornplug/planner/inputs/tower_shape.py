@@ -1,4 +1,4 @@
-"""A tower's size from config.json, projector included: what an encoder computes for one item."""
+"""A tower's size from config.json, projector included: weights and work of an encoder for one item."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _patches_per_token(config: Json, tower: Json) -> int:
 
 
 def _stem(tower: Json, hidden: int) -> int:
-    """What turns pixels or mel bins into the first layer's input, and its table of positions."""
+    """Weights that turn pixels or mel bins into the first layer's input, and those of its position table."""
     if "num_mel_bins" in tower:
         return (
             3 * hidden * (int(tower["num_mel_bins"]) + hidden) + int(tower["max_source_positions"]) * hidden

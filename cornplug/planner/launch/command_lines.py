@@ -44,7 +44,7 @@ class LaunchCommand:
     replica: int
     host: str
     argv: tuple[str, ...]
-    """Empty for what we do not start: a generator of some other server."""
+    """Empty for a process that `launch` does not start: a generator that another server runs."""
     env: Mapping[str, str]
     kind: Kind
     port: int | None = None

@@ -1,5 +1,6 @@
-"""What an engine's command line depends on beyond its own group: who encodes for it, what it
-shares on its host, whom it hands KV to, which bounds its requests have. Read off the plan.
+"""Deployment context of an engine's command line, beyond its own group: the services that encode for
+it, the entries that it shares on its host, the groups it hands KV to, the bounds of its requests.
+Read off the plan.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """What is not planned to be shared costs a copy for nothing."""
+        """Settings that turn off sharing without a use in the plan: it would cost a copy for nothing."""
         off = {
             "CORNPLUG_ENGINE_SHARE_KV": self.kv,
             "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
@@ -53,7 +54,7 @@ class GroupContext:
     transfer: Transfer
     sharing: StoreSharing
     encoder_urls: tuple[str, ...]
-    """Of the services that encode for this engine, on whatever host; none: it does so itself."""
+    """URLs of the services that encode for this engine, on any host; none: it does so itself."""
     by_value: bool
     """Requests come with embeddings: some of those that prefill them have no encoder on their host."""
     unequal_pair: bool
@@ -83,12 +84,12 @@ def is_cpu(group: ReplicaGroup) -> bool:
 
 
 def bind_address(plan: Plan, host: str) -> str:
-    """What a server on `host` listens at: of a plan of one host nothing is offered elsewhere."""
+    """Address that a server on `host` listens at. A plan of one host serves that host only."""
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
 
 
 def encoder_socket(site: ReplicaAddress) -> str:
-    """Short whatever the group's name: a unix socket's path has at most 107 bytes."""
+    """Path of the encoder's unix socket, without the group's name: it may have at most 107 bytes."""
     return f"${{RUN_DIR}}/encoder-{site.port}.sock"
 
 
@@ -193,7 +194,7 @@ def _sharing(plan: Plan, site: ReplicaAddress, encoders: list[ReplicaAddress]) -
 
 
 def _app(plan: Plan, group: ReplicaGroup) -> str:
-    """Whom an engine of several applications names: the one of the most urgent class of service."""
+    """The application that an engine of several names: that of the most urgent class of service."""
     urgent_first = sorted(plan.reservations, key=lambda one: (-one.priority, one.qos))
     reserved = [app for one in urgent_first for app in one.apps if app in group.apps]
     return [*reserved, *group.apps, group.components[0]][0]
@@ -218,7 +219,7 @@ def _admits(plan: Plan, group: ReplicaGroup) -> bool:
 
 
 def _shares_kv(group: ReplicaGroup) -> bool:
-    """README, Limits: what runs as stock."""
+    """Whether the group's engine can share KV: see README, Limits."""
     if group.kv is not None and group.kv.element_bytes < 2:
         return False
     if group.engine == "vllm":

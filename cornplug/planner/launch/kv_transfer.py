@@ -1,8 +1,8 @@
-"""KV from prefill to decode: the buffer's size, pages, and what each engine is told of the transfer.
+"""KV from prefill to decode: the buffer's size, pages, and each engine's flags for the transfer.
 
 The sizing rule is that of NIXL and LMCache set-ups: room for the longest prompt's KV,
-2·L·N·H·D·bytes, rounded up to 256 MiB; pages of at least 128 tokens, for one descriptor a page and
-layer is what a transfer costs. Latent attention (MLA) keeps one vector a token and layer in place
+2·L·N·H·D·bytes, rounded up to 256 MiB; pages of at least 128 tokens, for a transfer
+costs one descriptor a page and layer. Latent attention (MLA) keeps one vector a token and layer in place
 of K and V of every head, and every rank keeps all of it.
 """
 
@@ -42,7 +42,7 @@ def prompt_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
 
 
 def buffer_bytes(kv: KVGeometry, *, tp: int = 1, pp: int = 1) -> int:
-    """What a rank sets aside for transfers: `prompt_bytes`, rounded up to 256 MiB."""
+    """Bytes that a rank sets aside for transfers: `prompt_bytes`, rounded up to 256 MiB."""
     return _up(prompt_bytes(kv, tp=tp, pp=pp), BUFFER_STEP)
 
 

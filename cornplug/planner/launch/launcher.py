@@ -38,7 +38,7 @@ Event = Callable[[CommandProcess, str], None]
 """Told of each process: "starting", "ready"."""
 
 _ORDER: Final = ("router", "external", "engine", "encoder", "store")
-"""In which they are ended: who asks before who is asked."""
+"""Order in which processes are ended: clients before their servers."""
 _POLL_S: Final = 0.2
 
 
@@ -53,7 +53,7 @@ def running(
     event: Event = lambda process, what: None,
     stopping: threading.Event | None = None,
 ) -> Iterator[list[CommandProcess]]:
-    """The processes of some commands of a plan, serving; ended in order on leaving, whatever happens.
+    """The processes of some commands of a plan, serving; ended in order on leaving, after an error too.
 
     Args:
         to_start: Of `local_commands`.
@@ -207,7 +207,7 @@ def _start(
     event: Event,
     stopping: threading.Event,
 ) -> None:
-    """Stores, encoders, and what shares a GPU one after the other, engines together, routers last."""
+    """Start stores, encoders and processes that share a GPU one by one, engines together, routers last."""
     loading: list[CommandProcess] = []
     for command in to_start:
         if not command.argv or stopping.is_set():

@@ -17,8 +17,8 @@ from cornplug.planner.launch.group_context import caches_for, context_for, one_p
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan, PlanRoute, ReplicaGroup, RouteStage
 
-# Both routers know of the load what they sent and has not come back: the lesser of two drawn ones is
-# the nearest to "least work" that they have.
+# Both routers know only the number of requests under way at each server: the less loaded of two random
+# servers is the nearest to "least work" that they have.
 _POLICY: Final = {
     "least_work": "power_of_two",
     "join_shortest_queue": "power_of_two",
@@ -51,7 +51,7 @@ class RouterCommand:
     port: int
     argv: tuple[str, ...]
     weights: str
-    """For people: what the plan sends where."""
+    """The plan's share of requests for each server, in words for a reader."""
 
     @property
     def url(self) -> str:
@@ -169,7 +169,7 @@ def _argv(
 
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
-    """Bounds before a pair: SGLang's servers have none of their own there."""
+    """Flags of the queue limits before a pair: SGLang's servers cannot limit their queues there."""
     bounds = [context_for(plan, s, [*servers], transfer="nixl").ttft_s for s in servers if _online(s.group)]
     ttft = min((b for b in bounds if b is not None), default=None)
     if ttft is None:
@@ -192,7 +192,7 @@ def _online(group: ReplicaGroup) -> bool:
 
 
 def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
-    """The stage that does exactly these of prefill and decode, whatever else it does."""
+    """The stage that does exactly these tasks of prefill and decode, perhaps with E or G besides."""
     for stage in route.stages:
         if {task for task in stage.tasks if task in "PD"} == set(tasks):
             return stage

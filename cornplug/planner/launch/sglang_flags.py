@@ -42,7 +42,7 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
-    """What has no flag."""
+    """Environment variables for the settings that have no flag."""
     group = site.group
     # Else each health check computes a token.
     found = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"} | context.sharing.env
@@ -82,7 +82,8 @@ def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContex
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """SGLang's fraction is of what is free when it starts, so beside others tokens are counted."""
+    """Flags of the cache's size. SGLang's fraction is of the memory that is free at its start, so an engine
+    beside others on one GPU gets a number of tokens."""
     tokens = ["--max-total-tokens", str(settings.kv_tokens)]
     if is_cpu(group):
         return [*tokens, "--mem-fraction-static", f"{settings.memory_share:.4g}"]

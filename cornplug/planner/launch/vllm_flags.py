@@ -35,7 +35,7 @@ def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
-    """What has no flag."""
+    """Environment variables for the settings that have no flag."""
     found = dict(context.sharing.env)
     if is_cpu(site.group):
         found |= _CPU_ENV | {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, site.devices))}
@@ -57,7 +57,7 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def settings_of(group: ReplicaGroup) -> EngineSettings:
-    """What a language model's group decided about its engine.
+    """The engine settings that the plan chose for a language model's group.
 
     Raises ConfigError where it has no settings: planned from a throughput, or edited.
     """
@@ -100,8 +100,8 @@ def _batches(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Beside others on one GPU the cache's size is given exactly: what is free at the time of
-    profiling depends on who started first. The share stays, for vLLM checks it at start."""
+    """Flags of the cache's size. Beside others on one GPU it is in bytes: the memory that is free at the
+    time of profiling depends on the order of starts. The share stays, for vLLM checks it at start."""
     exact = ["--kv-cache-memory-bytes", str(settings.kv_bytes)]
     if is_cpu(group):
         return exact
@@ -163,7 +163,7 @@ def _admission(group: ReplicaGroup, settings: EngineSettings, context: GroupCont
 
 def _connectors(group: ReplicaGroup, context: GroupContext) -> list[str]:
     sharing = context.sharing
-    # Services on other hosts are asked by the clients, who then send the rows.
+    # Clients call services on other hosts, and send the rows to the engine.
     remote = ["--enable-mm-embeds"] if context.by_value else []
     if context.role == "PD":
         return [*_short(sharing), *remote]

@@ -1,11 +1,11 @@
 """The least cost of pools that the solver does not settle at once.
 
-The cost is the nodes' alone: a plan that frees three GPUs of a node costs what it cost before,
-and a solver finds no direction in that. So plans are improved by a potential, the cost plus a
-little of each GPU's price. And each group of services is solved alone (`subproblems.py`): its least
-cost bounds the whole, whose relaxation gains most of its distance from the truth by splitting
-replicas; and the cells that it uses are the few that the whole is searched over. Both are done
-again at slightly other prices of GPUs. The last word is the solver's, on the cost itself.
+Only nodes have a cost: a plan that frees three GPUs of a node costs as much as before, and a solver
+finds no direction in that. So plans are improved by a potential, the cost plus a little of each
+GPU's price. And each group of services is solved alone (`subproblems.py`): its least cost bounds the
+whole pool's, more tightly than the relaxation, which mostly gains by splitting replicas; and the cells
+that it uses are the few that the whole is searched over. Both are done again at slightly other
+prices of GPUs. The last word is the solver's, on the cost itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def least_cost(
     tell: Tell | None,
     build: Build,
 ) -> tuple[SolverRun, Values | None]:
-    """The cheapest plan found, and what was proven of it."""
+    """The cheapest plan found, with its proven bound."""
     best = Incumbent(model, cost, limits, tell)
     quick = best.improve(cost, QUICK)
     if quick.status == "infeasible" or best.proven:
@@ -60,7 +60,7 @@ def least_cost(
 
 
 def gpu_prices(model: PoolModel, cost: Any) -> dict[str, float]:
-    """Cell -> what the GPUs of one replica cost, in the money's unit."""
+    """Cell -> price of one replica's GPUs, in the unit of `cost`."""
     return {
         c.name: cost.get(model.z[c.nodes], 0.0) / model.nodes[c.nodes].gpus * c.gpus for c in model.pool.cells
     }
@@ -112,9 +112,9 @@ def bound_groups(best: Incumbent, parts: list[PoolModel], gpu_values: Mapping[st
 
 
 def shadow_prices(best: Incumbent) -> dict[str, float]:
-    """Node class -> what one GPU is worth: its price, or more where the stock binds.
+    """Node class -> value of one GPU: the larger of its price and its shadow price in the relaxation.
 
-    That much more is the relaxation's shadow price of the class's GPUs.
+    The shadow price is the larger one where the stock binds.
     """
     model = best.model
     model.problem.setObjective(best.cost)

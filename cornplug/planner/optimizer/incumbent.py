@@ -44,7 +44,7 @@ class Incumbent:
         self.timed_out = self.timed_out or run.timed_out
 
     def improve(self, goal: Any, share: float, *, gap: float | None = None) -> SolverRun:
-        """One call of the solver, from the best plan; what it finds is kept where it is cheaper."""
+        """Run the solver once from the best plan, and keep its plan if that is cheaper."""
         model, is_cost = self.model, goal is self.cost
         model.problem.setObjective(goal)
         for variable, value in (self.values or {}).items():
@@ -74,7 +74,7 @@ class Incumbent:
             self._note(self.dollars, self.bound)
 
     def _watch(self) -> Tell:
-        """What the solver says while it works, as far as it is news."""
+        """A callback that notes the solver's progress where incumbent or bound changed."""
 
         def heard(at: SolveProgress) -> None:
             dollars = self.dollars if at.incumbent is None else min(at.incumbent, self.dollars)

@@ -1,7 +1,7 @@
-"""Why no plan exists: which constraint, what it allows, what is needed, and what would help.
+"""Why no plan exists: the constraint, the amount that it allows, the amount needed, and the remedies.
 
-One kind of limit at a time is lifted and the least excess over it is sought. Each kind that
-makes the pool feasible alone is a remedy of its own; the demand itself is always one.
+One kind of limit at a time is lifted and the least excess over it is sought. Each kind that makes
+the pool feasible alone is one remedy; a smaller demand is always another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Build = Callable[[OptimizationProblem], PoolModel]
 
 
 def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
-    """Raises PlanInfeasible for demands that no cell can serve, whatever the stock."""
+    """Raises PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
     served = {v.demand for v in model.variants}
     lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
     if model.pool.objective == "goodput" and len(lost) < len(model.pool.demands):
@@ -42,7 +42,7 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
 
 def _missing(pool: OptimizationProblem, demand: str) -> str:
-    """The one need that its ways fail at, or the nearest to what it asks."""
+    """The needs that the demand's variants fail at, in words."""
     ways = [v for v in pool.variants if v.demand == demand]
     if not ways:
         return "no way through the services is planned for it. Allow another structure"
@@ -70,7 +70,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
 
 @dataclass(frozen=True)
 class Relaxation:
-    """A pool without one kind of limit, what to keep small instead, and how to tell of it."""
+    """A pool without one kind of limit, the excess to minimise instead, and the report of it."""
 
     pool: OptimizationProblem
     excess: Callable[[PoolModel], Any]

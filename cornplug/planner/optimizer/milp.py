@@ -8,10 +8,10 @@ Variables   phi_v  rate of a variant                 x_j  replicas of a cell (in
 Objectives  dollars; or goodput, then dollars; or the least share served, then goodput, then dollars
 Constraints one function each; every row is named, and a plan's reasons quote those names
 
-Work may always use a cell that promises more than it asks for. Tiers are nested (who keeps
+Work may always use a cell of a tighter tier than it asks for. Tiers are nested (a cell that keeps
 0.2 s keeps 0.5 s), so that f needs no index for them: the cells that keep a tier must hold all
-work that asks for that tier or a tighter one. By Gale's theorem for nested sets this is just
-what it takes for such a flow to exist; `solution.py` then splits f by tier.
+work that asks for that tier or a tighter one. By Gale's theorem for nested sets this is
+necessary and sufficient for such a flow to exist; `solution.py` then splits f by tier.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ TIE_WORK: Final = 0.25
 
 @dataclass(frozen=True)
 class SolveGoal:
-    """What one call of the solver minimises (sign 1) or maximises (-1)."""
+    """The expression that one call of the solver minimises (sign 1) or maximises (-1)."""
 
     name: str
     expression: Any
@@ -85,9 +85,9 @@ def min_served_fraction(model: PoolModel) -> SolveGoal:
 def tie_break(model: PoolModel) -> SolveGoal:
     """The tie-break: GPUs taken at their price, plus each cell's preference (3 % at most).
 
-    It is a goal of its own, after the money and with the nodes held as they are, instead of a
-    small term in the money: a term small enough never to outweigh a cent would drown in the
-    solver's tolerances, and a larger one could.
+    It is a separate goal after the cost, with the nodes held as they are, and no small term of the
+    cost: a term small enough never to outweigh a cent would drown in the solver's tolerances, and
+    a larger one could change the cost.
     """
     return SolveGoal("neatness", lpSum(_weight(model, c) * model.x[c.name] for c in model.pool.cells))
 
@@ -125,7 +125,7 @@ def demand(model: PoolModel) -> None:
 
 
 def flow(model: PoolModel) -> None:
-    """What the variants ask of a service, its cells do, each within the tier asked for."""
+    """A service's cells do all work that variants ask of it, each within the tier asked for."""
     for (u, service), needs in model.needs.items():
         tiers = sorted({need.tier for _, need in needs})
         for tier in tiers:
@@ -205,7 +205,7 @@ def network(model: PoolModel) -> None:
 
 
 def cache(model: PoolModel) -> None:
-    """One level of each cache; who counts on a level needs it; the caches fit the nodes' memory."""
+    """One level of each cache; variants that count on a level need it; the caches fit the nodes' memory."""
     levels = model.pool.levels
     for name in dict.fromkeys(level.cache for level in levels):
         chosen = lpSum(model.w[level.name] for level in levels if level.cache == name)
@@ -225,8 +225,9 @@ def cache(model: PoolModel) -> None:
 def spare(model: PoolModel) -> None:
     """A service survives the loss of one replica of any cell that it uses.
 
-    What online work leaves free on the cells that may stand in, counted in lost replicas, is at
-    least one replica, filled to the limit: after a loss the part kept for peaks may be used.
+    The capacity that online work leaves free on the cells that may stand in, counted in lost
+    replicas, is at least one replica, filled to the limit: after a loss the part kept for peaks
+    may be used.
     The exchange rate is the worst of the classes at hand, so that the row is exact where cells
     are one another's multiples and careful otherwise.
     """
@@ -348,7 +349,7 @@ def _limits(
 
 
 def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:
-    """What an earlier goal reached stays. For the tie-break, so do the nodes: see `tie_break`."""
+    """Hold the value that an earlier goal reached. For the tie-break, hold the nodes too: see `tie_break`."""
     reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
     allowed = reached + 1e-7 * max(1.0, abs(reached))
     # No law of the pool, and so no row by name: it must not be given as a plan's reason

@@ -28,7 +28,7 @@ class MachineClass:
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to run one service: a replica's footprint and what it carries."""
+    """One way to run one service: a replica's footprint and its capacity."""
 
     name: str
     service: str
@@ -106,7 +106,7 @@ class PoolLimits:
 
 @dataclass(frozen=True)
 class CurrentState:
-    """What runs now, and what it costs to change it (re-planning)."""
+    """The current deployment, and the costs of changing it (re-planning)."""
 
     replicas: Mapping[str, int]
     """Cell -> replicas."""
@@ -119,7 +119,7 @@ class CurrentState:
     horizon_hours: float = 24.0
     max_changes: int | None = None
     free: frozenset[tuple[str, str]] = frozenset()
-    """Switches (from, to) that change no process, only what is promised of it."""
+    """Switches (from, to) that change no process, only the tier that it keeps."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class PoolSolution:
     flows: tuple[CellFlow, ...]
     levels: frozenset[str]
     slack: Mapping[str, float]
-    """Constraint -> what is left of it; near 0: it binds."""
+    """Constraint -> its slack; near 0: it binds."""
     first_s: float | None = None
     """Seconds until the first incumbent, where the solver tells."""
     history: tuple[SolveProgress, ...] = ()
@@ -185,7 +185,7 @@ class PoolSolution:
 
 @dataclass(frozen=True)
 class CapacityShortfall:
-    """Why nothing fits: one constraint, what it allows and what is needed."""
+    """Why nothing fits: one constraint, the amount that it allows and the amount needed."""
 
     constraint: str
     allowed: float

@@ -48,7 +48,7 @@ def _whole(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
 
 
 def slack(row: Any, values: Values) -> float:
-    """What is left of a constraint; of an equation, nothing ever is."""
+    """Slack of a constraint; 0 for an equation."""
     if row.sense == LpConstraintEQ:
         return 0.0
     # PuLP keeps a row as expression + constant <= 0 (or >= 0)

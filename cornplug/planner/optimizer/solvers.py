@@ -1,7 +1,7 @@
 """HiGHS in this process, through PuLP.
 
-All programs are minimised. A run says what was proven: PuLP's own status calls a plan "Optimal"
-also when the time was up, so that incumbent and bound are compared here.
+All programs are minimised. A run has its proven bound: PuLP's status calls a plan "Optimal" also
+when the time was up, so incumbent and bound are compared here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_STEPS: Final = 10
 
 @dataclass(frozen=True)
 class SolverRun:
-    """What one call of a solver found. The variables hold its plan where there is one."""
+    """Result of one call of a solver. The variables hold its plan where there is one."""
 
     status: Literal["optimal", "feasible", "infeasible", "none"]
     """none: the time was up before any plan was found, and none was proven impossible."""
@@ -52,7 +52,7 @@ class SolverLimits:
 def solve(
     problem: Any, limits: SolverLimits, watch: Watch | None = None, *, start: bool = False
 ) -> SolverRun:
-    """What HiGHS found when it minimised; with `start`, from the values that the variables hold."""
+    """HiGHS's result of minimising the problem; with `start`, from the values that the variables hold."""
     began, history = time.monotonic(), list[SolveProgress]()
     per_step = (1 + sum(len(row) for row in problem.constraints())) / 1e6
     steps = 0

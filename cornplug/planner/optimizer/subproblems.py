@@ -1,9 +1,9 @@
 """Services that stand in for one another, taken alone: their least cost bounds the whole pool's.
 
-A request may take the monolith, or prefill and decode apart: such services form a group. What
-couples groups (tiers of one demand, cache levels, the network, nodes that several fill) is left
-out, so that a group's least cost, whatever a GPU is said to cost, is never more than what it
-costs in any plan. The model's own relaxation splits replicas at will and stays percents below.
+A request may take the monolith, or prefill and decode apart: such services form a group. The
+constraints that couple groups (tiers of one demand, cache levels, the network, nodes that several
+fill) are left out, so that at any price of GPUs a group's least cost is never above its cost in
+a plan. The model's own relaxation splits replicas at will and stays percents below.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
 
 
 def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> OptimizationProblem:
-    """The pool of one group: its cells, and what the demands ask of it."""
+    """The pool of one group: its cells, and the demands' work there."""
     variants: dict[tuple[str, object], PathVariant] = {}
     for v in pool.variants:
         needs = tuple(need for need in v.needs if need.service in services)

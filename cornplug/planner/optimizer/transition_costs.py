@@ -1,4 +1,4 @@
-"""Re-planning: what a change of the running replicas costs, and how much of it is allowed.
+"""Re-planning: cost of a change of the running replicas, and the number of changes allowed.
 
 x = x0 + a - d + in - out: starts, stops, and role switches between cells whose engines can change
 their role without a restart. That a switch comes before a restart follows from their prices.
@@ -47,7 +47,7 @@ def balance(model: PoolModel, current: CurrentState) -> None:
 
 
 def dwell(model: PoolModel, current: CurrentState) -> None:
-    """Replicas that have not run for the minimum dwell stay what they are."""
+    """Replicas that have not run for the minimum dwell are neither stopped nor switched."""
     for name, young_replicas in current.below_min_dwell.items():
         went = lpSum(
             m for (source, to), m in model.m.items() if source == name and (source, to) not in current.free

@@ -1,4 +1,4 @@
-"""Sets and variables of the pool model, and its rows by name. `milp.py` says what they mean.
+"""Sets and variables of the pool model, and its rows by name. `milp.py` explains them.
 
 Every row is kept under the name that the plan's reasons and an explanation of a shortfall quote.
 """

@@ -1,1 +1,1 @@
-"""What one replica, or a few behind one router, can do: times, memory, rates."""
+"""Performance of one replica, or of a few behind one router: times, memory, rates."""

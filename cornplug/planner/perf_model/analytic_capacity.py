@@ -1,8 +1,8 @@
 """A station's capacity by closed forms, in milliseconds.
 
-A replica works off what is computed once a request (encode, prefill, generate) as a server of
-GI/G/c does, with iterations that hold more of it the more waits; what decodes runs beside it, in
-the time that is left. The wait has Allen and Cunneen's tail (`queueing.py`), a request's own time
+A replica does the work that comes once a request (encode, prefill, generate) as a server of GI/G/c
+does, with iterations that hold more of it the more waits; decoding runs beside it, in the time
+that is left. The wait has Allen and Cunneen's tail (`queueing.py`), a request's own time
 is its draw's, and the percentile is that of their sum over the draws. Requests that decode, and
 the KV tokens that they hold, are as M/G/infinity has them: Poisson, so that a percentile needs
 room for some standard deviations more than the mean.

@@ -1,7 +1,7 @@
 """One replica under a steady rate of requests of one class, by closed forms.
 
-What is computed once a request (encode, prefill, generate) keeps the replica for a while; what
-decodes shares the rest of the time. Both depend on how many there are at once, so a state is a
+Work that comes once a request (encode, prefill, generate) keeps the replica for a while; decoding
+shares the rest of the time. Both depend on how many there are at once, so a state is a
 fixed point: the more requests decode, the slower each; the more prompts wait, the more of them an
 iteration holds.
 """
@@ -36,7 +36,7 @@ class _Balance:
 
     decoding: float
     fill: float
-    """How full iterations are with what waits: 0, each request in its own, to 1."""
+    """How full iterations are with waiting requests: 0, one request each, to 1."""
     service_s: float
     iterations: float
     """That hold a part of one prompt."""
@@ -45,12 +45,12 @@ class _Balance:
 
 
 class ReplicaLoad:
-    """What one replica of a station takes for draws of a class."""
+    """Times of one replica of a station, for the sampled requests of a class."""
 
     def __init__(self, station: Station, of: RequestCosts, sigmas: float) -> None:
         """`sigmas`: standard deviations above the mean for which there must be room."""
         self._station = station
-        # A router that looks evens out what decodes: the fluctuations are those of all replicas.
+        # A router that knows the load evens out decoding: the fluctuations are those of all replicas.
         self._spread = sigmas / (1 if station.router == "random" else station.replicas) ** 0.5
         decodes, prefills = "D" in station.tasks, "P" in station.tasks
         self._encode = encode_s(of, station)
@@ -138,7 +138,7 @@ class ReplicaLoad:
     def _interruptions(self, service: Floats, balance: _Balance, token_s: float) -> tuple[float, float]:
         """Iterations with prompts for each prompt of others, and by how much each is longer.
 
-        Prompts differ in length, so what they add up to is compound Poisson: as variable as fewer
+        Prompts differ in length, so their sum is compound Poisson: as variable as fewer
         and longer ones, of E[S^2] / E[S], would be.
         """
         mean_s = float(service.mean())
@@ -184,10 +184,10 @@ class ReplicaLoad:
         return _Balance(decoding, fill, service_s, iterations, pace)
 
     def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
-        """How full iterations are with what waits; None: overloaded even with full ones.
+        """How full iterations are with waiting requests; None: overloaded even with full ones.
 
-        A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration. What
-        j requests share of it each pays a j-th of, so that 1 - 1 / j of what can be saved is.
+        A server at utilisation u has u^2 / (1 - u) waiting; they come with the next iteration. Each of
+        j requests pays a j-th of their shared part, which saves 1 - 1 / j of it.
         """
         most = self._largest / self._mean_size
         saved = 1 - 1 / most
@@ -236,7 +236,7 @@ class ReplicaLoad:
         return steps.request_overhead_s if steps is not None and "P" in self._station.tasks else 0.0
 
     def _own(self, service: Floats, fill: float, token_s: float) -> Floats:
-        """A request's own time: alone or with what shares its iterations, then the pipeline's rest."""
+        """A request's own time: alone or with others in its iterations, then the pipeline's rest."""
         batched = 1 / (1 - fill * (1 - self._mean_size / self._largest))
         # All that share an iteration leave at its end: half of the others' parts later than in turn.
         others_s = (batched - 1) / 2 * float(service.mean())

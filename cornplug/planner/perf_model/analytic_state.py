@@ -1,4 +1,4 @@
-"""What closed forms say of one replica under a steady rate, and the share of its tokens that are slow."""
+"""State of one replica under a steady rate by closed forms, and the share of its tokens that are slow."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class AnalyticState:
     """Times in seconds; arrays have one entry a draw."""
 
     service: Floats
-    """Of the replica, for what is computed once a request."""
+    """Time of the replica for the work that comes once a request."""
     own: Floats
     """From the end of the wait to the first token, or to leaving where nothing prefills."""
     token_s: float = 0.0

@@ -1,7 +1,7 @@
 """The largest rate of one request class that a station carries under its bounds.
 
-Closed forms (`analytic_capacity.py`) find it in milliseconds, well enough to drop cells that nobody will
-want; the simulator (`simulated_capacity.py`) then finds it for the cells that are kept.
+Closed forms (`analytic_capacity.py`) find it in milliseconds, well enough to drop cells that no plan
+uses; the simulator (`simulated_capacity.py`) then finds it for the cells that are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def capacity(
 ) -> float:
     """Requests a second of the class of `samples`, alone, that all of the station's replicas carry.
 
-    Without bounds that is what they carry at most, all busy; with them it is at most that.
+    Without bounds that is their throughput, all busy; with bounds it is at most that.
     0: not even a lone request meets the bounds, or one does not fit the KV cache. Infinite: the
     requests need nothing here (all their embeddings are cached).
 

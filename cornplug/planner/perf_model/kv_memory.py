@@ -1,8 +1,8 @@
 """Tokens of KV cache that fit beside the weights on one device.
 
 Both engines fill the memory that they may use: vLLM measures a step at start and gives the rest to
-the cache, SGLang sets a part aside by a rule of its own. These are estimates; a profile that states
-what an engine reported goes before them.
+the cache, SGLang sets a part aside by a fixed rule. These are estimates; a profile with an engine's
+reported figure goes before them.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ UTILISATION: Final = 0.92
 GIB: Final = 2**30
 BLOCK_TOKENS: Final = 16
 
-# vLLM's step on a GPU. Chosen so that InternVL3-38B on two A40 gets what its developers report:
-# 2.6 GB beside the weights (planner.md, section 2.1); right for other models to about 1 GB.
+# vLLM's step on a GPU. Chosen so that InternVL3-38B on two A40 gets the figure that vLLM's developers
+# report: 2.6 GB beside the weights (planner.md, section 2.1); right for other models to about 1 GB.
 _CONTEXT_BYTES: Final = 600_000_000
 """CUDA context and libraries, outside PyTorch's allocator."""
 _NCCL_BYTES: Final = 370_000_000
@@ -83,10 +83,10 @@ def engine_share(
     towers: bool = False,
     utilisation: float = UTILISATION,
 ) -> float:
-    """What an engine is told to take of a GPU, for its flags: of vLLM all that it uses
-    (--gpu-memory-utilization), of SGLang weights and cache (--mem-fraction-static).
+    """Share of a GPU's memory for an engine's flags: vLLM's covers all of its memory
+    (--gpu-memory-utilization), SGLang's its weights and cache (--mem-fraction-static).
 
-    SGLang's is what it would choose itself (0.5.23, `memory_hook.py`), for a GPU as large as the part.
+    SGLang's is the share that it would choose itself (0.5.23, `memory_hook.py`) for a GPU of the part's size.
     """
     if engine != "sglang" or gpu.generation == "cpu":
         return utilisation * share

@@ -1,4 +1,4 @@
-"""What one percentile of a stage's times must stay under."""
+"""Bounds on one percentile of a stage's times."""
 
 from __future__ import annotations
 

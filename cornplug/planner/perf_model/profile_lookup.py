@@ -1,7 +1,7 @@
-"""What a replica of a cell can do: the first of a component's profiles that fits it.
+"""Times and memory of a cell's replica, by the first of a component's profiles that fits it.
 
-Parts of a GPU carry their part: times are divided by the share. What neighbours on the same GPU
-cost beyond that is the caller's (`rules.interference`).
+Parts of a GPU carry their part: times are divided by the share. The caller adds the
+cost of neighbours on the same GPU (`rules.interference`).
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def hardware(
     max_batch: int,
     context_tokens: int | None = None,
 ) -> CellHardware | None:
-    """What one replica does of `role`, letters out of "EPDG"; None: no profile fits this cell.
+    """Times and memory of one replica in `role`, letters out of "EPDG"; None: no profile fits this cell.
 
     Args:
         component: the LLM of a role with P or D, else the encoder or generator itself.
-        engine: "vllm" or "sglang"; of a tower or generator apart, whatever serves it.
+        engine: "vllm" or "sglang"; of a separate tower or generator, the name of its server.
         shape: of `component`; None where only a throughput or a table is known.
-        tower, generator: what runs in the same engine as the LLM.
+        tower, generator: components that run in the same engine as the LLM.
         context_tokens: typical prompt, for the attention of a roofline; None: an iteration's own.
 
     Raises:
@@ -182,7 +182,7 @@ def _estimated(
 
 
 def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepTimes | None:
-    """Of a table that has what the role does. What the role does not do is never asked for."""
+    """Times by a table that has the role's steps; None: it lacks one. Other steps are never asked for."""
     prefill = _curve("prefill_tokens", profile.prefill_tokens, profile.prefill_s)
     decode = _curve("decode_requests", profile.decode_requests, profile.decode_s)
     if (prefill is None and "P" in role) or (decode is None and "D" in role):
@@ -196,7 +196,7 @@ def _measured_steps(profile: MeasuredProfile, role: str, pp: int) -> EngineStepT
         kv_token_s=profile.kv_token_s,
         mixed_factor=profile.mixed_factor,
         request_overhead_s=profile.request_overhead_s,
-        # What was measured from outside is the way through all stages, not one stage's time.
+        # A time measured from outside is that of all stages together, not of one stage.
         pipeline=1,
     )
 
@@ -271,7 +271,7 @@ def is_for(
     pp: int,
     quantisation: str,
 ) -> bool:
-    """Whether what was measured was measured there: same GPU, parallelism and weights, any engine or this."""
+    """Whether a profile was measured there: same GPU, parallelism and weights, any engine or this."""
     measured_at = (profile.gpu, profile.tp, profile.pp, profile.quantisation)
     return measured_at == (gpu.name, tp, pp, quantisation) and profile.engine in (None, engine)
 

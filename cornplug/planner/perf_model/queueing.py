@@ -1,7 +1,7 @@
 """Erlang's and Allen and Cunneen's waits, by which a cell is screened before it is simulated.
 
 Rates are per second, times seconds, cv2 squared coefficients of variation (1: exponential).
-An overloaded queue has no wait: both functions raise ValueError and say what it carries.
+An overloaded queue has no wait: both functions raise ValueError, which names the rate it carries.
 """
 
 from __future__ import annotations

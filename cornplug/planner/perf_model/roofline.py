@@ -1,7 +1,7 @@
 """Times estimated from a model's shape and the GPU table, where nothing was measured.
 
-An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus what
-its all-reduces move and a constant overhead. Source: Williams, Waterman and Patterson 2009; the
+An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus the
+time of its all-reduces and a constant overhead. Source: Williams, Waterman and Patterson 2009; the
 FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. These are
 estimates: a plan says so of every cell that rests on one.
 
@@ -38,7 +38,7 @@ _ACTIVATION_BYTES: Final = 2
 
 @dataclass(frozen=True)
 class DevicePeaks:
-    """What one rank's GPU does per second, under a profile's efficiencies."""
+    """Throughputs of one rank's GPU, per second, under a profile's efficiencies."""
 
     flops: float
     bytes: float

@@ -1,7 +1,7 @@
 """A station's capacity by simulation: bisection over rates, with the same requests at each.
 
 The same draws and the same gaps between arrivals, only scaled, are simulated at every rate
-(common random numbers), so that what differs between two rates is the rate.
+(common random numbers), so that two runs differ in their rate only.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int 
     count = min(max(1000, 3 * _in_flight(station, samples)), MOST_JOBS)
     jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
-    # What needs nothing here (its embeddings are cached, its only token is there) says nothing of time.
+    # Requests without work here (cached embeddings, the only token computed) say nothing of time.
     ends = np.sort(seconds[seconds > 0])
     if not ends.size:
         return math.inf

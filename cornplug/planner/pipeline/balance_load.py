@@ -21,7 +21,7 @@ from cornplug.planner.optimizer.solvers import solve as run_solver
 from cornplug.planner.optimizer.variables import PoolModel
 
 HELD: Final = 1e-6
-"""Relative: what is held may move by so much, which the solver's own tolerances need."""
+"""Relative: held values may move by so much, which the solver's own tolerances need."""
 SECONDS: Final = 5.0
 
 

@@ -1,8 +1,8 @@
 """A solution of which every cell has a simulated capacity.
 
 Closed forms screen all cells; the simulator confirms only those that a solution uses. Where its
-replicas still carry everything with what was found, the solution stands; else the problem is
-solved again with it.
+replicas still carry everything at their simulated capacities, the solution stands; else the
+problem is solved again with them.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_simulated_capacities(
 
 
 def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
-    """When re-planning, with what runs: it was confirmed before, and closed forms would think less of it."""
+    """When re-planning: with simulated capacities of the current cells, which closed forms underrate."""
     current = problem.pool.current
     if current is None or not problem.rules.simulate:
         return problem

@@ -1,4 +1,4 @@
-"""What runs now, in the terms of a new pool: on which cells, how young, and what a change of it costs.
+"""The current deployment in the terms of a new pool: its cells, its replicas' ages, the costs of changes.
 
 Two cells that differ in their tier only are the same processes under another promise: going
 from one to the other is free. A change of role is one where SGLang can do it while it runs
@@ -18,7 +18,7 @@ from cornplug.planner.optimizer.optimization_problem import CurrentState, Machin
 from cornplug.planner.plan import Plan, ReplicaGroup
 
 Identity = tuple[str, str, str, int, int, float, str, int]
-"""What makes a process another one: service, engine, nodes, TP, PP, share, quantisation, and its
+"""Fields that tell one process from another: service, engine, nodes, TP, PP, share, quantisation, and its
 tokens of one iteration, which are a flag of its command line (0 where nothing is planned of them)."""
 
 
@@ -72,7 +72,7 @@ def adopt_current(
 
 
 def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentState | None:
-    """What runs on these cells; replicas of others have no place in the pool, and stop."""
+    """The current deployment on these cells; replicas of others have no place in the pool, and stop."""
     if current is None:
         return None
     names = set(cells)

@@ -1,7 +1,7 @@
-"""Re-planning: a plan of the processes that run, as a rival to what the whole pool gives.
+"""Re-planning: a plan of the running processes, as a rival to the whole pool's plan.
 
 With a thousand ways to start afresh a solver may have found, when its time is up, none that is as
-good as keeping what there is. The pool of the running processes alone is small and soon solved.
+good as keeping the current deployment. The pool of the running processes alone is small and soon solved.
 """
 
 from __future__ import annotations

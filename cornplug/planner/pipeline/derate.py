@@ -18,7 +18,7 @@ DERATE: Final = 0.93
 STEEPEST: Final = 0.7
 """The least factor of one round."""
 ROOM: Final = 0.97
-"""Of the fullest cell's load: what a derated cell must not carry any more."""
+"""Share of the fullest cell's load; a derated cell must not carry more."""
 
 
 def derate(
@@ -26,8 +26,8 @@ def derate(
 ) -> FormulatedProblem:
     """The problem with less capacity for the services that a class with a miss has visited.
 
-    By the miss, and by at least what makes the fullest cell of each too small for its load: a
-    service whose cells are half empty would not change otherwise.
+    The factor follows the miss, and makes at least the fullest cell of each service too small for its
+    load: a service with half-empty cells would not change otherwise.
     """
     factor: dict[str, float] = {}
     loads = _loads(problem, solution)
@@ -44,7 +44,7 @@ def derate(
 
 
 def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, float]:
-    """Service -> its fullest cell's load, as a share of what the pool's limits allow."""
+    """Service -> its fullest cell's load, as a share of the pool's limits."""
     limits = problem.pool.limits
     online = {d.name for d in problem.pool.demands if d.online}
     all_of: defaultdict[str, float] = defaultdict(float)
@@ -62,7 +62,7 @@ def _loads(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, floa
 
 
 def _visited(problem: FormulatedProblem, solution: PoolSolution, miss: SloMiss) -> set[str]:
-    """Services that bear on what was missed: the first token is none of decode's."""
+    """Services that bear on the missed bound: decode does not bear on TTFT."""
     request_paths = (problem.request_paths[name] for name, rate in solution.served.items() if rate > 0)
     services = {
         s

@@ -1,4 +1,4 @@
-"""From what a planner is told to a pool: services, ways, tiers, cells, variants."""
+"""From the planner's input to a pool: services, request paths, tiers, cells, variants."""
 
 from __future__ import annotations
 

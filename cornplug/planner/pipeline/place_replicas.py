@@ -2,8 +2,8 @@
 
 Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. For sizes
 of which each divides the next larger one, first-fit-decreasing wastes nothing (Coffman, Garey,
-Johnson 1987, "Bin packing with divisible item sizes"), so whatever the pool model counts
-(sum of footprints <= GPUs of all nodes) can be placed.
+Johnson 1987, "Bin packing with divisible item sizes"), so every solution that the pool
+model admits (sum of footprints <= GPUs of all nodes) can be placed.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def rows(
     progress: Callable[[str, float], None],
     **cell: str | int | None,
 ) -> list[ProfileRow]:
-    """Encode images of noise, which nobody has seen before; `cell` are `ProfileRow`'s other fields.
+    """Encode images of fresh noise, which no cache has; `cell` are `ProfileRow`'s other fields.
 
     Args:
         edges: pixels of the square images' sides; towers of one size make all alike.
@@ -79,10 +79,10 @@ def rows(
 def points(
     rounds: Sequence[BenchRound], patches_per_token: int, **cell: str | int | None
 ) -> list[ProfileRow]:
-    """The table's rows: what a client waits for a batch of so many patches.
+    """The table's rows: a client's wait for a batch of so many patches.
 
-    That is the tower's time for such a pass, by the service's own count, and what an image sent
-    alone waits longer than its pass: reading, resizing, the way there and back. Images sent at
+    That is the tower's time for such a pass, by the service's own count, and the overhead of an
+    image sent alone beyond its pass: reading, resizing, the way there and back. Images sent at
     once need not go through the tower at once: the mean of their passes counts, which is exact
     where a pass takes a + b * patches.
     """
@@ -101,7 +101,7 @@ def points(
 
 
 def passes(url: str) -> PassCounter:
-    """What the service's /metrics say. Raises CornplugError where it is no encoder service."""
+    """The counters of the service's /metrics. Raises CornplugError where it is no encoder service."""
     try:
         text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
     except httpx.HTTPError as e:
@@ -140,7 +140,7 @@ def _noise(edge: int) -> bytes:
 
 
 def _served_name(client: EncoderClient, model: str) -> str:
-    """What the service calls the model. Raises ConfigError naming those it has."""
+    """The service's name of the model. Raises ConfigError naming those it has."""
     names = [str(row["name"]) for row in client.models()]
     if model in names:
         return model

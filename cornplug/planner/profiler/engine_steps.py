@@ -22,7 +22,7 @@ def served(url: str, tokenizer: str | None) -> BenchedModel:
     """The model that an engine serves.
 
     Args:
-        tokenizer: where it is not what the engine was started with.
+        tokenizer: where it is not the one that the engine was started with.
 
     Raises CornplugError when nothing answers there.
     """
@@ -77,7 +77,7 @@ def capacity_tokens(url: str) -> int:
 
 
 def version(url: str) -> str:
-    """What the engine calls its version; "unknown" where it does not say."""
+    """The engine's version; "unknown" where it reports none."""
     for path, field in (("/version", "version"), ("/get_server_info", "version")):
         try:
             return str(_get_json(url + path)[field])

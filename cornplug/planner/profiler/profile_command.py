@@ -103,7 +103,7 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 
 @contextmanager
 def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Iterator[str]:
-    """An engine of ours; its address."""
+    """Start an engine for the measurement; its address."""
     report("starting the engine", 0.0)
     command = server_under_test.engine(
         args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args)
@@ -114,7 +114,7 @@ def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Itera
 
 @contextmanager
 def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
-    """An encoder service of ours; its address."""
+    """Start an encoder service for the measurement; its address."""
     report("starting the encoder service", 0.0)
     with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
         command = server_under_test.encoder(args.model, folder=Path(folder), cores=_cores(args))

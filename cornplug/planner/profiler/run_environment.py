@@ -1,4 +1,4 @@
-"""Where and with what something was measured, in words."""
+"""Machine and versions of a measurement, in words."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PACKAGES: Final = ("cornplug", "torch")
 
 
 def machine() -> dict[str, str]:
-    """Lines of provenance: the machine, its GPUs, the date and the versions of what ran here."""
+    """Lines of provenance: the machine, its GPUs, the date and the versions of the packages."""
     found = {
         "machine": f"{len(os.sched_getaffinity(0))} cores of {_cpu()}",
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -1,4 +1,4 @@
-"""What to ask an engine to learn its iteration times, and those times from its answers. Pure.
+"""Requests that reveal an engine's iteration times, and those times from its answers. Pure.
 
 one token in, one out       an iteration of one token, and all that is off the device
 n tokens in, one out        one of n prompt tokens
@@ -73,7 +73,7 @@ class SampleGrid:
     def isolated(self) -> list[GridPoint]:
         """Asked one after the other. The first of each kind only warms up.
 
-        Kinds take turns, so that whatever else happens on the machine meets all of them.
+        Kinds take turns, so that other work on the machine meets all of them.
         """
         kinds = [
             GridPoint(1, 1),
@@ -95,9 +95,9 @@ class SampleGrid:
     ) -> list[ProfileRow]:
         """The table's rows for these answers, warm-up among them; `cell` are `ProfileRow`'s other fields.
 
-        Decode times are given at an empty context: what the context adds is a row of its own.
-        What is off the device is what a one-token prompt takes longer than an iteration for one
-        request, for its prefill is such an iteration.
+        Decode times are given at an empty context: the context's cost is a separate row. The time off
+        the device is that of a one-token prompt less an iteration for one request, for its prefill
+        is such an iteration.
         """
         counted = isolated[len(isolated) // (self.repeats + 1) :]
         batches = {1: self._step_s(counted, _SHORT_TOKENS)}

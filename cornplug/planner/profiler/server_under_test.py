@@ -34,7 +34,7 @@ def engine(
     Args:
         cores: where its threads compute, one a rank; empty: on GPUs.
     """
-    # One more prompt token than asked for is left to engines that count a token of their own.
+    # One more prompt token than asked for leaves room for engines that add a token to the prompt.
     most_tokens, most_requests = max(grid.prompts[-1] + 1, grid.batches[-1] * 32), grid.batches[-1]
     port = free_port()
     where = ("--host", "127.0.0.1", "--port", str(port))

@@ -67,8 +67,7 @@ def measure(
     Args:
         first_id: prompts of other numbers are other prompts.
 
-    Raises CornplugError with the end of what the command printed when it fails, or when any
-    request did.
+    Raises CornplugError with the end of the command's output when it or any request fails.
     """
     with tempfile.TemporaryDirectory(prefix="cornplug-bench-") as folder:
         trace, result = Path(folder) / "trace.jsonl", Path(folder) / "result.json"

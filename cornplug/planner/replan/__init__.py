@@ -1,1 +1,1 @@
-"""From what engines report to the question whether another plan is worth the change."""
+"""From engines' metrics to the decision whether another plan is worth the change."""

@@ -1,4 +1,4 @@
-"""Whose load an engine's metrics show. Engines know no request classes; the running plan's routes do."""
+"""Request classes behind an engine's metrics. Engines know no classes; the running plan's routes do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVERYTHING: Final = ""
 
 @dataclass(frozen=True)
 class ClassShare:
-    """What one request class has of one scope's window."""
+    """One request class's share of one scope's window."""
 
     window: ObservedWindow
     rate: float
@@ -44,7 +44,7 @@ class ClassShare:
 
     @property
     def prefills(self) -> bool:
-        """Its cache hits are hits. What a decode engine is sent counts there as hits, too."""
+        """Whether its cache hits are real. A decode engine also counts the tokens that it is sent as hits."""
         return "P" in self.tasks
 
 
@@ -86,7 +86,7 @@ def check(plan: Plan, scope: str) -> None:
 def shares(
     name: str, plan: Plan, rates: Mapping[str, float], windows: Mapping[str, ObservedWindow]
 ) -> Iterator[ClassShare]:
-    """Of class `name`. `rates`: class -> the input's rate. `windows`: scope -> what was observed."""
+    """Shares of class `name`. `rates`: class -> the input's rate. `windows`: scope -> its observed window."""
     tasks = _tasks(plan)
     for scope, window in windows.items():
         expected = _expected(plan, scope, rates)

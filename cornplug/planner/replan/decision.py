@@ -27,17 +27,17 @@ class ReplanDecision:
 
     @property
     def signature(self) -> tuple[str, ...]:
-        """What two windows must agree on: which steps, of what; not how many replicas each."""
+        """The part on which two windows must agree: the steps and their groups, not numbers of replicas."""
         return tuple(sorted(f"{s.kind} {s.what}" for s in self.steps)) if self.act else ()
 
 
 def judge(
     old: Plan, decision: PlanDecision, change: ChangeRules, *, same_work: bool = False
 ) -> ReplanDecision:
-    """`decision`: of the observed load, with `old` as what runs now.
+    """Whether to change from `old`, the running plan, to `decision`, planned for the observed load.
 
-    `same_work`: only rates differ from what `old` was made for, so that each replica carries what
-    it did: its capacity is not simulated anew, which would add chance to the verdict.
+    `same_work`: only rates differ from those that `old` was made for, so that each replica keeps its
+    capacity: it is not simulated anew, which would add chance to the verdict.
     """
     switched = _switched(decision)
     steps = tuple(plan_diff.between(old, decision.plan, switched))
@@ -80,7 +80,7 @@ def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) ->
 
 
 def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[str, float]) -> float:
-    """Its planned utilisation, scaled by what the observed rates and capacities make of it."""
+    """The group's planned utilisation, scaled to the observed rates and capacities."""
     rates = {d.name: d.rate for d in decision.pool.demands}
     planned: dict[str, float] = defaultdict(float)
     totals: dict[str, float] = defaultdict(float)
@@ -100,10 +100,10 @@ def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[
 
 
 def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
-    """Of one replica: what the running plan counted on, or less where new lengths and hit rates leave less.
+    """Capacity of one replica: the running plan's, or less where new lengths and hit rates leave less.
 
-    Not more: how much rehearsals took off the old capacity is not known, and what they took off the
-    new one is about the new plan's mixture. Closed forms' capacities are no ground to act on.
+    Not more: the derating of the old capacity is not known, and that of the new one belongs to the
+    new plan's mixture. Closed forms' capacities are no ground to act on.
     """
     for spec in decision.problem.cells.values():
         if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):

@@ -1,4 +1,4 @@
-"""What engines report of their load: two snapshots of their Prometheus metrics make a window.
+"""Load that engines report: two snapshots of their Prometheus metrics make a window.
 
 Reads vLLM 0.32's and SGLang 0.5.23's names and those of `cornplug encoder`, from the engines' own
 text, from files of it, or from the answer of a Prometheus server's `/api/v1/query`.
@@ -82,7 +82,7 @@ class HistogramCounts:
 
 @dataclass(frozen=True)
 class ObservedWindow:
-    """What happened between two snapshots of the same engines."""
+    """Load between two snapshots of the same engines."""
 
     seconds: float
     requests: float

@@ -1,4 +1,4 @@
-"""What it takes to get from a running plan to another: starts, stops, role switches, nodes, routing."""
+"""Steps from a running plan to another: starts, stops, role switches, nodes, routing."""
 
 from __future__ import annotations
 

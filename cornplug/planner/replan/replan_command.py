@@ -1,6 +1,6 @@
 """`cornplug replan`: does the observed load ask for another plan, and is the change worth it?
 
-Each run closes one window: the engines' metrics now, less what they were at the last run (or,
+Each run closes one window: the engines' metrics now, less those at the last run (or,
 asked for with --window, so many seconds ago). A change is advised when two windows one after
 the other ask for it. Nothing is started or stopped here.
 """
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> int:
 
 
 def _digest(of_file: str, differences: Sequence[FigureDifference]) -> str:
-    """Of what a plan was made for: the file's own, or with the figures that were observed instead.
+    """Digest of a plan's input: the file's own, or one with the observed figures.
 
     To two digits: the same plan is not made again for a load that is a little different.
     """
@@ -176,7 +176,7 @@ def _say(
 def lines(
     old: Plan, new: Plan, differences: Sequence[FigureDifference], verdict: ReplanDecision, *, agreed: bool
 ) -> list[str]:
-    """What is printed: one line when nothing is to be done."""
+    """The lines to print: one when nothing is to be done."""
     if not verdict.act:
         return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}."]
     if not agreed:

@@ -1,4 +1,4 @@
-"""What `cornplug replan` remembers from run to run: the last snapshots, and what the last window said."""
+"""State that `cornplug replan` keeps from run to run: the last snapshots, and the last window's verdict."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ReplanState(PlanRecord):
 
 
 def load(path: Path, plan: str) -> ReplanState:
-    """The state of this very plan, or a fresh one. ConfigError: the file is none of ours."""
+    """The state of this very plan, or a fresh one. Raises ConfigError where the file is no state."""
     try:
         state = ReplanState.model_validate_json(path.read_bytes())
     except FileNotFoundError:

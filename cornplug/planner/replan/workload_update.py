@@ -1,6 +1,6 @@
-"""A plan's input with what was observed in place of what was assumed: rates, lengths, hit rates.
+"""A plan's input with observed figures in place of assumed ones: rates, lengths, hit rates.
 
-An engine does not know request classes. What several classes bring to the same engines is divided
+An engine does not know request classes. The load that several classes bring to the same engines is divided
 among them as the running plan routes them: their rates grow alike, their lengths scale alike.
 """
 
@@ -40,7 +40,7 @@ def updated(
     """The applications with observed figures, and the figures that changed; the others stay.
 
     `windows`: scope -> the metrics of its engines.
-    ConfigError for a scope that the plan does not know, or whose engines count a request twice.
+    Raises ConfigError for a scope that is not in the plan, or has engines that count a request twice.
     """
     for scope in windows:
         attribution.check(plan, scope)
@@ -99,7 +99,7 @@ def _lengths(
     shares: Sequence[ClassShare],
     found: list[FigureDifference],
 ) -> dict[str, object]:
-    """What several classes share scales with the mean of their mixture; a lone class gets its histogram."""
+    """Lengths of several classes scale with the mean of their mixture; a lone class gets its histogram."""
     changes: dict[str, object] = {}
     for what in ("prompt", "output"):
         seen = [(counts, s) for s in shares if (counts := getattr(s.window, what)) is not None]
@@ -165,9 +165,9 @@ def _scaled(length: Length, factor: float) -> Length:
 def _prefix(
     name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
-    """An engine tells the share of tokens that were cached; of a class's prefix it is a hit rate.
+    """The observed hit rate of a class's prefix, from the share of tokens that its engines found cached.
 
-    Hit rates that come from a catalogue stay: they belong to cache sizes, not to what is running.
+    Hit rates that come from a catalogue stay: they belong to cache sizes, not to the running plan.
     """
     seen = [(s.window.cached_share, s.window.requests) for s in shares if s.window.cached_share is not None]
     if not seen or request.prefix is None or request.prefix.hit_rate is None:

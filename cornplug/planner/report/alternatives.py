@@ -1,4 +1,4 @@
-"""The plan's structural decisions, each taken back: what else could have been planned, as smaller pools."""
+"""The plan's structural decisions, each taken back: the alternatives, as smaller pools."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_monolith(structure: str) -> bool:
 
 
 def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
-    """Only what the plan uses is taken away."""
+    """Each takes away one choice that the plan uses."""
     yield from _structures(pool, solution)
     yield from _gpus(pool, solution)
     yield from _caches(pool, solution)
@@ -36,7 +36,7 @@ def divided(pool: OptimizationProblem) -> OptimizationProblem:
 
 
 def structures(pool: OptimizationProblem, solution: PoolSolution) -> set[str]:
-    """What the plan uses."""
+    """The structures that the plan uses."""
     return {v.structure for v in pool.variants if solution.served.get(v.name, 0.0) > 0}
 
 

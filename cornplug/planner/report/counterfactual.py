@@ -28,7 +28,7 @@ class CounterfactualAnswer:
     proven: bool
     """To the solver's gap; of None, that there is none."""
     reason: str = ""
-    """Of None: what is lacking, where that is plain without a search."""
+    """Of None: the missing capacity or cell, where that is plain without a search."""
 
 
 class ExplanationClock:
@@ -44,7 +44,7 @@ class ExplanationClock:
 
 
 def ask(pool: OptimizationProblem, settings: SolverOptions, seconds: float) -> CounterfactualAnswer:
-    """Solve for the first objective only: no tie-breaks, and no search for what is lacking."""
+    """Solve for the first objective only: no tie-breaks, and no search for the shortfall."""
     model = milp.build(pool)
     try:
         infeasibility.refuse_unserved(model, {})

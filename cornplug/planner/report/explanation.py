@@ -1,7 +1,7 @@
-"""Why a plan is what it is: what holds its cost up, what else was possible, what its SLOs cost.
+"""Explanation of a plan: the constraints that hold its cost up, its alternatives, the price of its SLOs.
 
-Answers are solves of their own, for which a few seconds are set aside; what they do not
-suffice for is said in the notes instead.
+Each answer is a separate solve, and a few seconds are set aside for all; the notes list the
+answers that they do not suffice for.
 """
 
 from __future__ import annotations

@@ -41,21 +41,21 @@ def count(n: int, noun: str) -> str:
 
 
 def proof(of: OptimalityProof) -> str:
-    """Never "optimal" for what no solver has proved."""
+    """The proof's status in words. Never "optimal" without a solver's proof."""
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
     return f"feasible, gap {percent(of.gap)}: a better plan may exist, none beyond {of.bound:.4g}"
 
 
 def shape(tp: int, pp: int, share: float) -> str:
-    """What one replica has: "1/4 GPU", "TP4", "TP8·PP2"."""
+    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
     return f"TP{tp}" + (f"·PP{pp}" if pp > 1 else "")
 
 
 def mark(profile: str) -> str:
-    """ "ESTIMATE" for times that nobody has measured."""
+    """ "ESTIMATE" for times that were not measured."""
     if profile.startswith("roofline"):
         return "ESTIMATE"
     return "measured" if profile.startswith("measured") else "given"

@@ -1,4 +1,4 @@
-"""When the monolith wins: in words, from what it costs here and at other loads."""
+"""When the monolith wins: in words, from its cost here and at other loads."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _COLOURS = 6
 
 @dataclass(frozen=True)
 class GpuPart:
-    """What one replica has of one GPU."""
+    """One replica's part of one GPU."""
 
     node: int
     gpu: int

@@ -1,4 +1,4 @@
-"""The folder that a plan is written into: a later run replaces what an earlier one wrote, nothing else."""
+"""The folder that a plan is written into: a later run replaces only the files of an earlier one."""
 
 from __future__ import annotations
 
@@ -62,5 +62,5 @@ def _written(folder: Path) -> set[str]:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
         raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Name another folder.") from e
-    # A name with a path in it is none of ours, whoever wrote it there.
+    # cornplug writes no name with a path in it.
     return {name for name in names if Path(name).name == name}

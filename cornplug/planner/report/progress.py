@@ -22,7 +22,7 @@ PHASES: Final = {
 
 
 class ProgressLine:
-    """`phase` and `watch` are what `decide` and `explain` call."""
+    """One line of progress; `decide` and `explain` call `phase` and `watch`."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -53,7 +53,7 @@ def found(at: optimization_problem.SolveProgress) -> str:
 
 @contextmanager
 def shown(console: Console, *, quiet: bool) -> Iterator[ProgressLine]:
-    """The line, gone when the plan is there. Nothing is drawn where nobody watches."""
+    """The line, gone when the plan is there. Nothing is drawn off a terminal."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),

@@ -18,7 +18,7 @@ class SloCheck:
     """TTFT, TPOT or E2E."""
     percentile: str
     bound_s: float | None
-    """None: nobody asked for one; the times are shown all the same."""
+    """None: the input sets no bound; the times are shown all the same."""
     simulated_s: float | None
 
     @property

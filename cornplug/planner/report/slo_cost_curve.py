@@ -1,4 +1,4 @@
-"""What the SLO costs: the same input with every bound tighter or looser, planned again."""
+"""Cost of the SLO: the same input with every bound tighter or looser, planned again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.planner.report.counterfactual import ExplanationClock
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
 """Of every bound, in the order of interest; 1 is the plan itself."""
 LOOSER: Final = 1.5
-"""Of one application's bounds, whose price is asked for."""
+"""Factor of one application's bounds, to find their price."""
 SOLVE_S: Final = 2.0
 
 
@@ -73,7 +73,7 @@ def curve(sweep: SloSweep, cost: float) -> list[CurvePoint]:
 
 def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
     """A plan that keeps tighter bounds keeps looser ones, too: where the solver was stopped early and
-    its plan is dearer, that one stands in. The plan itself, at factor 1, is what it is."""
+    its plan is dearer, that one stands in. The point at factor 1 is always the plan itself."""
     least = inf
     for factor, one in sorted(found.items()):
         cost = inf if one.per_hour is None else one.per_hour
@@ -82,7 +82,7 @@ def monotone_points(found: Mapping[float, SweepCost]) -> Iterator[CurvePoint]:
 
 
 def slo_prices(sweep: SloSweep, cost: float, noise: float) -> Iterator[BindingConstraint]:
-    """Applications whose own bounds hold the cost up, with what looser ones would save."""
+    """Applications whose own bounds hold the cost up, with the savings by looser ones."""
     for app in (applications := sweep.plan_input.applications):
         if not bounded(applications, app.name):
             continue

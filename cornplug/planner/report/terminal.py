@@ -1,4 +1,4 @@
-"""A plan on a terminal: what it is, whether it keeps its promises, and why it is this one."""
+"""A plan on a terminal: its groups and cost, its SLO checks, and the reasons for it."""
 
 from __future__ import annotations
 

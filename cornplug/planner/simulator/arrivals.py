@@ -4,8 +4,8 @@
 more even than chance.
 
 The times between arrivals are the distribution's quantiles in random order, not a sample of it
-(stratified sampling): the rate and the burst of a run are then what was asked for, not that give
-or take chance, and percentiles of a simulation spread half as much from seed to seed.
+(stratified sampling): the rate and the burst of a run are then exactly those asked for, without
+chance, and percentiles of a simulation spread half as much from seed to seed.
 """
 
 from __future__ import annotations

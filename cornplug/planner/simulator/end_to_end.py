@@ -48,7 +48,7 @@ class _EndToEndRun:
 
 
 def times_of(samples: NDArray[np.float64]) -> RequestTimes:
-    """Mean and percentiles of what is not NaN."""
+    """Mean and percentiles of the samples that are not NaN."""
     known = samples[~np.isnan(samples)]
     if not len(known):
         return RequestTimes()

@@ -2,8 +2,8 @@
 
 An iteration takes waiting prompts first in first out up to `chunk_tokens`, less one token for each
 request that decodes, and gives every request that decodes one token. A request is admitted when
-fewer than `max_batch` are and the KV of its whole prompt and output fits what is not reserved. The
-items of a prompt (tasks with E) are encoded in the iteration of its first chunk.
+fewer than `max_batch` are and the KV of its whole prompt and output fits the cache beside all
+reservations. The items of a prompt (tasks with E) are encoded in the iteration of its first chunk.
 
 Iterations without prefill differ only in the context they read, which grows by one token a
 request, so a run of them is one event: n iterations of b requests with c tokens of context take
@@ -52,7 +52,7 @@ class EngineReplica:
         self.outstanding = 0
         self.busy_s = 0.0
 
-    # What the event loop and the router call ------------------------------------------------
+    # Calls of the event loop and the router -------------------------------------------------
 
     def arrive(self, now: float, job: int, request: SampledRequest) -> None:
         self._check_fits(request)
@@ -64,7 +64,7 @@ class EngineReplica:
         self._work_s += self._prefill_work_s(request) + self._decode_work_s(request)
         self._waiting.append((job, request))
         if self._idle:
-            # An event, not a call: what comes at the same instant shares the iteration.
+            # An event, not a call: requests that come at the same instant share the iteration.
             self._schedule(now, 0, 0.0)
         elif not self._mixed and len(self._waiting) == 1 and self._admissible(request):
             self._cut_short(now)
@@ -129,7 +129,7 @@ class EngineReplica:
             self._idle = True
 
     def _schedule(self, start: float, count: int, seconds: float) -> None:
-        """The piece of work from `start` on, in place of what was to end."""
+        """Begin a piece of work at `start`, in place of the one under way."""
         self._idle = False
         self._start, self._count, self._until = start, count, start + seconds
         self._version += 1

@@ -25,7 +25,7 @@ class SimulatedReplica(Protocol):
     def arrive(self, now: float, job: int, request: SampledRequest) -> None: ...
 
     def wake(self, now: float, token: int) -> Sequence[int]:
-        """Jobs that leave now. `token` is what the replica gave with the event."""
+        """Jobs that leave now. `token` is the one that the replica added to the event."""
         ...
 
     def load(self, now: float) -> float:
@@ -123,7 +123,7 @@ class EncoderReplica:
             self._items.append((job, patches))
             self._queued_s += self._encode(patches)
         if self._idle:
-            # An event, not a call: what comes at the same instant shares the batch.
+            # An event, not a call: requests that come at the same instant share the batch.
             self._idle = False
             self._start = self._until = now
             self._agenda.add(now, self, -1)

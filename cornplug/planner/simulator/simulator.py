@@ -2,7 +2,7 @@
 
 An event is a request that comes to a station or a replica that is done with a piece of work; an
 engine's run of decode iterations is one piece, so the cost of a request does not grow with its
-output. Requests that come at the same instant share an iteration or a batch. What is not
+output. Requests that come at the same instant share an iteration or a batch. Not
 simulated: failures, preemption of requests for want of KV (the engines' admission reserves it
 here), and the time a router takes.
 """

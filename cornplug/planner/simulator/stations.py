@@ -1,4 +1,4 @@
-"""What a simulation is given and what it answers: stations of replicas, jobs, their times."""
+"""Inputs and results of a simulation: stations of replicas, jobs, their times."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Station:
     name: str
     replicas: int
     tasks: str
-    """Of "EPDG", what a visit does here, in that order."""
+    """Tasks of a visit here, out of "EPDG", in that order."""
     steps: EngineStepTimes | None = None
     """Needed for P and D."""
     encode: PiecewiseCurve | None = None
@@ -32,10 +32,10 @@ class Station:
     """Requests that decode together."""
     chunk_tokens: int = 8192
     max_patches: int = 16384
-    """Of one encoder batch (an item larger than this is a batch of its own)."""
+    """Of one encoder batch (a larger item is a batch by itself)."""
     router: Literal["least_work", "join_shortest_queue", "random"] = "least_work"
     chunked: bool = True
-    """False: no prompt is split; one longer than `chunk_tokens` is an iteration of its own."""
+    """False: no prompt is split; one longer than `chunk_tokens` is an iteration by itself."""
 
     def __post_init__(self) -> None:
         for tasks, times in (("PD", self.steps), ("E", self.encode), ("G", self.generate)):
@@ -53,7 +53,7 @@ class Station:
 class StationVisit:
     station: int
     delay_s: float = 0.0
-    """Before it: transfer of what the visit before made."""
+    """Before it: transfer of the previous visit's result."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,7 @@ class EngineStepTimes:
         return max(self.prefill(prompt_tokens + requests), decode) * self.mixed_factor
 
     def scaled(self, factor: float) -> EngineStepTimes:
-        """The same on a slower replica (factor > 1): all but what is off the device."""
+        """The times of a slower replica (factor > 1); times off the device stay."""
         return replace(
             self,
             prefill=self.prefill.scaled(factor),
@@ -104,7 +104,7 @@ class EngineStepTimes:
 
 @dataclass(frozen=True)
 class CellHardware:
-    """What a cell's replica can do, all times in seconds. What a role does not do is None."""
+    """Times and memory of a cell's replica, in seconds; None for tasks that are not in its role."""
 
     steps: EngineStepTimes | None = None
     encode: PiecewiseCurve | None = None
