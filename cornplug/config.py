@@ -96,7 +96,7 @@ class EncoderConfig(_Section):
     language_only_timeout_s: float = Field(default=60.0, gt=0)
     """Longest wait for an embedding of an engine that has no tower; then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
-    """Largest number of media in one pass of a tower."""
+    """Largest number of media in one batch of a tower."""
     prepare_threads: int = Field(
         default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
     )

@@ -77,7 +77,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--compile",
         action="store_true",
-        help="torch.compile the towers' layers in their first passes, which then take seconds (default: off)",
+        help="torch.compile the towers' layers in their first batches, which take seconds (default: off)",
     )
     out.add_argument(
         "--socket",

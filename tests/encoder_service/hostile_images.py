@@ -1,4 +1,4 @@
-"""Images odd and hostile, made by code: nothing here is a file that somebody must trust."""
+"""Images odd and hostile, made by code: no file has to be trusted."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def chunk(kind: bytes, body: bytes) -> bytes:
 
 
 def png_of(width: int, height: int, *extra: bytes, rows: bytes = b"\0" * 10_000) -> bytes:
-    """A PNG that claims these sides, whatever its rows are."""
+    """A PNG that claims these sides, with any rows."""
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     chunks = (chunk(b"IHDR", header), *extra, chunk(b"IDAT", zlib.compress(rows)), chunk(b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)

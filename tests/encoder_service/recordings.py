@@ -1,4 +1,4 @@
-"""Sounds and clips made by code: good, odd and hostile."""
+"""Audio and videos made by code: good, odd and hostile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wav(samples: Pcm, rate: int = 16_000) -> bytes:
 
 
 def wav_header(size: int, *, rate: int = 16_000, channels: int = 1, bits: int = 16, tag: int = 1) -> bytes:
-    """The 44 bytes before `size` bytes of samples, whatever is true."""
+    """The 44 bytes before `size` bytes of samples, true or not."""
     block = channels * bits // 8
     form = struct.pack("<HHIIHH", tag, channels, rate, min(rate * block, 2**32 - 1), block, bits)
     riff = struct.pack("<I", min(36 + size, 2**32 - 1))

@@ -17,7 +17,7 @@ Behaviour = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Non
 
 
 class _Threaded:
-    """Something with an event loop of its own, at `url`."""
+    """Something with an event loop in a thread, at `url`."""
 
     def __init__(self) -> None:
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -45,7 +45,7 @@ class _Threaded:
 
 
 class Served(_Threaded):
-    """An ASGI application at a real port. `kill` ends it as SIGKILL would, for who is connected."""
+    """An ASGI application at a real port. `kill` ends it as SIGKILL would, for connected clients."""
 
     def __init__(self, app: Any) -> None:
         super().__init__()

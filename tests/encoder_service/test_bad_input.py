@@ -1,4 +1,4 @@
-"""Hostile and odd input against one real service: refused with a reason, and nobody else is harmed."""
+"""Hostile and odd input against one real service: refused with a reason, without harm to other requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.encoder_service.media import image as media
+from cornplug.encoder_service.media.image import as_received, decode
 from cornplug.errors import MediaError
 from devkit.processes import EncoderProcess
 
@@ -36,14 +36,14 @@ FORMATS: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "ICO", "TGA", "QO
 ANSWER_TIMEOUT_S: Final = 8.0
 """Longest that a refusal may take on a busy machine of two cores."""
 GROWTH_BYTES: Final = 150 << 20
-"""Eight bytes for each of two images at the limit, and what an allocator keeps."""
+"""Eight bytes for each of two images at the limit, and the allocator's reserve."""
 
 HOSTILE: Final = hostile_images.hostile()
 ODD: Final = hostile_images.odd()
 
 
 class Living:
-    """A real service, and somebody else who uses it all the time."""
+    """A real service, and another client that uses it all the time."""
 
     def __init__(self, process: EncoderProcess, model: str) -> None:
         self.process = process
@@ -336,7 +336,7 @@ def test_decode_any_bytes_are_an_image_or_a_media_error(data: bytes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            rgb = media.as_received(media.decode(data, MAX_PIXELS))
+            rgb = as_received(decode(data, MAX_PIXELS))
         except MediaError:
             return
     assert rgb.mode == "RGB"

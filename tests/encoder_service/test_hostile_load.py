@@ -1,4 +1,4 @@
-"""Hostile and heavy media at the service's door: what they cost their sender, and nobody else."""
+"""Hostile and heavy media: they cost their sender, and no other client."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAVY = 64_000_000
 
 @pytest.fixture(scope="module")
 def slow() -> bytes:
-    """Seconds of decoding that no rule of ours refuses."""
+    """Seconds of decoding that no rule refuses."""
     return many_scans(7900, 7900, 95)
 
 
@@ -93,7 +93,7 @@ def test_http_jpeg_of_9000_scans_is_refused_422(serve: Serve, llava: str) -> Non
 def test_http_slow_decoders_are_killed_others_are_served(
     serve: Serve, llava: str, slow: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before: once every thread was held, nobody was answered, and `/ready` said ok."""
+    """Before: once every thread was held, no request was answered, and `/ready` said ok."""
     served = serve(encoder={"decode_deadline_s": 1.0})
     monkeypatch.setattr(decode_lanes, "STUCK_S", 0.3)
     with ThreadPoolExecutor(2) as attackers:
@@ -138,7 +138,7 @@ def test_http_better_class_overtakes_decoded_worse_ones(serve: Serve, llava: str
 def test_http_prepared_media_stay_within_budget(
     serve: Serve, qwen: Path, qwen_registry: ModelRegistry
 ) -> None:
-    """Before: 60 PNGs of 7 KiB and 64 Mpx held 8.5 GiB, and nobody counted."""
+    """Before: 60 PNGs of 7 KiB and 64 Mpx held 8.5 GiB, and no limit counted them."""
     budget = 150 << 20
     served = serve(registry=qwen_registry, max_prepared_bytes=budget)
     bomb = saved(Image.new("1", (3000, 3000)), "PNG")
@@ -208,7 +208,7 @@ def test_encoder_engine_inputs_count_until_item_is_made(
 
 
 def test_http_deadline_is_bounded_by_class(serve: Serve, llava: str, slow: bytes) -> None:
-    """Before: 600 s for whoever asked."""
+    """Before: 600 s for every request."""
     served = serve(classes={"nightly": {"max_deadline_s": 0.5}})
     began = time.monotonic()
     answer = ask(served.url, llava, slow, deadline_s=600)

@@ -1,4 +1,4 @@
-"""Three times what a tower can do, from three apps: promises are kept, the rest is refused at once."""
+"""Three times a tower's capacity, from three apps: guarantees are kept, the rest is refused at once."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ OFFERED = {"checkout": (0.4, 1.0), "search": (1.6, 1.3), "albums": (1.0, 2.0)}
 
 
 class StandIn:
-    """An executor of known speed, which computes nothing. What a busy machine oversleeps, it makes up for."""
+    """An executor of known speed, which computes nothing. It makes up for a busy machine's oversleeping."""
 
     lanes = 1
 
@@ -79,7 +79,7 @@ class StandIn:
 
 @dataclass
 class Asked:
-    """One request, and what came of it."""
+    """One request, and its outcome."""
 
     app: str
     deadline_s: float
@@ -93,7 +93,7 @@ class Asked:
 
     @property
     def accepted(self) -> bool:
-        """Not refused at the door: what was let in and then came too late counts against us."""
+        """Not refused at arrival: an admitted request that is late counts as missed."""
         return not (
             isinstance(self.answer, EncodeRefusal) and self.answer.reason in ("overloaded", "over_share")
         )
@@ -111,7 +111,7 @@ def arrivals(seed: int) -> Iterator[tuple[float, str, float]]:
 
 
 class Storm:
-    """Sends what `arrivals` says, and keeps what came of it."""
+    """Sends the requests of `arrivals`, and keeps their outcomes."""
 
     def __init__(self, encoder: EncoderCore, request: Callable[..., EncodeRequest]) -> None:
         self._encoder = encoder
@@ -121,7 +121,7 @@ class Storm:
         self.asked: list[Asked] = []
 
     def ask(self, app: str, deadline_s: float) -> None:
-        """One medium that nobody has asked about."""
+        """One new medium."""
         salt = str(len(self.asked))
         request = self._request(cache_salt=salt, app=app, deadline_s=deadline_s)
         one = Asked(app, deadline_s, time.monotonic())

@@ -1,4 +1,4 @@
-"""How a service ends, and what it does not wait for: real processes and real sockets."""
+"""The end of a service, and the connections that it cuts off: real processes and real sockets."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ import uvicorn
 from PIL import Image
 
 from cornplug.config import Config
-from cornplug.encoder_service import server as service
 from cornplug.encoder_service.http import head_timeout
+from cornplug.encoder_service.server import web_settings
 from devkit.processes import EncoderProcess
 
 from .conftest import eventually, png, sample_image
@@ -55,7 +55,7 @@ class Caller:
 def test_server_sigterm_under_load_ends_streams_then_process(
     llava_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """What has begun is answered in full; new requests hear 503 at once; the exit status is 0."""
+    """Running requests are answered in full; new ones get 503 at once; the exit status is 0."""
     model = str(llava_pair[0])
     options = ("--no-store", "--threads", "1")
     with EncoderProcess([model], *options, socket=tmp_path / "e.sock") as process:
@@ -175,7 +175,7 @@ def test_server_idle_connections_give_way_to_new_ones(sent: bytes, config: Confi
 
     limited = config.encoder.model_copy(update={"max_connections": 20})
     listener = socket.create_server(("127.0.0.1", 0))
-    web = uvicorn.Server(service.web_settings(app, limited))
+    web = uvicorn.Server(web_settings(app, limited))
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def run() -> None:
@@ -214,7 +214,7 @@ def test_server_forwarded_headers_are_not_believed(config: Config) -> None:
         seen.append(scope["client"][0])
         await _app(scope, receive, send)
 
-    settings = service.web_settings(app, config.encoder)
+    settings = web_settings(app, config.encoder)
     settings.load()
     headers = {"x-forwarded-for": "198.51.100.7", "forwarded": "for=198.51.100.7"}
 

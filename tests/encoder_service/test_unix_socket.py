@@ -49,7 +49,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 
 @pytest.fixture
 def serve(short_path: Path) -> Iterator[Callable[[EncoderCore], Path]]:
-    """Run endpoints in a loop of their own."""
+    """Run endpoints in an event loop in a thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -172,7 +172,7 @@ def test_client_without_service_fails_at_once_then_recovers(
 
 
 class Impostor:
-    """A listener that does with each connection what the test says."""
+    """A listener that calls the test's function for each connection."""
 
     def __init__(self, path: Path, act: Callable[[socket.socket], None]) -> None:
         self.path = path
@@ -248,7 +248,7 @@ def test_client_service_of_other_version_is_refused(short_path: Path) -> None:
 
 
 class RealService:
-    """`cornplug encoder` as a process of its own."""
+    """`cornplug encoder` as a separate process."""
 
     def __init__(self, folder: Path, models: list[Path], *flags: str) -> None:
         self.socket = folder / "e.sock"

@@ -1,4 +1,4 @@
-"""What the table of `test_towers` stands on: media, transformers' reference, and changed checkpoints."""
+"""The cases of `test_towers`: media, transformers' references, and changed checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Made = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
-    """One modality: media to try, how a checkpoint's processor reads one, who embeds it in transformers."""
+    """One modality: sample media, the call of a processor, and transformers' reference embeddings."""
 
     media: Callable[[], Sequence[Any]]
     """Of several sizes; the first and the third give equally many rows at most."""
@@ -109,7 +109,7 @@ def _listen(path: Path, samples: Any) -> Made:
 
 
 def _heard(model: Any, made: Made) -> torch.Tensor:
-    """What a Qwen2-Audio's LLM is given for a prompt of nothing but the sound."""
+    """The input of a Qwen2-Audio's LLM for a prompt of audio only."""
     frames = int(made["feature_attention_mask"].sum())
     tokens = torch.full((1, ((frames - 1) // 2 + 1) // 2), model.config.audio_token_id)
     seen: list[torch.Tensor] = []
@@ -138,15 +138,15 @@ class Case:
     """One line of the table."""
 
     recipe: Callable[..., Path]
-    """Of `devkit.checkpoints`: takes path, hidden_size, heads and what `kwargs` hold."""
+    """Of `devkit.checkpoints`: takes path, hidden_size, heads and `kwargs`."""
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     modality: Modality = "image"
     wider: Mapping[str, Any] = field(default_factory=lambda: {"hidden_size": 96, "heads": 3})
-    """What makes another LLM over the same tower."""
+    """Makes another LLM over the same tower."""
     media: Callable[[], Sequence[Any]] | None = None
     """Where the modality's own do not fit."""
     reference: Callable[[Any, Made], torch.Tensor] | None = None
-    """Where the modality's own does not give what the LLM consumes."""
+    """Where the modality's own is not the input of the LLM."""
 
     def make(self, path: Path, **changes: Any) -> Path:
         return self.recipe(path, **{**self.kwargs, **changes})

@@ -68,7 +68,7 @@ class UltravoxModel(PreTrainedModel):
         self.post_init()
 
     def hear(self, made: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """(tokens, hidden) of one sound."""
+        """(tokens, hidden) of one audio medium."""
         out = []
         for mel, frames in zip(made["audio_features"], made["audio_lens"].tolist(), strict=True):
             rows = self._tower(mel[None], frames)
@@ -79,7 +79,7 @@ class UltravoxModel(PreTrainedModel):
         return torch.cat(out)
 
     def _tower(self, mel: torch.Tensor, frames: int) -> torch.Tensor:
-        """vLLM's UltravoxWhisperEncoder: rows of the sound see each other, and so do rows of filling."""
+        """vLLM's UltravoxWhisperEncoder: rows of the audio see each other, and so do rows of filling."""
         tower = self.audio_tower
         hidden = nn.functional.gelu(tower.conv2(nn.functional.gelu(tower.conv1(mel)))).transpose(1, 2)
         hidden = hidden + tower.embed_positions.weight[: hidden.shape[1]]

@@ -57,7 +57,7 @@ class SampleRow(pydantic.BaseModel):
     batches: int
     media: int = pydantic.Field(description="Media computed by a tower.")
     tokens: int = pydantic.Field(description="Tokens computed by a tower.")
-    busy_s: float = pydantic.Field(description="Seconds of the tower passes that ended.")
+    busy_s: float = pydantic.Field(description="Seconds of the batches that ended.")
     p50_s: float | None = pydantic.Field(description="Median of receipt to answer; null without answers.")
     p95_s: float | None
     store_failures: int

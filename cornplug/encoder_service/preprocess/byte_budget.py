@@ -72,7 +72,7 @@ class BudgetShare:
         """
         with self._lock:
             if not self._open:
-                raise EncoderRefused("nobody waits for it any more", reason="overloaded")
+                raise EncoderRefused("its request was cancelled", reason="overloaded")
             self._budget.adjust(self._qos, size - self._bytes, size)
             self._bytes = size
 

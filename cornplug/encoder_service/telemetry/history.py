@@ -41,7 +41,7 @@ class HistorySample(msgspec.Struct, frozen=True):
     tokens: int
     """Tokens computed by a tower."""
     busy_s: float
-    """Seconds of tower passes that ended; divided by `seconds` and executors, their utilisation."""
+    """Seconds of the batches that ended; divided by `seconds` and executors, their utilisation."""
     p50_s: float | None
     """Median of receipt to answer; None without answers."""
     p95_s: float | None
@@ -65,7 +65,8 @@ class ServiceHistory:
         self._samples: deque[HistorySample] = deque(maxlen=kept)
         self._seq = 0
         self._last_s = clock()
-        self._before: dict[str, Series] = {name: {} for name in ("answers", "refusals", "passes", "failures")}
+        kinds = ("answers", "refusals", "computed", "failures")
+        self._before: dict[str, Series] = {kind: {} for kind in kinds}
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -88,8 +89,8 @@ class ServiceHistory:
         now = self._clock()
         answers = self._new("answers", totals(meters.answers))
         refusals = self._new("refusals", totals(meters.refusals))
-        passes = self._new(
-            "passes",
+        computed = self._new(
+            "computed",
             {
                 ("media",): sum(totals(meters.tower_passes).values()),
                 ("tokens",): sum(totals(meters.tower_tokens).values()),
@@ -108,10 +109,10 @@ class ServiceHistory:
             refusals=_by(refusals, place=1),
             queue={qos: requests for qos, (requests, _) in meters.queue().items()},
             waiting=int(meters.waiting()),
-            batches=int(passes["batches",]),
-            media=int(passes["media",]),
-            tokens=int(passes["tokens",]),
-            busy_s=round(passes["busy_s",], 6),
+            batches=int(computed["batches",]),
+            media=int(computed["media",]),
+            tokens=int(computed["tokens",]),
+            busy_s=round(computed["busy_s",], 6),
             p50_s=quantile(latest, 0.5),
             p95_s=quantile(latest, 0.95),
             store_failures=int(sum(failures.values())),

@@ -82,10 +82,10 @@ class ServiceMetrics:
         self._apps = BoundedLabels(APPS_MAX, known_apps)
         registry.register(_Live(self))
         self.batch_items = Histogram(
-            "cornplug_encoder_batch_items", "Media in one tower pass.", buckets=_ITEMS, registry=registry
+            "cornplug_encoder_batch_items", "Media in one batch.", buckets=_ITEMS, registry=registry
         )
         self.batch_tokens = Histogram(
-            "cornplug_encoder_batch_tokens", "Tokens in one tower pass.", buckets=_TOKENS, registry=registry
+            "cornplug_encoder_batch_tokens", "Tokens in one batch.", buckets=_TOKENS, registry=registry
         )
         self.tower_passes = Counter(
             "cornplug_encoder_tower_passes_total", "Media computed by a tower.", registry=registry
@@ -95,7 +95,7 @@ class ServiceMetrics:
         )
         self.tower_seconds = Histogram(
             "cornplug_encoder_tower_seconds",
-            "Seconds of one pass of a tower, projectors included.",
+            "Seconds of one batch in tower and projectors.",
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
@@ -156,7 +156,7 @@ class ServiceMetrics:
         self.refusals.labels(reason, qos).inc()
 
     def passed(self, items: int, tokens: int, seconds: float) -> None:
-        """Count one tower pass."""
+        """Count one batch."""
         self.batch_items.observe(items)
         self.batch_tokens.observe(tokens)
         self.tower_passes.inc(items)
@@ -211,7 +211,7 @@ class _Live:
             predicted.add_metric((qos,), seconds)
         yield predicted
         executors = GaugeMetricFamily(
-            "cornplug_encoder_executors", "Executors of tower passes, by state.", labels=("state",)
+            "cornplug_encoder_executors", "Executors of batches, by state.", labels=("state",)
         )
         alive, total = meters.executors()
         executors.add_metric(("alive",), alive)

@@ -1,4 +1,4 @@
-"""One account's flood takes out its own entries, and nobody else's."""
+"""One account's flood evicts its own entries only."""
 
 from __future__ import annotations
 

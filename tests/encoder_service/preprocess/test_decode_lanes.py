@@ -1,4 +1,4 @@
-"""The queue before decoding: whose turn it is, who is refused, and what is never held up."""
+"""The queue in front of decoding: order, refusals, and the lane for better classes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_decode_lanes_serve_classes_and_apps_in_fair_order(rig: Rig) -> None:
 
 
 def test_decode_lanes_extra_lane_takes_better_class_only(rig: Rig) -> None:
-    """Lanes that are full of worse classes' work hold up nobody; those of one's own class do."""
+    """Lanes full of worse classes' jobs delay no better class; jobs of the same class do."""
     go = threading.Event()
     holding = [rig.held("holds", NIGHTLY, go) for _ in range(2)]
     waiting = turn(rig.sleep("nightly", NIGHTLY, 0.0))
@@ -107,7 +107,7 @@ def test_decode_lanes_extra_lane_takes_better_class_only(rig: Rig) -> None:
 
 
 def test_decode_lanes_overloaded_premium_keeps_deadlines(rig: Rig) -> None:
-    """Nightly offers three times what the lanes can do. Before: p50 went from 10 ms to 4 s."""
+    """Nightly offers three times the capacity of the lanes. Before: p50 went from 10 ms to 4 s."""
     for _ in range(10):  # so that it is known what media take
         turn(rig.sleep("warm", PREMIUM, 0.004)).future.result(5)
         turn(rig.sleep("warm", NIGHTLY, 0.1, cost=LARGE)).future.result(5)

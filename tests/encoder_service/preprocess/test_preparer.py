@@ -1,4 +1,4 @@
-"""Media to requests: what the tower is sent, and under which key."""
+"""From media to requests: the tower's inputs, and the keys."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_preparer_audio_is_resampled_to_model_rate(preparer: MediaPreparer, on_h
         (wav(tone(0.001)), "unprocessable"),
         (wav(tone(11.0)), "too_long"),
         (wav(tone(0.1, 16_001), 16_001), "sample_rate"),
-        (b"no sound", "unknown_format"),
+        (b"no audio", "unknown_format"),
     ],
 )
 def test_preparer_too_short_audio_is_unprocessable(

@@ -1,4 +1,4 @@
-"""An image that comes as bytes becomes what a model's whole processor, as engines call it, makes of it."""
+"""Images as bytes become the inputs that a model's whole processor, as engines call it, makes of them."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_registry_on_meta_device_holds_no_weights(front: ModelRegistry) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_tower_every_family_checks_inputs_without_weights(name: str, tmp_path: Path) -> None:
-    """What the front process does where replicas have the weights."""
+    """The front process does so where replicas have the weights."""
     path = CASES[name].make(tmp_path / "tiny")
     front, whole = (ModelRegistry.open([str(path)], dtype="float32", device=d) for d in ("meta", "cpu"))
     given = wire(CASES[name].inputs(path)[0])

@@ -1,4 +1,4 @@
-"""What is predicted, who is let in, and when the others may come back; with a clock of the test's own."""
+"""Predictions, admissions and Retry-After, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_admission_class_over_share_is_refused_other_admitted() -> None:
 
 
 def test_admission_short_deadline_shortens_batches_of_others() -> None:
-    """Its own pass is kept short, so that is what is predicted; and so are those that it may find."""
+    """Its batch is kept short, and so are the batches before it: the prediction knows both."""
     service = Service().measured()
     service.gate = EncodeAdmission(max_items=64, max_tokens=100_000, clock=service.clock)
     service.measured()

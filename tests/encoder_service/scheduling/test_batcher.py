@@ -1,4 +1,4 @@
-"""Batches, joins and lateness, with a clock of the test's own."""
+"""Batches, joins and lateness, with a simulated clock."""
 
 from __future__ import annotations
 

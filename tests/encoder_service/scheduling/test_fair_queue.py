@@ -1,4 +1,4 @@
-"""Who is served: shares under saturation, priority for the rest, turns of apps; and nobody starves."""
+"""The order of service: shares under saturation, priority for the rest, apps in turn, no starvation."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_form_batch_each_job_leaves_once_with_its_tower(
 def test_fair_queue_flood_of_others_starves_no_class(
     made: list[ServiceClass], size: int, other: bool
 ) -> None:
-    """One medium of the least class, against streams of all others and of another app of its own."""
+    """One medium of the least class, against streams of all others and of another app of its class."""
     least = min(made, key=lambda qos: qos.rank)
     queue = Queue(One(qos, 100, "crowd") for qos in made for _ in range(10))
     queue.batch()

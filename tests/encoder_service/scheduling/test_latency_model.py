@@ -1,4 +1,4 @@
-"""What a pass costs, learned from passes."""
+"""The cost of a batch, learned from batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any images and videos in one batch of a Qwen tower give what each gives alone."""
+"""Any images and videos in one batch of a Qwen tower have the features that each has alone."""
 
 from __future__ import annotations
 

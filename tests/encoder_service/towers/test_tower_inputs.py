@@ -1,4 +1,4 @@
-"""What towers refuse, by name: checkpoints with wrong tensors, and a stranger's inputs."""
+"""Refusals by name: checkpoints with wrong tensors, and untrusted inputs."""
 
 from __future__ import annotations
 

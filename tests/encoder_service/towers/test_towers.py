@@ -132,7 +132,7 @@ def test_towers_batch_equals_one_by_one(name: str, tiny: Tiny) -> None:
 
 @each_case
 def test_towers_loaded_again_give_equal_embeddings(name: str, tiny: Tiny) -> None:
-    """A replica loads its own from the checkpoint, in a process of its own."""
+    """A replica loads the tower from the checkpoint once more."""
     made, halves = CASES[name].inputs(tiny(name))[:2], Halves.load(tiny(name))
     items = halves.items(made)
     replica = Halves.load(tiny(name)).tower
@@ -162,7 +162,7 @@ def test_towers_path_name_and_file_split_change_no_key(name: str, tiny: Tiny, tm
 
 @each_case
 def test_towers_resaved_by_transformers_changes_no_key(name: str, tiny: Tiny, tmp_path: Path) -> None:
-    """Both what `save_pretrained` writes and the names in memory, which trainers save."""
+    """Both the names of `save_pretrained` writes and the names in memory, which trainers save."""
     path = tiny(name)
     model = whole_model(path)
     saved, raw = tmp_path / "saved", tmp_path / "raw"

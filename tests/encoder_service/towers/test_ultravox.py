@@ -1,4 +1,4 @@
-"""Ultravox: a tower in a checkpoint of its own, and sounds of any length."""
+"""Ultravox: a tower in a separate checkpoint, and audio of any length."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ function makePlots(classes) {
   });
   add({
     title: "Shared", unit: "of the answers", format: percent,
-    series: [{ key: "shared", label: "no tower pass", colour: 2 }],
+    series: [{ key: "shared", label: "shared", colour: 2 }],
     read: (bin) => {
       const all = sum(bin.map((s) => total(s.answers)));
       return { shared: all ? 1 - sum(bin.map((s) => s.answers.computed ?? 0)) / all : null };
@@ -91,7 +91,7 @@ function makePlots(classes) {
     read: (bin) => ({ tokens: rate(bin, (s) => s.tokens) }),
   });
   add({
-    title: "Batch", unit: "media in a tower pass", format: count,
+    title: "Batch", unit: "media in a batch", format: count,
     series: [{ key: "media", label: "mean", colour: 0 }],
     read: (bin) => {
       const batches = sum(bin.map((s) => s.batches));
@@ -140,7 +140,7 @@ function showTiles(now) {
   const ahead = Math.max(0, ...Object.values(now.predicted_s));
   const tiles = [
     ["Answers", `${count(over((s) => total(s.answers)))}`, "per second"],
-    ["Shared", shared, "without a tower pass"],
+    ["Shared", shared, "cached or coalesced"],
     ["p95", slow.length ? seconds(Math.max(...slow)) : "–", "receipt to answer"],
     ["Tower", count(over((s) => s.tokens)), "tokens per second"],
     ["Waiting", count(waiting), ahead > 0 ? `${seconds(ahead)} predicted` : "for an answer"],

@@ -176,7 +176,7 @@ class AssignedJob:
                 self._late()
             if not self._wanted():
                 self._process.kill("gone")
-                raise EncoderRefused("nobody waits for it any more", reason="too_late")
+                raise EncoderRefused("its request was cancelled", reason="too_late")
             sock.settimeout(min(left, _POLL_S))
             try:
                 return ipc.receive(sock, ipc.MediumOpened | ipc.MediumDecoded | ipc.DecodeFailed)

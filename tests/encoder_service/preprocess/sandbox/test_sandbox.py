@@ -1,4 +1,4 @@
-"""Media that would hold their decoder: what they cost, and whom."""
+"""Decoding in a sandbox: equal results, and hostile media that cost only their own request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = VideoLimits(max_s=20, max_frames=16, max_pixels=200_000)
 
 
 class Cell:
-    """A process that decodes, and what it was killed for."""
+    """A decoding process, and the reasons of its kills."""
 
     def __init__(self, *, max_bytes: int = 2 << 30) -> None:
         self.killed: list[str] = []
@@ -58,7 +58,7 @@ def cell() -> Iterator[Cell]:
 
 
 def outcome(decode: Callable[[MediumDecoder], Any], decoder: MediumDecoder) -> tuple[Any, ...]:
-    """What came out, or why not, comparable."""
+    """The decoded medium, or the refusal, in comparable form."""
     try:
         made = decode(decoder)
     except MediaError as e:
@@ -186,7 +186,7 @@ def test_decoder_process_death_costs_one_medium_at_most(cell: Cell) -> None:
     idle = cell.process._process
     assert idle is not None
     eventually(lambda: idle.poll() is not None)
-    # While it was idle: nobody hears of it.
+    # Its death while idle fails no request.
     assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
 
     def kill(header: MediumHeader) -> None:
