@@ -55,13 +55,15 @@ def only(given: PlanInput, name: str) -> PlanInput:
 @pytest.mark.parametrize(
     ("slices", "counts", "dollars"), [(1, {"A10G": 3, "A100": 1}, 6.70), (8, {"A10G": 2, "A100": 1}, 5.69)]
 )
-def test_a01_melange_slices(slices: int, counts: dict[str, int], dollars: float) -> None:
+def test_decide_a01_melange_slices_match_published(
+    slices: int, counts: dict[str, int], dollars: float
+) -> None:
     found = plan(with_rules(read("a01_melange_slices"), slices=slices))
     assert nodes(found) == counts
     assert found.cost_per_hour == pytest.approx(dollars)
 
 
-def test_a02_melange_fractional() -> None:
+def test_decide_a02_melange_fractional_matches_published() -> None:
     found = plan(read("a02_melange_fractional"))
     assert nodes(found) == {"A10G": 1, "A100": 1}
     assert found.cost_per_hour == pytest.approx(4.68)
@@ -69,26 +71,26 @@ def test_a02_melange_fractional() -> None:
 
 
 @pytest.mark.parametrize(("rate", "dollars"), [(0.7, 2.02), (1.2, 3.67), (4.3, 8.35), (6.5, 13.03)])
-def test_a03_staircase(rate: float, dollars: float) -> None:
+def test_decide_a03_staircase_matches_published(rate: float, dollars: float) -> None:
     assert plan(at_rate(read("a03_staircase"), rate / 4.3)).cost_per_hour == pytest.approx(dollars)
 
 
 @pytest.mark.parametrize(("rate", "dollars", "single"), [(4, 9.36, 10.10), (16, 34.04, 36.70)])
-def test_a04_size_tiles(rate: float, dollars: float, single: float) -> None:
+def test_decide_a04_size_tiles_match_published(rate: float, dollars: float, single: float) -> None:
     given = at_rate(read("a04_size_tiles"), rate / 16)
     assert plan(given).cost_per_hour == pytest.approx(dollars, rel=0.005)
     alone = [plan(only(given, name)).cost_per_hour for name in ("A10G", "A100")]
     assert min(alone) == pytest.approx(single, rel=0.005)
 
 
-def test_a05_published_mix() -> None:
+def test_decide_a05_published_mix_matches_published() -> None:
     found = plan(read("a05_published_mix"))
     assert nodes(found) == {"A10G": 15, "A100": 6, "H100": 5}
     assert found.cost_per_hour == pytest.approx(74.75)
 
 
 @pytest.mark.integration
-def test_a07_splitwise_has_many_prompt_machines_and_few_for_tokens() -> None:
+def test_decide_a07_splitwise_has_mostly_prompt_machines() -> None:
     found = plan(read("a07_splitwise_code"))
     machines = replicas(found)
     assert set(machines) == {"bloom/P@H100", "bloom/D@H100"}
@@ -101,19 +103,19 @@ def test_a07_splitwise_has_many_prompt_machines_and_few_for_tokens() -> None:
 @pytest.mark.parametrize(
     ("gpus", "goodput", "mono"), [(1, 1.6, 1), (2, 5.6, 0), (3, 10.0, 0), (4, 11.6, 1), (8, 28.0, 0)]
 )
-def test_a10_distserve(gpus: int, goodput: float, mono: int) -> None:
+def test_decide_a10_distserve_matches_published(gpus: int, goodput: float, mono: int) -> None:
     found = plan(with_stock(read("a10_distserve"), gpus))
     assert found.goodput == pytest.approx(goodput, rel=1e-4)
     assert replicas(found).get("opt-13b/PD@A100-80", 0) == mono
 
 
 @pytest.mark.parametrize(("gpus", "goodput"), [(8, 1.580), (16, 3.160), (64, 12.639)])
-def test_a12_qwen_image(gpus: int, goodput: float) -> None:
+def test_decide_a12_qwen_image_matches_published(gpus: int, goodput: float) -> None:
     found = plan(with_stock(read("a12_qwen_image"), gpus))
     assert found.goodput == pytest.approx(goodput, abs=5e-4)
     assert replicas(found) == {"qwen-image-llm+qwen-image-dit/PDG@A100-80": gpus}
 
 
-def test_a15_encoder_pool() -> None:
+def test_decide_a15_encoder_pool_matches_expected_nodes() -> None:
     """Other hit rates: `test_decide.py`."""
     assert nodes(plan(read("a15_encoder_pool"))) == {"A100": 6, "H100": 1}

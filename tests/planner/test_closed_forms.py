@@ -59,25 +59,25 @@ def check_mmc(servers: int, load: float, n: int, seed: int, tolerance: float = 0
 
 
 @pytest.mark.parametrize(("servers", "load", "n"), [(3, 0.6, 40_000), (8, 0.7, 30_000)])
-def test_mmc(servers: int, load: float, n: int) -> None:
+def test_simulate_mmc_matches_closed_forms(servers: int, load: float, n: int) -> None:
     check_mmc(servers, load, n, seed=0)
 
 
-def test_mm1() -> None:
+def test_simulate_mm1_matches_exponential_quantiles() -> None:
     """Time in M/M/1 is exponential, too, with mean 1 / (service rate - arrival rate)."""
     got = check_mmc(1, 0.5, 90_000, seed=0)
     for share in (0.5, 0.95, 0.99):
         assert np.quantile(got, share) == pytest.approx(-math.log(1 - share) / 0.5, rel=0.04)
 
 
-def test_md1() -> None:
+def test_simulate_md1_matches_closed_form() -> None:
     rng = np.random.default_rng(0)
     assert queue(1, 0.5, np.ones(50_000), rng).e2e.mean() == pytest.approx(ttft_single(1.0, 0.5), rel=0.02)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("servers", [1, 4, 16])
-def test_mmc_under_high_load(servers: int) -> None:
+def test_simulate_mmc_under_high_load_matches_closed_forms(servers: int) -> None:
     check_mmc(servers, 0.8, 500_000, seed=1)
 
 
@@ -97,7 +97,7 @@ ONE_AT_A_TIME = {
 
 
 @pytest.mark.parametrize("tasks", ONE_AT_A_TIME)
-def test_every_kind_of_replica_is_the_same_queue_when_it_takes_one_request_at_a_time(tasks: str) -> None:
+def test_simulate_serial_replicas_of_every_kind_are_one_queue(tasks: str) -> None:
     """So that the closed forms speak of all of them."""
     station, draw = ONE_AT_A_TIME[tasks]
     at = arrivals.times(0.8, 1.0, 3000, np.random.default_rng(1)).tolist()

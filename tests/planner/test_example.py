@@ -14,7 +14,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_and_launch"
 
 
 @pytest.mark.parametrize("name", ["plan", "hand-made"])
-def test_the_plan_belongs_to_its_input(name):
+def test_plan_of_example_matches_its_input(name):
     plan = Plan.load(EXAMPLE / name / "plan.json")
 
     assert plan.input_digest == hashlib.sha256((EXAMPLE / f"{name}.toml").read_bytes()).hexdigest()
@@ -22,7 +22,7 @@ def test_the_plan_belongs_to_its_input(name):
     assert f"{plan.cost_per_hour:.2f}" in (EXAMPLE / "README.md").read_text()
 
 
-def test_every_bound_is_kept_in_both_plans():
+def test_plan_of_example_keeps_every_bound():
     for name in ("plan", "hand-made"):
         for latency_forecasts in Plan.load(EXAMPLE / name / "plan.json").latency_forecasts:
             for bound, times in (
@@ -33,7 +33,7 @@ def test_every_bound_is_kept_in_both_plans():
                 assert bound is None or (times.p95 is not None and times.p95 <= bound)
 
 
-def test_the_comparison_tells_the_difference():
+def test_compare_example_plans_shows_savings():
     spec = importlib.util.spec_from_file_location("compare", EXAMPLE / "compare.py")
     assert spec is not None
     assert spec.loader is not None

@@ -86,7 +86,7 @@ def test_json_is_the_plan_and_nothing_else(
     assert Plan.model_validate(json.loads(capsys.readouterr().out)) == Plan.load(tmp_path / "out/plan.json")
 
 
-def test_what_the_command_line_says_goes_before_the_file(
+def test_plan_command_options_override_file(
     given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = [
@@ -121,7 +121,9 @@ def test_a_plan_from_throughputs_has_no_scripts_and_says_what_they_need(
     ]
 
 
-def test_no_plan_is_1_and_says_what_is_lacking(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_infeasible_exits_1_and_names_shortage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = written(tmp_path, 200)
     assert cli.main(["plan", str(given), "-o", str(tmp_path / "out")]) == 1
     assert "cornplug plan: no plan: stock[a10" in capsys.readouterr().err
@@ -176,5 +178,5 @@ def test_a_file_that_is_not_ours_is_left(tmp_path: Path) -> None:
         (SolveProgress(1, 0.0, None), "solving: 0 found, no bound yet"),
     ],
 )
-def test_the_line_tells_incumbent_bound_and_gap(at: SolveProgress, said: str) -> None:
+def test_progress_line_shows_incumbent_bound_and_gap(at: SolveProgress, said: str) -> None:
     assert progress.found(at) == said

@@ -42,7 +42,9 @@ def melange(slices: int | None, prices: dict[str, float]) -> OptimizationProblem
         (None, {"A10G": 1, "A100": 1}, 4.68),
     ],
 )
-def test_melange_example(slices: int | None, nodes: dict[str, int], cost: float) -> None:
+def test_solve_melange_example_matches_published(
+    slices: int | None, nodes: dict[str, int], cost: float
+) -> None:
     """A1 (integer slices: the README's plan and finer ones) and A2 (divided at will)."""
     solution = solve(melange(slices, {"A10G": A10G, "A100": A100}), EXACT)
     assert (solution.nodes, solution.status) == (nodes, "optimal")
@@ -50,7 +52,7 @@ def test_melange_example(slices: int | None, nodes: dict[str, int], cost: float)
 
 
 @pytest.mark.parametrize(("gpu", "price", "count"), [("A10G", A10G, 12), ("A100", A100, 2)])
-def test_melange_example_on_one_type(gpu: str, price: float, count: int) -> None:
+def test_solve_melange_on_one_gpu_type_matches_published(gpu: str, price: float, count: int) -> None:
     assert solve(melange(1, {gpu: price}), EXACT).nodes == {gpu: count}
 
 
@@ -61,7 +63,7 @@ def test_melange_example_on_one_type(gpu: str, price: float, count: int) -> None
         (5.0, 2, 3, 10.37), (6.5, 3, 2, 13.03), (8.0, 4, 0, 14.68),
     ],
 )  # fmt: skip
-def test_staircase(rate: float, a100: int, a10g: int, cost: float) -> None:
+def test_solve_staircase_matches_published(rate: float, a100: int, a10g: int, cost: float) -> None:
     """A3."""
     pool = one_service({"A10G": {"u": 0.37}, "A100": {"u": 2.0}}, {"A10G": A10G, "A100": A100}, {"u": rate})
     solution = solve(pool, EXACT)
@@ -91,7 +93,7 @@ def tiles(rate: float, prices: dict[str, float]) -> OptimizationProblem:
 @pytest.mark.parametrize(
     ("rate", "cost", "single"), [(1, 3.03, 3.03), (4, 9.36, 10.10), (16, 34.04, 36.70), (64, 135.62, 139.46)]
 )
-def test_size_tiles(rate: float, cost: float, single: float) -> None:
+def test_solve_size_tiles_match_published(rate: float, cost: float, single: float) -> None:
     """A4: a mix of both types serves a uniform mix of sizes for less than either alone."""
     both = {"A10G": A10G, "A100": A100}
     assert solve(tiles(rate, both), EXACT).objective == pytest.approx(cost, rel=0.005)
@@ -168,7 +170,7 @@ def of_roles(gpus: int, whole: float, roles: dict[str, float]) -> OptimizationPr
         (11, 39.2, {"P": 7, "D": 4}),
     ],
 )
-def test_distserve(gpus: int, goodput: float, replicas: dict[str, int]) -> None:
+def test_solve_distserve_matches_published(gpus: int, goodput: float, replicas: dict[str, int]) -> None:
     """A10: 2 prefill and 1 decode GPU serve 3.33 requests/s each, 2.1 times the co-located 1.6."""
     solution = solve(of_roles(gpus, 1.6, {"P": 5.6, "D": 10.0}), EXACT)
     assert solution.objective == pytest.approx(goodput)
@@ -176,7 +178,7 @@ def test_distserve(gpus: int, goodput: float, replicas: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "mono", "apart"), [(8, 1.580, 1.4), (16, 3.160, 3.0), (64, 12.639, 12.6)])
-def test_qwen_image(gpus: int, mono: float, apart: float) -> None:
+def test_solve_qwen_image_split_gains_nothing(gpus: int, mono: float, apart: float) -> None:
     """A12: a generator that is 78 times slower than its LLM leaves nothing to gain by a split."""
     llm, generator = 15.67, 0.20
     pool = of_roles(gpus, 1 / (1 / llm + 1 / generator), {"LLM": llm, "G": generator})

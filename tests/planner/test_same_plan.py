@@ -33,7 +33,7 @@ def planned(hash_seed: int, **solver: Any) -> dict[str, Any]:
     return dict(json.loads(found.stdout))
 
 
-def test_decide_other_time_limits_threads_and_hash_seeds_give_the_same_plan() -> None:
+def test_plan_with_other_limits_threads_or_hash_seed_is_same() -> None:
     first = planned(1)
     assert len(first["groups"]) > 3
     assert planned(2, time_limit_s=600) == first

@@ -16,7 +16,7 @@ TIMES = ("ttft", "tpot", "e2e")
     "name",
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.integration) for name in SCENARIOS],
 )
-def test_a_plan_keeps_its_bounds(name: str) -> None:
+def test_decide_every_scenario_keeps_bounds(name: str) -> None:
     plan = decide(PlanInput.model_validate(SCENARIOS[name]), digest="0" * 64).plan
     assert len(plan.latency_forecasts) == sum(len(app["requests"]) for app in SCENARIOS[name]["applications"])
     for latency_forecasts in plan.latency_forecasts:
@@ -29,6 +29,6 @@ def test_a_plan_keeps_its_bounds(name: str) -> None:
                 assert kept is None or kept <= 1.05 * bound, f"{who} {what}"
 
 
-def test_the_scenarios_are_many_and_differ() -> None:
+def test_scenarios_all_differ() -> None:
     assert len(SCENARIOS) >= 20
     assert len({str(tables) for tables in SCENARIOS.values()}) == len(SCENARIOS)

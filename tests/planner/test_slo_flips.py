@@ -11,7 +11,7 @@ from cornplug.planner.pipeline.decide import decide
 CASE = Path(__file__).parent / "cases" / "a06_slo_flips_gpu.toml"
 
 
-def test_loose_bounds_and_small_requests_go_to_the_cheap_gpu() -> None:
+def test_decide_loose_bounds_and_small_requests_take_cheap_gpu() -> None:
     given = toml_reader.read(CASE)
     plan = decide(given, digest="0" * 64).plan
     gpu = {group.name: group.gpu for group in plan.groups}

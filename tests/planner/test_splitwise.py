@@ -76,7 +76,7 @@ def one_at_a_time(machines: int, router: str, seconds: float, seed: int) -> tupl
     return float(p95), float(p99)
 
 
-def test_the_trace_has_the_moments_of_the_paper() -> None:
+def test_splitwise_trace_has_moments_of_paper() -> None:
     service = np.array([CURVES["H100 prompt"](n) for n in TRACE.prompt_tokens])
     assert TRACE.prompt_tokens.mean() == pytest.approx(2048, rel=0.001)
     assert TRACE.output_tokens.mean() == pytest.approx(27.9, rel=0.001)
@@ -84,7 +84,7 @@ def test_the_trace_has_the_moments_of_the_paper() -> None:
     assert service.var() / service.mean() ** 2 == pytest.approx(1.13, rel=0.001)
 
 
-def test_least_work_waits_as_allen_cunneen_says() -> None:
+def test_splitwise_least_work_wait_matches_allen_cunneen() -> None:
     """Safe for least work, by a little: 0.228 and 0.401 s against 0.223 and 0.378 s in the long run."""
     service = {"arrival_cv2": 1.0, "service_cv2": 1.13}
     for share, simulated in zip((0.95, 0.99), one_at_a_time(25, "least_work", 300, 0), strict=True):
@@ -92,7 +92,7 @@ def test_least_work_waits_as_allen_cunneen_says() -> None:
         assert 0.75 * closed < simulated < 1.1 * closed
 
 
-def test_join_shortest_queue_waits_several_times_as_long() -> None:
+def test_splitwise_join_shortest_queue_wait_matches_table() -> None:
     """planner.md's table for 27 machines: P95 0.226 s, P99 0.901 s."""
     p95, p99 = one_at_a_time(27, "join_shortest_queue", 240, 0)
     assert p95 == pytest.approx(0.226, rel=0.15)
@@ -170,11 +170,11 @@ def check_cluster(seed: int, seconds: float) -> None:
     assert not meets_slos(cluster(22, 4, jobs), jobs)
 
 
-def test_the_cheapest_cluster_has_many_prompt_machines_and_few_for_tokens() -> None:
+def test_splitwise_cheapest_cluster_has_mostly_prompt_machines() -> None:
     check_cluster(0, 240)
 
 
 @pytest.mark.integration
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_the_cheapest_cluster_from_seed_to_seed(seed: int) -> None:
+def test_splitwise_cheapest_cluster_holds_for_any_seed(seed: int) -> None:
     check_cluster(seed, 600)

@@ -15,7 +15,7 @@ def names(*variants: PathVariant) -> set[str]:
     return {v.name for v in loosest(variants)}
 
 
-def test_a_variant_tighter_in_one_stage_only_goes() -> None:
+def test_dominance_variant_tighter_in_one_stage_is_dropped() -> None:
     assert names(variant("tight", 0.3, 0.5), variant("loose", 0.5, 0.5)) == {"loose"}
 
 
@@ -23,9 +23,9 @@ def test_variants_that_trade_one_stage_for_the_other_stay() -> None:
     assert names(variant("a", 0.3, 0.7), variant("b", 0.5, 0.5)) == {"a", "b"}
 
 
-def test_one_of_two_equal_variants_stays() -> None:
+def test_dominance_equal_variants_keep_one() -> None:
     assert len(names(variant("a", 0.3, 0.7), variant("b", 0.3, 0.7))) == 1
 
 
-def test_less_work_within_tighter_bounds_stays() -> None:
+def test_dominance_less_work_within_tighter_bounds_is_kept() -> None:
     assert names(variant("cached", 0.3, 0.5, work=0.4), variant("plain", 0.5, 0.5)) == {"cached", "plain"}

@@ -14,7 +14,7 @@ BOUNDS = st.floats(0.01, 100) | st.just(inf)
 
 
 @given(st.lists(st.tuples(BOUNDS, BOUNDS), min_size=1, max_size=20))
-def test_every_pair_has_a_tier_that_keeps_it(wanted: list[tuple[float, float]]) -> None:
+def test_latency_tiers_every_wanted_pair_has_tier_within_bounds(wanted: list[tuple[float, float]]) -> None:
     tiers = chain(wanted)
     assert len(tiers.tiers) <= MOST
     for seconds, tpot_s in wanted:
@@ -24,7 +24,7 @@ def test_every_pair_has_a_tier_that_keeps_it(wanted: list[tuple[float, float]]) 
 
 
 @given(st.lists(st.tuples(BOUNDS, BOUNDS), min_size=1, max_size=20))
-def test_a_tighter_tier_keeps_what_looser_ones_promise(wanted: list[tuple[float, float]]) -> None:
+def test_latency_tiers_tighter_tier_keeps_bounds_of_looser(wanted: list[tuple[float, float]]) -> None:
     tiers = chain(wanted).tiers
     for tight, loose in pairwise(tiers):
         assert tight.value < loose.value
@@ -32,11 +32,11 @@ def test_a_tighter_tier_keeps_what_looser_ones_promise(wanted: list[tuple[float,
         assert tight.tpot_s <= loose.tpot_s
 
 
-def test_near_bounds_are_merged_first() -> None:
+def test_latency_tiers_too_many_bounds_merge_nearest() -> None:
     tiers = chain([(0.1, inf), (1.0, inf), (1.1, inf), (5.0, inf), (30.0, inf)]).tiers
     assert [t.seconds for t in tiers] == [0.1, 1.0, 5.0, 30.0]
 
 
-def test_large_problems_have_fewer_tiers() -> None:
+def test_latency_tiers_large_problem_has_fewer_tiers() -> None:
     assert how_many(3, 3) == MOST
     assert how_many(26, 6) == 2

@@ -15,7 +15,7 @@ SHAPE = {"layers": 28, "hidden": 3584, "kv_heads": 4, "head_dim": 128, "paramete
 
 
 @pytest.mark.parametrize(("heads", "tp"), [(28, {1, 2, 4}), (32, {1, 2, 4, 8}), (None, {1, 2, 4, 8})])
-def test_heads_are_dealt_out_evenly(heads: int | None, tp: set[int]) -> None:
+def test_replica_configs_tp_divides_heads(heads: int | None, tp: set[int]) -> None:
     llm = {"name": "llm", "kind": "llm", "shape": {**SHAPE, "heads": heads} if heads else None}
     plan_input = PlanInput.model_validate(
         {

@@ -37,12 +37,12 @@ def ways(*apps: dict[str, Any]) -> dict[str, set[str]]:
     }
 
 
-def test_text_goes_whole_or_by_prefill_and_decode() -> None:
+def test_services_text_has_monolith_and_prefill_decode() -> None:
     found = ways(app("chat", {"name": "one", "rate": 1}))
     assert found == {"chat/one": {"monolith: llm/PD", "P+D: llm/P > llm/D"}}
 
 
-def test_pictures_have_all_four_structures() -> None:
+def test_services_images_have_all_four_structures() -> None:
     assert ways(app("see", sees("vit")))["see/one"] == {
         "monolith: llm+vit/EPD",
         "E+PD: vit/E > llm/PD",
@@ -51,22 +51,22 @@ def test_pictures_have_all_four_structures() -> None:
     }
 
 
-def test_text_may_use_the_engines_that_pictures_need() -> None:
+def test_services_text_may_use_engines_with_tower() -> None:
     found = ways(app("see", sees("vit")), app("chat", {"name": "one", "rate": 1}, structures=["monolith"]))
     assert found["chat/one"] == {"monolith: llm/PD", "monolith: llm+vit/EPD"}
 
 
-def test_towers_with_one_fingerprint_are_one_service() -> None:
+def test_services_encoders_of_equal_fingerprint_are_one() -> None:
     found = ways(app("a", sees("vit"), structures=["E+PD"]), app("b", sees("vit-again"), structures=["E+PD"]))
     assert found["a/one"] == found["b/one"] == {"E+PD: vit/E > llm/PD"}
 
 
-def test_two_encoders_are_two_stages() -> None:
+def test_services_two_encoders_are_two_stages() -> None:
     both = sees("vit") | {"media": [{"encoder": "vit", "tokens": 64}, {"encoder": "ears", "tokens": 9}]}
     assert ways(app("hear", both, structures=["E+PD"]))["hear/one"] == {"E+PD: vit/E > ears/E > llm/PD"}
 
 
-def test_a_generator_goes_with_a_whole_model_or_apart() -> None:
+def test_services_generator_has_monolith_and_separate_structures() -> None:
     speaks = {"name": "one", "rate": 1, "generates": {"generator": "voice"}}
     assert ways(app("tts", speaks))["tts/one"] == {
         "monolith: llm+voice/PDG",
@@ -75,7 +75,7 @@ def test_a_generator_goes_with_a_whole_model_or_apart() -> None:
     }
 
 
-def test_apart_only_where_that_alone_is_listed() -> None:
+def test_services_structures_listed_exclude_others() -> None:
     speaks = {"name": "one", "rate": 1, "generates": {"generator": "voice"}}
     found = ways(app("tts", speaks, structures=["+G"]))
     assert found["tts/one"] == {"monolith+G: llm/PD > voice/G"}

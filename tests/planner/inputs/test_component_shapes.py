@@ -116,11 +116,11 @@ def test_parameters_of_published_language_models(config: dict[str, Any], publish
 @pytest.mark.parametrize(
     ("config", "active"), [(MIXTRAL_8X7B, 12.88e9), (QWEN3_30B_A3B, 3.35e9), (DEEPSEEK_V3, 37.5e9)]
 )
-def test_a_token_passes_through_few_experts(config: dict[str, Any], active: float) -> None:
+def test_llm_shape_experts_count_active_parameters(config: dict[str, Any], active: float) -> None:
     assert llm_shape.from_config(config).active_parameters == pytest.approx(active, rel=0.01)
 
 
-def test_biases_and_a_shared_expert_with_a_gate() -> None:
+def test_llm_shape_biases_and_shared_expert_are_counted() -> None:
     biased = {**LLAMA3_8B, "attention_bias": True}
     more = llm_shape.from_config(biased).parameters - llm_shape.from_config(LLAMA3_8B).parameters
     assert more == 32 * (4096 + 2 * 1024 + 4096)
@@ -133,7 +133,7 @@ def test_biases_and_a_shared_expert_with_a_gate() -> None:
     assert llm_shape.from_config(qwen2_moe_a14b).parameters == pytest.approx(57.41e9, rel=1e-3)
 
 
-def test_a_dense_model_is_all_active() -> None:
+def test_llm_shape_dense_has_no_active_parameters() -> None:
     assert llm_shape.from_config(QWEN2_7B).active_parameters is None
 
 
@@ -147,13 +147,15 @@ def test_a_dense_model_is_all_active() -> None:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_published_towers(config: dict[str, Any], published: float, patches: int) -> None:
+def test_tower_shape_published_configs_match_parameters(
+    config: dict[str, Any], published: float, patches: int
+) -> None:
     shape = tower_shape.from_config(config)
     assert shape.parameters == pytest.approx(published, rel=0.02)
     assert shape.patches_per_token == patches
 
 
-def test_a_tower_of_llava_ends_at_its_cut() -> None:
+def test_tower_shape_llava_layers_end_at_cut() -> None:
     assert tower_shape.from_config(LLAVA_7B).layers == 23
 
 
@@ -178,7 +180,7 @@ def test_kv_of_a_pipeline_and_of_eight_bits() -> None:
     assert kv_bytes_per_token(shape, element_bytes=1) == 70_272 // 2
 
 
-def test_weights_of_a_rank() -> None:
+def test_weights_bytes_tp_pp_and_quantisation_match_published_sizes() -> None:
     shape = llm_shape.from_config(QWEN2_7B)
     assert weights_bytes(shape, "none") == pytest.approx(15.23e9, rel=1e-3)
     assert weights_bytes(shape, "none", tp=4) == pytest.approx(15.23e9 / 4, rel=1e-3)
@@ -204,7 +206,7 @@ def _config_only(folder: Path, config: dict[str, Any]) -> Path:
     return folder
 
 
-def test_a_given_shape_goes_before_a_checkpoint(tmp_path: Path) -> None:
+def test_shape_of_given_shape_overrides_checkpoint(tmp_path: Path) -> None:
     folder = _config_only(tmp_path / "m", QWEN2_7B)
     own = {"layers": 2, "hidden": 8, "heads": 2, "kv_heads": 1, "head_dim": 4, "parameters": 1e6}
     components = _components(
@@ -216,7 +218,7 @@ def test_a_given_shape_goes_before_a_checkpoint(tmp_path: Path) -> None:
     assert sizes == [1e6, *[pytest.approx(7.616e9, rel=1e-3)] * 2]
 
 
-def test_an_encoder_has_the_tower_of_its_llm(tmp_path: Path) -> None:
+def test_shape_of_encoder_with_tower_of_reads_llm_checkpoint(tmp_path: Path) -> None:
     components = _components(
         {"name": "llm", "kind": "llm", "checkpoint": _config_only(tmp_path / "m", QWEN2_VL_7B)},
         {"name": "vit", "kind": "encoder", "tower_of": "llm"},
@@ -228,7 +230,7 @@ def test_an_encoder_has_the_tower_of_its_llm(tmp_path: Path) -> None:
     assert isinstance(shape_of(components["llm"], components), LLMShape)
 
 
-def test_weights_are_counted_where_they_are_and_give_the_fingerprint(tmp_path: Path) -> None:
+def test_shape_of_checkpoint_weights_are_counted_and_fingerprinted(tmp_path: Path) -> None:
     folder, other = tmp_path / "one", tmp_path / "two"
     config = {**QWEN2_VL_7B, "num_hidden_layers": 1}
     for path in (folder, other):
@@ -265,7 +267,7 @@ def test_layers_for_multi_token_prediction_are_not_counted(tmp_path: Path) -> No
     assert shape_of(components["x"], components).parameters == 24
 
 
-def test_damaged_weights_are_told_of(tmp_path: Path) -> None:
+def test_shape_of_damaged_weights_are_reported(tmp_path: Path) -> None:
     bare.write(tmp_path, bare.qwen2_vl_tensors(), QWEN2_VL_7B)
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
     components = _components({"name": "x", "kind": "encoder", "checkpoint": tmp_path})
@@ -289,7 +291,7 @@ def test_damaged_weights_are_told_of(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_checkpoint_that_does_not_say_it(
+def test_shape_of_incomplete_checkpoint_is_refused(
     tmp_path: Path, config: dict[str, Any] | None, kind: str, message: str
 ) -> None:
     folder = tmp_path / "m"
@@ -306,7 +308,7 @@ def test_a_checkpoint_that_does_not_say_it(
 @pytest.mark.parametrize(
     ("kind", "remedy"), [("llm", "`checkpoint`, a folder"), ("generator", "shape = { parameters = ")]
 )
-def test_neither_shape_nor_checkpoint(kind: str, remedy: str) -> None:
+def test_shape_of_missing_shape_and_checkpoint_names_remedy(kind: str, remedy: str) -> None:
     components = _components({"name": "x", "kind": kind, "model": "nobody/nothing"})
     with pytest.raises(ConfigError, match=remedy):
         shape_of(components["x"], components)
@@ -333,7 +335,7 @@ def _tiny(make: str) -> Callable[[Path], Path]:
         *("qwen3_vl", "qwen3_vl_moe", "qwen2_audio", "ultravox", "qwen2_text", "deepseek_v2"),
     ],
 )
-def test_arithmetic_agrees_with_the_weights_of_every_family(tmp_path: Path, make: str) -> None:
+def test_from_config_every_family_matches_counted_weights(tmp_path: Path, make: str) -> None:
     folder = _tiny(make)(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     kinds = ["llm"] if make in ("qwen2_text", "deepseek_v2") else ["llm", "encoder"]

@@ -22,7 +22,7 @@ def price_per_gpu(shape: str) -> float:
     return row.price_per_hour / row.gpus
 
 
-def test_every_row_has_a_source_and_a_date() -> None:
+def test_gpu_catalog_every_row_has_source_and_date() -> None:
     for gpu in gpu_table().values():
         assert gpu.source
         assert "202" in gpu.source
@@ -43,11 +43,11 @@ def test_every_row_has_a_source_and_a_date() -> None:
         ("g6.48xlarge", "g6.xlarge", 2.07, 2.08),
     ],
 )
-def test_ratios_of_prices_that_all_lists_agree_on(dear: str, cheap: str, low: float, high: float) -> None:
+def test_price_table_ratios_lie_in_published_range(dear: str, cheap: str, low: float, high: float) -> None:
     assert low <= round(price_per_gpu(dear) / price_per_gpu(cheap), 2) <= high
 
 
-def test_flops_are_dense() -> None:
+def test_gpu_table_flops_are_dense() -> None:
     gpus = gpu_table()
     assert gpus["H100"].bf16_tflops == 989
     assert gpus["L4"].bf16_tflops == 121
@@ -55,7 +55,7 @@ def test_flops_are_dense() -> None:
     assert not gpus["L4"].nvlink
 
 
-def test_a_plan_overrides_and_adds_devices() -> None:
+def test_gpu_table_rows_of_plan_override_and_add() -> None:
     own = {"memory_gib": 45, "bandwidth_gb_s": 696, "bf16_tflops": 150}
     rows = [{"name": "A40", **own}, {"name": "H100", **own, "source": "ours"}]
     gpus = gpu_table([GpuSpec.model_validate(row) for row in rows])
@@ -92,13 +92,13 @@ def test_prices_are_filled_in_by_shape_by_gpu_or_as_given() -> None:
         ({"gpu": "H100", "shape": "g6.xlarge"}, "pool[0].shape: g6.xlarge has 1 x L4, not 8 x H100. Write "),
     ],
 )
-def test_what_has_no_price_is_refused_with_the_remedy(nodes: dict[str, Any], message: str) -> None:
+def test_node_classes_without_price_are_refused_with_remedy(nodes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         priced(nodes)
     assert str(raised.value).startswith(message)
 
 
-def test_a_price_table_of_ones_own(tmp_path: Path) -> None:
+def test_price_table_custom_file_replaces_catalog(tmp_path: Path) -> None:
     own = tmp_path / "prices.toml"
     row = {"shape": "rack", "gpu": "H100", "gpus": 8, "price_per_hour": 20, "source": "us", "date": "now"}
     own.write_text("[[prices]]\n" + "".join(f"{k} = {v!r}\n" for k, v in row.items()))

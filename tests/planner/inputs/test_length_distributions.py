@@ -21,7 +21,7 @@ LENGTHS: dict[str, Length] = {
 
 
 @pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
-def test_samples_have_the_mean_and_the_quantiles(length: Length) -> None:
+def test_sample_drawn_lengths_match_mean_and_quantiles(length: Length) -> None:
     drawn = length_distributions.sample(length, np.random.default_rng(1), 200_000)
     assert drawn.dtype == np.int64
     assert drawn.mean() == pytest.approx(length_distributions.mean(length), rel=0.01)
@@ -31,35 +31,35 @@ def test_samples_have_the_mean_and_the_quantiles(length: Length) -> None:
         )
 
 
-def test_a_cut_off_length_never_exceeds_its_max() -> None:
+def test_log_normal_with_max_stays_below_it() -> None:
     cut = LogNormal(mean=2048, cv=1.5, max=2048)
     assert length_distributions.sample(cut, np.random.default_rng(0), 10_000).max() <= 2048
     assert length_distributions.quantile(cut, 1.0) == 2048
     assert length_distributions.mean(cut) < 1100, "the tail that is drawn again takes its mean along"
 
 
-def test_an_uncut_log_normal_keeps_its_mean() -> None:
+def test_log_normal_without_max_keeps_mean() -> None:
     assert length_distributions.mean(LogNormal(mean=600, cv=1)) == pytest.approx(600, rel=1e-6)
 
 
-def test_the_ends_of_a_histogram() -> None:
+def test_histogram_quantiles_at_ends_are_extreme_values() -> None:
     thirds = Histogram(values=[3, 1, 2], weights=[0.1, 0.1, 0.1])
     assert [length_distributions.quantile(thirds, q) for q in (0.0, 1 / 3, 0.5, 1.0)] == [1, 1, 2, 3]
 
 
-def test_a_share_is_no_percentage() -> None:
+def test_quantile_of_percentage_is_refused() -> None:
     with pytest.raises(ValueError, match="share from 0 to 1"):
         length_distributions.quantile(512, 95)
 
 
-def test_a_max_below_the_mean_is_refused() -> None:
+def test_log_normal_max_below_mean_is_refused() -> None:
     with pytest.raises(ValidationError, match="max: 100 is below the mean, 600"):
         LogNormal(mean=600, max=100)
 
 
 @settings(max_examples=40, deadline=None)
 @given(mean=st.floats(1, 1e5), cv=st.floats(0, 4), q=st.floats(0, 1))
-def test_quantiles_grow_and_stay_in_range(mean: float, cv: float, q: float) -> None:
+def test_quantile_any_log_normal_grows_within_range(mean: float, cv: float, q: float) -> None:
     length = LogNormal(mean=mean, cv=cv, max=200_000)
     assert (
         1 <= length_distributions.quantile(length, q) <= length_distributions.quantile(length, 1.0) <= 200_000

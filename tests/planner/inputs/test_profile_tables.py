@@ -14,7 +14,7 @@ from cornplug.planner.inputs.schema import MeasuredProfile
 HEADER = ",".join(profile_tables.COLUMNS)
 
 
-def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
+def test_profile_table_written_and_read_is_equal(tmp_path: Path) -> None:
     rows = (
         ProfileRow("prefill", "H100", 2048, 0.252, tp=8),
         ProfileRow("decode", "H100", 64, 1 / 3, tp=8, engine="vllm", quantisation="fp8"),
@@ -46,7 +46,9 @@ def test_a_written_table_is_read_back_equal(tmp_path: Path) -> None:
         ("overhead,L4,1,1,,none,requests,1,1\noverhead,L4,1,1,,none,requests,2,1", "t.csv", "stands twice"),
     ],
 )
-def test_errors_name_file_line_column_and_remedy(tmp_path: Path, line: str, place: str, says: str) -> None:
+def test_profile_tables_bad_line_names_file_line_column_and_remedy(
+    tmp_path: Path, line: str, place: str, says: str
+) -> None:
     path = tmp_path / "t.csv"
     path.write_text(f"{HEADER}\n{line}\n")
     with pytest.raises(ConfigError, match=says) as caught:
@@ -54,7 +56,7 @@ def test_errors_name_file_line_column_and_remedy(tmp_path: Path, line: str, plac
     assert caught.value.field == str(tmp_path / place)
 
 
-def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+def test_profile_tables_wrong_header_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_text("# date: today\nkind,x,seconds\n")
     with pytest.raises(ConfigError, match="Write kind,gpu,tp") as caught:
@@ -62,12 +64,12 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     assert caught.value.field == f"{path}:2"
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_profile_tables_absent_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"gone\.csv: cannot be read"):
         profile_tables.read(tmp_path / "gone.csv")
 
 
-def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_path: Path) -> None:
+def test_loaded_profile_prefers_engine_rows_to_common_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     rows = (
         ProfileRow("decode", "L4", 8, 0.03),
@@ -90,7 +92,7 @@ def test_a_profile_takes_its_own_rows_and_an_engines_own_before_common_ones(tmp_
     assert profile.source == "measured: date 2026-11-21"
 
 
-def test_a_profile_without_rows_in_its_file_is_refused(tmp_path: Path) -> None:
+def test_loaded_profile_without_matching_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     profile_tables.write(path, ProfileTable((ProfileRow("decode", "L4", 8, 0.03, engine="vllm"),)))
     with pytest.raises(ConfigError, match="no rows for L4 TP2 PP1 vllm none") as caught:

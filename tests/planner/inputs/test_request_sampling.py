@@ -28,21 +28,21 @@ def _draw(n: int = 4000, hits: HitShares = COLD, seed: int = 0, **fields: Any) -
     return sample_requests(request, np.random.default_rng(seed), n, patches_per_token=PATCHES, hits=hits)
 
 
-def test_text_alone() -> None:
+def test_request_sampling_text_has_no_patches() -> None:
     assert set(_draw(10, prompt=100, output=20)) == {SampledRequest(100, 0, (), 20, 0.0)}
 
 
-def test_items_add_their_tokens_and_their_patches() -> None:
+def test_request_sampling_media_add_tokens_and_patches() -> None:
     one = _draw(1, prompt=100, media=[RequestMedia(encoder="vit", items=3, tokens=256)])[0]
     assert one.prompt_tokens == 100 + 3 * 256
     assert one.patches == (1024, 1024, 1024)
 
 
-def test_an_encoder_of_unknown_shape_computes_a_patch_a_token() -> None:
+def test_request_sampling_unknown_encoder_has_one_patch_per_token() -> None:
     assert _draw(1, media=[RequestMedia(encoder="other", tokens=50)])[0].patches == (50,)
 
 
-def test_a_cached_embedding_saves_the_encoder_and_keeps_the_tokens() -> None:
+def test_request_sampling_embedding_hit_saves_patches_not_tokens() -> None:
     media = [RequestMedia(encoder="vit", items=2, tokens=10), RequestMedia(encoder="ear", tokens=5)]
     drawn = _draw(prompt=7, media=media, hits=HitShares({"vit": 0.75}, 0.0))
     assert {d.prompt_tokens for d in drawn} == {32}
@@ -50,7 +50,7 @@ def test_a_cached_embedding_saves_the_encoder_and_keeps_the_tokens() -> None:
     assert all(d.patches.count(5) == 1 for d in drawn), "the other encoder has no cache"
 
 
-def test_the_shared_prefix_is_text_at_the_head() -> None:
+def test_shared_prefix_hit_covers_text_only() -> None:
     fields = {"prompt": Histogram(values=[100, 900], weights=[1, 1]), "prefix": SharedPrefix(tokens=500)}
     media = [RequestMedia(encoder="vit", tokens=256)]
     drawn = _draw(hits=HitShares({}, 0.6), media=media, **fields)
@@ -60,23 +60,23 @@ def test_the_shared_prefix_is_text_at_the_head() -> None:
     assert all(d.cached_tokens == 0 for d in _draw(hits=HitShares({}, 1.0))), "no prefix, no hits"
 
 
-def test_a_prompt_that_is_all_prefix_still_computes_a_token() -> None:
+def test_shared_prefix_of_whole_prompt_computes_one_token() -> None:
     one = _draw(1, hits=HitShares({}, 1.0), prompt=64, prefix=SharedPrefix(tokens=64))[0]
     assert (one.cached_tokens, one.computed_tokens) == (64, 1)
 
 
-def test_generated_units() -> None:
+def test_ramp_generation_drawn_units_match_mean() -> None:
     units = [
         d.units for d in _draw(generates=RampGeneration(generator="tts", units=LogNormal(mean=8, cv=0.5)))
     ]
     assert np.mean(units) == pytest.approx(8, rel=0.05)
 
 
-def test_an_answer_has_at_least_one_token() -> None:
+def test_request_sampling_empty_output_has_one_token() -> None:
     assert _draw(1, output=0)[0].output_tokens == 1
 
 
-def test_a_trace_gives_both_lengths_of_one_request(tmp_path: Path) -> None:
+def test_request_sampling_trace_keeps_pairs_of_lengths(tmp_path: Path) -> None:
     file = tmp_path / "t.csv"
     file.write_text("at_s,prompt_tokens,output_tokens\n0,1000,10\n1,2000,20\n2,3000,30\n")
     drawn = _draw(300, trace=file, media=[RequestMedia(encoder="vit", tokens=1)])

@@ -65,11 +65,11 @@ name = "last"
     ],
     ids=str,
 )
-def test_every_way_to_write_a_key(place: Place, line: int) -> None:
+def test_lines_of_every_key_syntax_are_found(place: Place, line: int) -> None:
     assert lines_of(TEXT)[place] == line
 
 
-def test_what_is_missing_has_the_line_of_its_table() -> None:
+def test_line_of_missing_key_is_line_of_table() -> None:
     lines = lines_of(TEXT)
     assert line_of(lines, ("components", 1, "model")) == 12
     assert line_of(lines, ("rules", "router", 0)) == 25
@@ -86,7 +86,7 @@ def _places(value: Any, at: Place = ()) -> set[Place]:
     return {at} | {place for key, below in inner for place in _places(below, (*at, key))}
 
 
-def test_every_key_that_tomllib_reads_has_a_line() -> None:
+def test_lines_of_sample_cover_keys_of_tomllib() -> None:
     assert _places(tomllib.loads(TEXT)) - {()} == set(lines_of(TEXT))
 
 
@@ -113,7 +113,7 @@ _VALUES = st.recursive(
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.sampled_from(["[[t]]", "[u{}.v]", "[t.w{}]", "# [[t]]"]), _VALUES), max_size=5))
-def test_whatever_stands_between_the_keys_each_has_its_line(tables: list[tuple[str, str]]) -> None:
+def test_lines_of_random_tables_point_at_each_key(tables: list[tuple[str, str]]) -> None:
     text = "[[t]]\n" + "".join(
         f"{header.format(i)}\nx{i} = {value}\n" for i, (header, value) in enumerate(tables)
     )
@@ -124,7 +124,7 @@ def test_whatever_stands_between_the_keys_each_has_its_line(tables: list[tuple[s
             assert text.splitlines()[line - 1].startswith(f"{place[-1]} = ")
 
 
-def test_fields_read_as_toml_keys() -> None:
+def test_field_place_is_printed_as_toml_key() -> None:
     assert field(("applications", 0, "requests", 1, "rate")) == "applications[0].requests[1].rate"
     assert field(("components", 0, "requests_per_s", "a/b")) == 'components[0].requests_per_s."a/b"'
     assert field(()) == "the file"

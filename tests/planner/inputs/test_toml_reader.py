@@ -27,7 +27,7 @@ def _read(folder: Path, text: str) -> str:
     return ""
 
 
-def test_a_good_file() -> None:
+def test_toml_reader_good_file_is_parsed() -> None:
     given = toml_reader.read(HERE / "good_input.toml")
     assert isinstance(given.component["vit"].shape, TowerShape)
     assert isinstance(given.component["llm7"].shape, LLMShape)
@@ -38,21 +38,21 @@ def test_a_good_file() -> None:
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda path: path.stem)
-def test_every_error_is_told_with_its_line_and_a_remedy(bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toml_reader_bad_files_match_golden_messages(bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(bad.parent)
     with pytest.raises(ConfigError) as raised:
         toml_reader.read(Path(bad.name))
     assert f"{raised.value}\n" == bad.with_suffix(".txt").read_text()
 
 
-def test_the_field_is_the_first_errors() -> None:
+def test_toml_reader_several_errors_give_field_of_first() -> None:
     with pytest.raises(ConfigError) as raised:
         toml_reader.read(HERE / "bad_inputs" / "unknown_names.toml")
     assert raised.value.field.endswith("unknown_names.toml:6 components[0].tower_of")
     assert raised.value.remedy.startswith("Did you mean 'llm7'?")
 
 
-def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_toml_reader_paths_are_relative_to_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "plans"
     folder.mkdir()
     (folder / "t.csv").write_text("at_s,prompt_tokens,output_tokens\n0,10,20\n")
@@ -66,26 +66,26 @@ def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert given.applications[0].requests[0].trace == Path("plans/t.csv")
 
 
-def test_a_bad_line_of_a_trace_is_told_with_both_places(tmp_path: Path) -> None:
+def test_toml_reader_bad_trace_line_names_both_files(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text("at_s,prompt_tokens,output_tokens\n0,ten,20\n")
     text = GOOD.replace("prompt = { mean = 300, cv = 1.0 }\noutput = 200", 'trace = "t.csv"')
     said = "plan.toml:29 applications[0].requests[0].trace: t.csv:2 prompt_tokens: 'ten' is not a number of"
     assert _read(tmp_path, text).startswith(said)
 
 
-def test_offline_work_needs_no_slo(tmp_path: Path) -> None:
+def test_toml_reader_offline_application_needs_no_slo(tmp_path: Path) -> None:
     slo = "slo = { ttft_s = 1.0, tpot_s = 0.05 }"
     assert _read(tmp_path, GOOD.replace(slo, 'workload = "offline"')) == ""
     assert _read(tmp_path, GOOD.replace(slo, "").replace("rate = 4.0", f"rate = 4.0\n{slo}")) == ""
 
 
-def test_windows_line_ends(tmp_path: Path) -> None:
+def test_toml_reader_crlf_keeps_line_numbers(tmp_path: Path) -> None:
     assert _read(tmp_path, GOOD.replace("\n", "\r\n")) == ""
     bad = GOOD.replace("rate = 4.0", "rat = 4.0").replace("\n", "\r\n")
     assert "plan.toml:28 applications[0].requests[0].rat: " in _read(tmp_path, bad)
 
 
-def test_a_checkpoint_in_place_of_a_shape(tmp_path: Path) -> None:
+def test_toml_reader_checkpoint_replaces_shape(tmp_path: Path) -> None:
     head, tail = GOOD.split("[components.shape]")
     text = f'{head}checkpoint = "m"\n\n[[applications]]{tail.split("[[applications]]")[1]}'
     said = "plan.toml:13 components[1].checkpoint: no config.json in m. Name a checkpoint's folder, or give"
@@ -103,7 +103,7 @@ def test_a_checkpoint_in_place_of_a_shape(tmp_path: Path) -> None:
     assert _read(tmp_path, text.replace("checkpoint", 'quantisations = ["awq"]\ncheckpoint')) == ""
 
 
-def test_a_broken_checkpoint_is_told_of_once_where_it_is_named(tmp_path: Path) -> None:
+def test_toml_reader_broken_checkpoint_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("[]")
     head, tail = GOOD.split("[components.shape]")
@@ -121,20 +121,20 @@ def test_a_broken_checkpoint_is_told_of_once_where_it_is_named(tmp_path: Path) -
         (", kv_tokens = 9", ""),
     ],
 )
-def test_a_table_of_times_needs_a_size_or_its_cache_in_tokens(tmp_path: Path, more: str, said: str) -> None:
+def test_toml_reader_table_profile_needs_shape_or_kv_tokens(tmp_path: Path, more: str, said: str) -> None:
     head, tail = GOOD.split("[components.shape]")
     table = f'kind = "table", gpu = "H100", decode_requests = [1], decode_s = [0.01]{more}'
     text = f"{head}profiles = [{{ {table} }}]\n\n[[applications]]" + tail.split("[[applications]]")[1]
     assert (said in _read(tmp_path, text)) if said else (_read(tmp_path, text) == "")
 
 
-def test_throughputs_need_no_size(tmp_path: Path) -> None:
+def test_toml_reader_throughput_profile_needs_no_shape(tmp_path: Path) -> None:
     head, tail = GOOD.split("[components.shape]")
     profile = 'profiles = [{ kind = "throughput", gpu = "H100", requests_per_s = { "chat/photo" = 2 } }]'
     assert _read(tmp_path, f"{head}{profile}\n\n[[applications]]{tail.split('[[applications]]')[1]}") == ""
 
 
-def test_no_file_and_no_text(tmp_path: Path) -> None:
+def test_toml_reader_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
         toml_reader.read(tmp_path / "absent.toml")
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")

@@ -32,14 +32,14 @@ def _file(folder: Path, content: str) -> Path:
     return path
 
 
-def test_azure_2023(tmp_path: Path) -> None:
+def test_traces_azure_2023_is_read(tmp_path: Path) -> None:
     trace = traces.read(_file(tmp_path, AZURE), "azure")
     assert trace.at_s == pytest.approx([0, 4.314579, 4.541977], abs=1e-5)
     assert trace.prompt_tokens.tolist() == [374, 396, 879]
     assert trace.output_tokens.tolist() == [44, 109, 1], "an answer has at least one token"
 
 
-def test_azure_2024_is_put_in_order(tmp_path: Path) -> None:
+def test_traces_azure_2024_is_sorted(tmp_path: Path) -> None:
     trace = traces.read(_file(tmp_path, AZURE_2024), "azure")
     assert trace.at_s == pytest.approx([0, 1])
     assert trace.prompt_tokens.tolist() == [2399, 2162]
@@ -51,13 +51,13 @@ def test_mooncake_counts_milliseconds(tmp_path: Path) -> None:
     assert trace.prompt_tokens.tolist() == [6758, 7319]
 
 
-def test_our_own_csv_with_columns_in_any_order_and_a_byte_order_mark(tmp_path: Path) -> None:
+def test_traces_csv_in_any_column_order_with_bom_is_read(tmp_path: Path) -> None:
     trace = traces.read(_file(tmp_path, "\ufeff" + CSV), "csv")
     assert trace.at_s == pytest.approx([0, 0.75])
     assert trace.output_tokens.tolist() == [20, 30]
 
 
-def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+def test_traces_changed_file_is_read_again(tmp_path: Path) -> None:
     path = _file(tmp_path, CSV)
     first = traces.read(path, "csv")
     assert traces.read(path, "csv") is first
@@ -80,7 +80,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
         ("mooncake", '{"timestamp": 1, "input_length": 5}', ":1 output_length: missing. Every line needs"),
     ],
 )
-def test_what_is_wrong_names_file_line_and_column(
+def test_traces_bad_content_names_file_line_and_column(
     tmp_path: Path, format: traces.Format, content: str, message: str
 ) -> None:
     path = _file(tmp_path, content)
@@ -89,7 +89,7 @@ def test_what_is_wrong_names_file_line_and_column(
     assert str(raised.value).startswith(f"{path}{message}")
 
 
-def test_no_file_and_no_text(tmp_path: Path) -> None:
+def test_traces_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         traces.read(tmp_path / "absent.csv", "csv")
     packed = tmp_path / "trace.gz"

@@ -26,7 +26,7 @@ def only(kind: str, found: list[LaunchCommand]) -> list[LaunchCommand]:
     return [command for command in found if command.kind == kind]
 
 
-def test_golden() -> None:
+def test_commands_of_whole_plans_match_golden() -> None:
     """Whole plans as command lines: what a change of ours changes of them is seen here."""
     cases = {
         "E+PD on vLLM, caches and classes": Case("E+PD", caches=True, classes=True, replicas=2),
@@ -48,7 +48,7 @@ def test_golden() -> None:
 
 
 @pytest.mark.parametrize("case", matrix(), ids=lambda case: case.id)
-def test_nothing_collides_on_a_host(case: Case) -> None:
+def test_commands_of_one_host_have_distinct_ports_and_sockets(case: Case) -> None:
     found = commands(plan(case))
     ports = Counter((c.host, c.port) for c in found if c.port is not None)
     assert max(ports.values()) == 1
@@ -62,7 +62,7 @@ def test_nothing_collides_on_a_host(case: Case) -> None:
     assert not sockets or max(sockets.values()) == 1
 
 
-def test_a_gpu_is_given_once() -> None:
+def test_commands_of_replicas_have_distinct_gpus() -> None:
     devices: Counter[str] = Counter()
     for command in commands(plan(Case("E+P+D", tp=2, replicas=2))):
         devices.update(command.env.get("CUDA_VISIBLE_DEVICES", "").split(",") if command.env else [])
@@ -71,7 +71,7 @@ def test_a_gpu_is_given_once() -> None:
     assert sum(devices.values()) == 2 + 4 + 4
 
 
-def test_there_is_a_store_where_something_is_shared_and_nowhere_else() -> None:
+def test_commands_store_only_on_hosts_that_share() -> None:
     assert only("store", commands(plan(Case()))) == []
     (store,) = only("store", commands(plan(Case(caches=True))))
     args = store_parser(load().store).parse_args(list(store.argv[2:]))
@@ -83,7 +83,7 @@ def test_there_is_a_store_where_something_is_shared_and_nowhere_else() -> None:
     assert "--no-store" in only("encoder", apart)[0].argv
 
 
-def test_an_encoders_replicas_on_a_host_are_one_service() -> None:
+def test_commands_encoder_replicas_of_host_are_one_service() -> None:
     (encoder,) = only("encoder", commands(plan(Case("E+PD", replicas=3, caches=True))))
     args = encoder_parser("").parse_args(list(encoder.argv[2:]))
     assert (args.replicas, args.port, args.model) == (3, 8750, ["Qwen/Qwen2-VL-7B-Instruct"])
@@ -100,7 +100,7 @@ def test_vllm_far_from_its_encoder_says_how_it_is_fed() -> None:
     assert "routes.json" in engine.remarks[0]
 
 
-def test_several_models_of_an_encoder_are_told_apart_by_sglang() -> None:
+def test_commands_sglang_encoder_url_names_its_model() -> None:
     made = plan(Case("E+PD", "sglang"))
     encoder, engine = made.groups
     more = encoder.model_copy(update={"encoder_models": ["/models/Other-VL", "/models/Mine"]})
@@ -110,21 +110,21 @@ def test_several_models_of_an_encoder_are_told_apart_by_sglang() -> None:
 
 
 @pytest.mark.parametrize(("engine", "asks"), [("sglang", True), ("vllm", False)])
-def test_an_encoder_serves_sglang_s_protocol_where_sglang_asks_it(
+def test_commands_encoder_for_sglang_serves_its_protocol(
     engine: Literal["vllm", "sglang"], asks: bool
 ) -> None:
     (encoder,) = only("encoder", commands(plan(Case("E+PD", engine))))
     assert encoder_parser("").parse_args(list(encoder.argv[2:])).sglang is (True if asks else None)
 
 
-def test_lmcache_hands_over_through_a_server_of_its_own() -> None:
+def test_commands_lmcache_transfer_starts_kv_server() -> None:
     found = commands(plan(Case("P+D")), transfer="lmcache")
     (server,) = [c for c in found if c.group == "kv-server"]
     # 2 x 28 layers x 8192 tokens x 4 heads x 128 x 2 bytes = 448 MiB, so 512 for each of the two.
     assert server.argv[server.argv.index("--l1-size-gb") + 1] == "1"
 
 
-def test_a_generator_of_another_server_is_left_to_its_owner() -> None:
+def test_commands_external_generator_is_remark_only() -> None:
     made = plan(Case())
     group = made.groups[0].model_copy(
         update={"name": "tts/G", "tasks": "G", "engine": "external", "settings": None, "model": "org/tts"}
@@ -142,7 +142,7 @@ def test_named_hosts_are_used_as_they_are() -> None:
     assert {command.host for command in commands(named)} == {"gpu-7"}
 
 
-def test_the_classes_of_service_are_a_file_that_cornplug_reads(tmp_path: Path) -> None:
+def test_write_classes_of_service_load_as_qos_config(tmp_path: Path) -> None:
     write(plan(Case(classes=True)), tmp_path)
     classes = load(environ={"CORNPLUG_CONFIG": str(tmp_path / "qos.toml")}).qos.classes
     assert (classes["premium"].share, classes["premium"].deadline_s) == (0.5, 2.0)
@@ -150,7 +150,7 @@ def test_the_classes_of_service_are_a_file_that_cornplug_reads(tmp_path: Path) -
     assert (classes["nightly"].priority, classes["nightly"].deadline_s) == (-1, None)
 
 
-def test_shares_are_rounded_down(tmp_path: Path) -> None:
+def test_write_qos_shares_are_rounded_down(tmp_path: Path) -> None:
     """Six sixths, each to four digits, would be refused."""
     made = plan(Case(classes=True))
     sixths = [QosReservation(qos=f"c{n}", share=1 / 6, priority=0) for n in range(6)]
@@ -173,6 +173,6 @@ def broken(**changes: object) -> Plan:
         ({"settings": None}, "settings"),
     ],
 )
-def test_what_is_missing_is_named(changes: dict[str, object], field: str) -> None:
+def test_commands_incomplete_plan_names_missing_field(changes: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         commands(broken(**changes))

@@ -29,19 +29,19 @@ MIB = 1 << 20
         (OPT_66B, 1, 1, 2 * 64 * 512 * 72 * 128 * 2, 1280),
     ],
 )
-def test_a_buffer_holds_the_longest_prompt(
+def test_buffer_bytes_of_known_models_hold_longest_prompt(
     kv: KVGeometry, tp: int, pp: int, prompt: int, buffer_mib: int
 ) -> None:
     assert kv_transfer.prompt_bytes(kv, tp=tp, pp=pp) == prompt
     assert kv_transfer.buffer_bytes(kv, tp=tp, pp=pp) == buffer_mib * MIB
 
 
-def test_distserves_figure_of_a_requests_kv() -> None:
+def test_prompt_bytes_opt_66b_match_distserve() -> None:
     """OPT-66B at 512 tokens: 1.13 GB (DistServe, section 3.3)."""
     assert kv_transfer.prompt_bytes(OPT_66B) / 2**30 == pytest.approx(1.13, rel=0.01)
 
 
-def test_prompts_are_coalesced_to_whole_pages() -> None:
+def test_prompt_bytes_round_up_to_whole_pages() -> None:
     one = LLAMA_70B.model_copy(update={"max_prompt_tokens": 1})
     assert kv_transfer.prompt_bytes(one) == 2 * 80 * 128 * 8 * 128 * 2
     assert kv_transfer.page_tokens(one) == 128
@@ -52,7 +52,7 @@ def test_prompts_are_coalesced_to_whole_pages() -> None:
     st.integers(1, 128), st.integers(1, 128), st.sampled_from([64, 128, 576]), st.integers(1, 200_000),
     st.sampled_from([1, 2]), st.booleans(), st.sampled_from([1, 2, 4, 8]),
 )  # fmt: skip
-def test_a_buffer_is_the_least_that_fits(
+def test_buffer_bytes_any_geometry_are_least_that_fits(
     layers: int, heads: int, dim: int, tokens: int, element: int, mla: bool, tp: int
 ) -> None:
     kv = KVGeometry(
@@ -63,7 +63,7 @@ def test_a_buffer_is_the_least_that_fits(
     assert size - 256 * MIB < kv_transfer.prompt_bytes(kv, tp=tp) <= size
 
 
-def test_two_connectors_become_one_and_one_stays_itself() -> None:
+def test_vllm_together_two_connectors_become_multi_connector() -> None:
     nixl = kv_transfer.vllm_config("P", "nixl")
     assert kv_transfer.vllm_together(nixl) == nixl
     both = kv_transfer.vllm_together(nixl, {"kv_connector": "CornplugConnector"})
@@ -75,7 +75,7 @@ def test_two_connectors_become_one_and_one_stays_itself() -> None:
     assert both["kv_load_failure_policy"] == "recompute"
 
 
-def test_staging_is_for_heads_only() -> None:
+def test_sglang_staging_mla_needs_none() -> None:
     assert kv_transfer.sglang_staging(DEEPSEEK_V3, tp=8, pp=1) == {}
     assert kv_transfer.sglang_staging(LLAMA_70B, tp=4, pp=1) == {
         "SGLANG_DISAGG_STAGING_BUFFER": "true",

@@ -60,7 +60,7 @@ def launched(made: Plan, run_dir: Path, *only: str, event: Any = None) -> Iterat
         yield processes
 
 
-def test_a_plan_is_started_served_and_ended_in_order(tmp_path: Path, fakes: Path) -> None:
+def test_launched_plan_starts_and_ends_in_order(tmp_path: Path, fakes: Path) -> None:
     seen = []
     run_dir = tmp_path / "run"
     with launched(
@@ -84,7 +84,7 @@ def test_a_plan_is_started_served_and_ended_in_order(tmp_path: Path, fakes: Path
     assert not (run_dir / "store.sock").exists()
 
 
-def test_what_fails_says_so_with_its_log_and_leaves_nothing(
+def test_launched_process_that_fails_shows_log_and_ends_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", "1")
@@ -96,7 +96,7 @@ def test_what_fails_says_so_with_its_log_and_leaves_nothing(
     assert not (tmp_path / "run" / "store.sock").exists()
 
 
-def test_a_group_alone(tmp_path: Path) -> None:
+def test_launched_only_one_group_starts(tmp_path: Path) -> None:
     made = plan(Case("P+D"))
     name = made.groups[0].name
     with launched(made, tmp_path / "run", name) as processes:
@@ -105,7 +105,7 @@ def test_a_group_alone(tmp_path: Path) -> None:
         local_commands(made, run_dir=tmp_path / "run", only=["nothing"])
 
 
-def test_a_core_is_kept_to(tmp_path: Path) -> None:
+def test_launched_process_is_pinned_to_core(tmp_path: Path) -> None:
     core = min(os.sched_getaffinity(0))
     made = plan(Case(gpu="cpu-core"))
     group = made.groups[0].model_copy(update={"placement": [[0, core]]})
@@ -119,7 +119,7 @@ def test_a_core_is_kept_to(tmp_path: Path) -> None:
         pytest.fail("there is no such core")
 
 
-def test_launch_of_several_hosts_needs_one_named(tmp_path: Path) -> None:
+def test_main_plan_of_several_hosts_needs_host_option(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     plan(Case("E+PD", hosts=2)).save(path)
     with pytest.raises(ConfigError, match=r"needs 2 hosts(.|\n)*--host HOST` on each of HOST_1, HOST_2"):
@@ -146,7 +146,7 @@ def test_local_commands_without_an_address_name_the_missing_one(tmp_path: Path) 
         local_commands(made, run_dir=tmp_path, host="HOST_2", addresses={"HOST_2": "10.0.0.2"})
 
 
-def test_launch_of_an_external_server_only_says_what_to_start(
+def test_main_external_server_is_printed_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = plan(Case())
@@ -158,7 +158,7 @@ def test_launch_of_an_external_server_only_says_what_to_start(
     assert "Start your own server of org/speech here" in " ".join(capsys.readouterr().out.split())
 
 
-def test_two_replicas_on_one_gpu_start_one_after_the_other(tmp_path: Path) -> None:
+def test_launched_replicas_of_one_gpu_start_in_turn(tmp_path: Path) -> None:
     """Each takes its share of the memory that it finds."""
     seen: list[tuple[str, str]] = []
     with launched(
@@ -169,7 +169,7 @@ def test_two_replicas_on_one_gpu_start_one_after_the_other(tmp_path: Path) -> No
     assert engines == ["starting", "ready", "starting", "ready"]
 
 
-def test_a_dry_run_prints_what_would_be_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_dry_run_prints_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "plan.json"
     plan(Case(caches=True)).save(path)
     assert main([str(path), "--dry-run", "--run-dir", str(tmp_path / "run")]) == 0
@@ -180,7 +180,7 @@ def test_a_dry_run_prints_what_would_be_run(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launched_engine_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CORNPLUG_SGLANG_PYTHON", raising=False)
     with (
         pytest.raises(ConfigError, match="CORNPLUG_SGLANG_PYTHON"),
@@ -189,7 +189,7 @@ def test_what_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
         pytest.fail("SGLang is in another environment")
 
 
-def test_sigterm_ends_all_and_the_status_is_0(tmp_path: Path, fakes: Path) -> None:
+def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) -> None:
     path = tmp_path / "plan.json"
     plan(Case()).save(path)
     code = (

@@ -57,7 +57,7 @@ def of(made: Plan) -> list[LaunchCommand]:
 
 
 @pytest.mark.parametrize("case", matrix(), ids=lambda case: case.id)
-def test_every_line_is_taken(case: Case) -> None:
+def test_routers_every_case_is_parsed_by_sglang_router(case: Case) -> None:
     for command in of(plan(case)):
         parsed(command)
 
@@ -69,7 +69,7 @@ def test_one_server_needs_no_router() -> None:
     }
 
 
-def test_replicas_stand_behind_one_address() -> None:
+def test_routers_replicas_share_one_address() -> None:
     made = plan(Case(replicas=3))
     (command,) = of(made)
     assert parsed(command).worker_urls == [f"http://${{HOST_1}}:{port}" for port in (8000, 8001, 8002)]
@@ -78,13 +78,13 @@ def test_replicas_stand_behind_one_address() -> None:
     }
 
 
-def test_prefix_caches_are_routed_to() -> None:
+def test_routers_cache_plan_uses_cache_aware_policy() -> None:
     assert parsed(of(plan(Case(replicas=2)))[0]).policy == "power_of_two"
     assert parsed(of(plan(Case(replicas=2, caches=True)))[0]).policy == "cache_aware"
 
 
 @pytest.mark.parametrize(("engine", "bootstrap"), [("vllm", []), ("sglang", ["8998"])])
-def test_a_pair_is_given_with_its_roles(engine: Any, bootstrap: list[str]) -> None:
+def test_routers_pair_has_roles_and_queue_limits(engine: Any, bootstrap: list[str]) -> None:
     (command,) = of(plan(Case("P+D", engine)))
     args = parsed(command)
     assert args.prefill == [["http://${HOST_1}:8000", *bootstrap]]
@@ -93,7 +93,7 @@ def test_a_pair_is_given_with_its_roles(engine: Any, bootstrap: list[str]) -> No
     assert (args.max_concurrent_requests, args.queue_size, args.queue_timeout_secs) == (128, 2, 1)
 
 
-def test_clients_are_told_whom_to_ask_where_their_engine_cannot() -> None:
+def test_routers_distant_encoders_are_listed_for_clients() -> None:
     far = json.loads(files(plan(Case("E+PD", hosts=2, replicas=2)))["routes.json"])["chat/short"]["to"]
     # Two encoders on one host are one service.
     assert far == [{"weight": 1.0, "url": "http://${HOST_1}:30000", "encoders": ["http://${HOST_1}:8750"]}]
@@ -102,12 +102,12 @@ def test_clients_are_told_whom_to_ask_where_their_engine_cannot() -> None:
         assert "encoders" not in near
 
 
-def test_offline_work_waits_as_long_as_it_likes() -> None:
+def test_routers_offline_class_has_no_queue_limit() -> None:
     (command,) = of(plan(Case("P+D", workload="offline")))
     assert parsed(command).queue_size is None
 
 
-def test_a_class_of_two_routes_has_two_addresses_by_weight() -> None:
+def test_routers_class_of_two_routes_has_weighted_addresses() -> None:
     whole, pair = plan(Case()), plan(Case("P+D", "sglang"))
     both = whole.model_copy(
         update={
@@ -125,7 +125,7 @@ def test_a_class_of_two_routes_has_two_addresses_by_weight() -> None:
     ]
 
 
-def test_a_pair_of_two_engines_is_two_pairs() -> None:
+def test_routers_pairs_of_two_engines_stay_apart() -> None:
     """KV of one engine is not handed to the other."""
     one, two = plan(Case("P+D")), plan(Case("P+D", "sglang"))
     groups = [

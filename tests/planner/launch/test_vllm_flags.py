@@ -54,7 +54,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("case", VLLM, ids=lambda case: case.id)
-def test_every_line_is_taken(case: Case, checkpoint: str) -> None:
+def test_vllm_flags_every_case_is_accepted_by_vllm(case: Case, checkpoint: str) -> None:
     """By the parser, and where our small model allows it by all of vLLM's checks of one flag against
     another: it has two heads, 4096 positions, and nothing to speculate with."""
     for command in engines(case):
@@ -74,7 +74,7 @@ PAIRS = [c for c in VLLM if "P+D" in c.structure and max(c.tp, c.decode_tp or 1)
 
 
 @pytest.mark.parametrize("case", PAIRS, ids=lambda case: case.id)
-def test_pairs_agree_on_what_nixls_handshake_compares(case: Case, checkpoint: str) -> None:
+def test_vllm_flags_pair_has_one_nixl_compatibility_hash(case: Case, checkpoint: str) -> None:
     hashes = set()
     for command in engines(case):
         made = engine_args(command)
@@ -87,7 +87,7 @@ def test_pairs_agree_on_what_nixls_handshake_compares(case: Case, checkpoint: st
     assert len(hashes) == 1
 
 
-def test_embeddings_from_far_are_taken_by_both_of_a_pair() -> None:
+def test_vllm_flags_distant_encoder_enables_embeds_on_both_of_pair() -> None:
     """A router sends one request, with its rows, to the one and then to the other."""
     prefill, decode = engines(Case("E+P+D", hosts=2))
     assert engine_args(prefill).enable_mm_embeds
@@ -97,7 +97,7 @@ def test_embeddings_from_far_are_taken_by_both_of_a_pair() -> None:
 
 @pytest.mark.parametrize("transfer", ["nixl", "mooncake", "lmcache"])
 @pytest.mark.parametrize("caches", [False, True])
-def test_every_connector_named_exists(transfer: Transfer, caches: bool) -> None:
+def test_vllm_flags_connectors_are_registered(transfer: Transfer, caches: bool) -> None:
     prefill, decode = engines(Case("P+D", caches=caches), transfer)
     for command, role in ((prefill, "kv_producer"), (decode, "kv_consumer")):
         config = engine_args(command).kv_transfer_config
@@ -112,7 +112,7 @@ def test_every_connector_named_exists(transfer: Transfer, caches: bool) -> None:
     assert "Cornplug" not in " ".join(decode.argv)
 
 
-def test_our_connectors_stand_beside_the_transfers() -> None:
+def test_vllm_flags_caches_add_cornplug_connectors_to_transfer() -> None:
     prefill = engine_args(engines(Case("E+P+D", caches=True))[0])
     ours = prefill.kv_transfer_config.kv_connector_extra_config["connectors"][1]
     assert ours["kv_connector_extra_config"] == {
@@ -125,7 +125,7 @@ def test_our_connectors_stand_beside_the_transfers() -> None:
     assert (ec.ec_role, ec.ec_connector_extra_config) == ("ec_both", ours["kv_connector_extra_config"])
 
 
-def test_the_short_flag_sets_both() -> None:
+def test_vllm_flags_short_flag_sets_kv_and_ec_connector() -> None:
     (command,) = engines(Case("E+PD", caches=True))
     made = engine_args(command)
     assert made.kv_transfer_config.kv_connector == "CornplugConnector"
@@ -133,7 +133,7 @@ def test_the_short_flag_sets_both() -> None:
     assert "CORNPLUG_ENGINE_SHARE_KV" not in command.env
 
 
-def test_what_no_cache_was_planned_for_is_not_shared() -> None:
+def test_vllm_flags_without_planned_cache_share_nothing() -> None:
     (alone,) = engines(Case())
     assert not any("cornplug" in word for word in alone.argv)
     (encoded,) = engines(Case("E+PD"))
@@ -144,7 +144,7 @@ def test_what_no_cache_was_planned_for_is_not_shared() -> None:
     ("gpu", "backend"),
     [("H100", "FLASHMLA"), ("B200", "FLASHINFER_MLA"), ("L4", "TRITON_MLA"), ("A100-80", "TRITON_MLA")],
 )
-def test_mla_backends_follow_the_generation(gpu: str, backend: str) -> None:
+def test_vllm_flags_mla_backend_follows_gpu_generation(gpu: str, backend: str) -> None:
     (command,) = engines(Case(mla=True, gpu=gpu))
     made = engine_args(command)
     assert made.attention_backend == backend
@@ -161,7 +161,7 @@ def test_mla_backends_follow_the_generation(gpu: str, backend: str) -> None:
         ("eagle3", {"method": "eagle3", "model": "org/draft", "num_speculative_tokens": 3}),
     ],
 )
-def test_speculation(speculative: Any, config: dict[str, Any]) -> None:
+def test_vllm_flags_speculation_sets_config(speculative: Any, config: dict[str, Any]) -> None:
     (command,) = engines(Case(speculative=speculative))
     made = parsed(command)
     given = made.speculative_config or {
@@ -178,7 +178,9 @@ def test_speculation(speculative: Any, config: dict[str, Any]) -> None:
         ("offline", "throughput", 10, False),
     ],
 )
-def test_workload_classes(workload: Any, mode: str, interval: int, bounded: bool) -> None:
+def test_vllm_flags_workload_sets_mode_and_queue_limit(
+    workload: Any, mode: str, interval: int, bounded: bool
+) -> None:
     (command,) = engines(Case(workload=workload))
     made = engine_args(command)
     assert (made.performance_mode, made.stream_interval) == (mode, interval)
@@ -187,7 +189,7 @@ def test_workload_classes(workload: Any, mode: str, interval: int, bounded: bool
     assert parsed(command).shutdown_timeout == 40
 
 
-def test_replicas_that_share_a_gpu_have_exact_caches() -> None:
+def test_vllm_flags_shared_gpu_sets_exact_kv_bytes() -> None:
     one, two = engines(Case(share=0.5, replicas=2))
     made = [engine_args(one), engine_args(two)]
     assert [m.kv_cache_memory_bytes for m in made] == [12 << 30] * 2
@@ -197,7 +199,7 @@ def test_replicas_that_share_a_gpu_have_exact_caches() -> None:
     assert engine_args(engines(Case())[0]).kv_cache_memory_bytes is None
 
 
-def test_a_replica_over_two_nodes_is_two_commands() -> None:
+def test_vllm_flags_replica_over_two_nodes_is_two_commands() -> None:
     first, second, *_ = engines(Case(tp=8, pp=2, replicas=2))
     made = [engine_args(first), engine_args(second)]
     assert [(m.nnodes, m.node_rank, m.master_addr) for m in made] == [(2, 0, "10.0.0.1"), (2, 1, "10.0.0.1")]
@@ -205,7 +207,7 @@ def test_a_replica_over_two_nodes_is_two_commands() -> None:
     assert (first.host, second.host) == ("10.0.0.1", "10.0.0.2")
 
 
-def test_priorities_and_admission_come_with_classes_of_service() -> None:
+def test_vllm_flags_classes_set_priority_and_admission() -> None:
     command = engines(Case(classes=True, replicas=2))[0]
     args = parsed(command)
     assert args.scheduling_policy == "priority"
@@ -214,7 +216,7 @@ def test_priorities_and_admission_come_with_classes_of_service() -> None:
     assert parsed(engines(Case())[0]).scheduling_policy == "fcfs"
 
 
-def test_a_line_of_a_core() -> None:
+def test_vllm_flags_cpu_core_binds_threads() -> None:
     (command,) = engines(Case(gpu="cpu-core", tp=2))
     made = engine_args(command)
     assert made.enforce_eager

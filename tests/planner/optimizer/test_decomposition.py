@@ -56,7 +56,7 @@ def test_services_that_stand_in_for_one_another_form_a_group(pool: OptimizationP
     assert parts == {frozenset({"vit/E"}), *llms}
 
 
-def test_no_plan_costs_less_than_its_groups_alone(pool: OptimizationProblem) -> None:
+def test_decomposition_groups_alone_cost_no_more_than_plan(pool: OptimizationProblem) -> None:
     """Each group's GPUs, at the price of a GPU, in a plan that is proven to be the cheapest."""
     plan = milp.solve(pool, EXACT)
     gpu = {n.name: n.price / n.gpus for n in pool.nodes}

@@ -30,32 +30,32 @@ def told(pool: OptimizationProblem, **more: dict[str, str]) -> str:
     return str(error.value)
 
 
-def test_too_small_a_stock_names_the_class_and_the_number_needed() -> None:
+def test_infeasibility_small_stock_names_class_and_number_needed() -> None:
     message = told(POOL)
     assert "stock[g]: 4 nodes, 7 needed. Raise the stock of g to 7." in message
     assert "demand[u]: 4 requests/s served, 6.3 needed" in message
 
 
-def test_the_cheapest_stock_is_asked_for() -> None:
+def test_infeasibility_small_stocks_name_the_cheapest() -> None:
     pool = one_service({"old": {"u": 1.0}, "new": {"u": 2.0}}, {"old": 1.0, "new": 5.0}, {"u": 6.0}, stock=2)
     message = told(replace(pool, nodes=tuple(replace(n, stock=1) for n in pool.nodes)))
     assert "stock[old]: 1 nodes, 4 needed" in message
     assert "stock[new]" not in message
 
 
-def test_what_is_asked_for_there_is_enough() -> None:
+def test_infeasibility_raised_stock_is_enough() -> None:
     """The remedy named really is one."""
     assert solve(replace(POOL, nodes=(replace(POOL.nodes[0], stock=7),)), EXACT).nodes == {"g": 7}
 
 
-def test_a_change_budget_that_is_too_small() -> None:
+def test_infeasibility_small_change_budget_names_number_needed() -> None:
     running = CurrentState({"s@g": 1}, start_cost={"s@g": 1.0}, max_changes=2)
     message = told(replace(POOL, nodes=(replace(POOL.nodes[0], stock=10),), current=running))
     assert "change_budget: 2 changes, 6 needed. Raise max_changes to 6." in message
     assert "stock" not in message
 
 
-def test_spare_replicas_that_do_not_fit() -> None:
+def test_infeasibility_spare_replicas_without_room_name_n_plus_one() -> None:
     pool = one_service(
         {"g": {"u": 1.0}}, {"g": 2.0}, {"u": 0.7}, stock=1, limits=PoolLimits(spare=frozenset("s"))
     )
@@ -65,14 +65,14 @@ def test_spare_replicas_that_do_not_fit() -> None:
     assert "n_plus_one" in message
 
 
-def test_a_network_that_is_too_slow() -> None:
+def test_infeasibility_slow_network_names_bytes_needed() -> None:
     slow = replace(POOL, nodes=(replace(POOL.nodes[0], stock=7, nic=1.0),))
     ways = (replace(slow.variants[0], network=2.0),)
     message = told(replace(slow, variants=ways))
     assert "network: 4.9 bytes/s, 12.6 needed" in message
 
 
-def test_caches_that_no_node_holds() -> None:
+def test_infeasibility_large_caches_name_bytes_needed() -> None:
     pool = replace(
         POOL,
         nodes=(replace(POOL.nodes[0], stock=7, dram=1.0),),
@@ -81,14 +81,14 @@ def test_caches_that_no_node_holds() -> None:
     assert "memory[caches]: 7 bytes, 100 needed" in told(pool)
 
 
-def test_a_tier_that_no_cell_keeps() -> None:
+def test_infeasibility_strict_tier_names_fastest_cell() -> None:
     strict = replace(POOL, variants=(PathVariant("u", "u", "monolith", (ServiceDemand("s", 0.05),)),))
     message = told(strict)
     assert "demand[u]: s within 0.05 s is asked for, and its fastest cell, s@g, keeps 1 s" in message
     assert "no profile" in told(strict, notes={"u": "no profile fits the GPU"})
 
 
-def test_a_service_without_cells_and_a_demand_without_ways() -> None:
+def test_infeasibility_missing_cells_or_variants_are_named() -> None:
     assert "t has no cell" in told(
         replace(POOL, variants=(PathVariant("u", "u", "E+PD", (ServiceDemand("t", 1.0),)),))
     )
@@ -97,7 +97,7 @@ def test_a_service_without_cells_and_a_demand_without_ways() -> None:
     assert "none of the 1 cells of s carries it" in told(replace(POOL, cells=deaf))
 
 
-def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_solve_time_limit_raises_plan_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:
     """No machine is slow enough for HiGHS to find nothing here: a solver that never does stands in."""
     monkeypatch.setattr(incumbent, "run_solver", lambda *_, **__: SolverRun("none", 0.1))
     with pytest.raises(PlanUnfinished, match="none was proven impossible"):
@@ -125,12 +125,12 @@ def test_the_time_limit_is_told_apart_from_a_proof(monkeypatch: pytest.MonkeyPat
         ),
     ],
 )  # fmt: skip
-def test_pools_that_mean_nothing_are_refused(pool: OptimizationProblem, field: str) -> None:
+def test_solve_invalid_pool_is_refused(pool: OptimizationProblem, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         solve(pool, EXACT)
 
 
-def test_replicas_over_several_nodes_are_counted_in_whole_nodes() -> None:
+def test_solve_replica_over_several_nodes_takes_whole_nodes() -> None:
     wide = replace(POOL, nodes=(replace(POOL.nodes[0], gpus=8),))
     cell = Cell("s@wide", "s", "g", 16, 1.0, {"u": 7.0})
     assert solve(replace(wide, cells=(cell,)), EXACT).nodes == {"g": 2}

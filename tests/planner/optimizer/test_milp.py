@@ -42,7 +42,7 @@ def two_tiers(tight: float, loose: float) -> OptimizationProblem:
     )
 
 
-def test_urgent_work_stays_on_tight_cells_and_loose_work_fills_their_rest() -> None:
+def test_solve_urgent_work_on_tight_cells_loose_work_fills_rest() -> None:
     plan = solve(two_tiers(1.5, 2.5), EXACT)
     assert plan.replicas == {"tight": 2, "loose": 1}
     carried = {(flow.demand, flow.cell): flow.rate for flow in plan.flows}
@@ -72,7 +72,7 @@ def test_work_that_can_wait_may_use_what_is_kept_free_for_peaks() -> None:
 
 
 @pytest.mark.parametrize(("rate", "alone", "spared"), [(0.7, 1, 2), (2.3, 3, 4), (7.5, 10, 10)])
-def test_a_service_survives_the_loss_of_a_replica(rate: float, alone: int, spared: int) -> None:
+def test_solve_spare_service_survives_loss_of_replica(rate: float, alone: int, spared: int) -> None:
     """With ten replicas, what is kept for peaks (0.8 of 10 <= 0.95 of 9) already is the spare one."""
     pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": rate}, limits=PoolLimits(0.95, 0.8))
     assert solve(pool, EXACT).replicas == {"s@g": alone}
@@ -80,7 +80,7 @@ def test_a_service_survives_the_loss_of_a_replica(rate: float, alone: int, spare
     assert solve(spare, EXACT).replicas == {"s@g": spared}
 
 
-def test_a_cache_is_bought_when_it_saves_more_than_it_takes() -> None:
+def test_solve_cache_level_is_bought_when_it_pays() -> None:
     def pool(dram: float) -> OptimizationProblem:
         plain = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": 4.0})
         ways = tuple(
@@ -95,7 +95,7 @@ def test_a_cache_is_bought_when_it_saves_more_than_it_takes() -> None:
     assert solve(pool(3), EXACT).nodes == {"g": 4}, "10 bytes need four such nodes, which need no cache"
 
 
-def test_a_slow_network_forbids_the_split() -> None:
+def test_solve_slow_network_forbids_split() -> None:
     cells = {"mono": 1.0, "P": 4.0, "D": 4.0}
     pool = OptimizationProblem(
         nodes=(MachineClass("n", "g", 1, 1.0, 50, nic=2.0),),
@@ -112,7 +112,7 @@ def test_a_slow_network_forbids_the_split() -> None:
     assert solve(slow, EXACT).nodes == {"n": 4}, "0.35 bytes/s a node: at most half goes apart"
 
 
-def test_a_tie_goes_to_the_preferred_cell_and_never_to_a_dearer_plan() -> None:
+def test_solve_tie_goes_to_preferred_cell() -> None:
     pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": 3.0})
     one = pool.cells[0]
     worse = replace(one, name="a-worse", preference=0.03)
@@ -121,7 +121,7 @@ def test_a_tie_goes_to_the_preferred_cell_and_never_to_a_dearer_plan() -> None:
     assert solve(replace(pool, cells=(stronger, one)), EXACT).replicas == {"a-worse": 2}
 
 
-def test_the_least_served_comes_first_where_that_is_asked_for() -> None:
+def test_solve_max_min_raises_least_served() -> None:
     pool = one_service({"g": {"easy": 4.0, "hard": 1.0}}, {"g": 1.0}, {"easy": 4.0, "hard": 4.0}, stock=2)
     most = solve(replace(pool, objective="goodput"), EXACT)
     fair = solve(replace(pool, objective="max-min"), EXACT)
@@ -151,7 +151,7 @@ def prefill_decode(rate: float, running: CurrentState) -> OptimizationProblem:
 COSTS = {"P": 0.5, "D": 0.5}
 
 
-def test_roles_switch_before_anything_restarts() -> None:
+def test_solve_role_switch_precedes_restart() -> None:
     running = CurrentState({"P": 3, "D": 3}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
     plan = solve(prefill_decode(4.0, running), EXACT)
     assert plan.replicas == {"P": 2, "D": 4}
@@ -159,7 +159,7 @@ def test_roles_switch_before_anything_restarts() -> None:
     assert plan.objective == pytest.approx(10 * 6 + 0.01)
 
 
-def test_a_short_horizon_keeps_what_runs() -> None:
+def test_solve_short_horizon_keeps_running_replicas() -> None:
     """Another GPU type would be cheaper by 0.1 an hour: after 10 hours that pays a start of 0.5."""
 
     def plan(hours: float) -> dict[str, int]:
@@ -171,7 +171,7 @@ def test_a_short_horizon_keeps_what_runs() -> None:
     assert plan(10) == {"s@new": 1}
 
 
-def test_young_replicas_stay_and_the_budget_holds() -> None:
+def test_solve_young_replicas_and_change_budget_are_kept() -> None:
     running = CurrentState({"P": 4, "D": 4}, start_cost=COSTS, switch_cost=0.01, horizon_hours=10)
     below_min_dwell = replace(running, below_min_dwell={"P": 4})
     assert solve(prefill_decode(2.0, running), EXACT).replicas == {"P": 1, "D": 2}
@@ -184,7 +184,7 @@ def test_young_replicas_stay_and_the_budget_holds() -> None:
 # Solvers --------------------------------------------------------------------------------------
 
 
-def test_progress_is_told_and_the_proof_is_reported() -> None:
+def test_solve_progress_is_reported_with_proof() -> None:
     seen: list[SolveProgress] = []
     pool = one_service({"a": {"u": 0.37}, "b": {"u": 2.0}}, {"a": 1.01, "b": 3.67}, {"u": 4.3})
     plan = solve(pool, EXACT, seen.append)
@@ -196,7 +196,7 @@ def test_progress_is_told_and_the_proof_is_reported() -> None:
     assert plan.seconds >= plan.first_s
 
 
-def test_slacks_name_what_binds() -> None:
+def test_solve_slack_names_binding_constraints() -> None:
     pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 2.0}, stock=3)
     slack = solve(pool, EXACT).slack
     assert not any(name.startswith("keep") for name in slack)
@@ -205,7 +205,7 @@ def test_slacks_name_what_binds() -> None:
     assert slack["packing[a]"] == pytest.approx(0)
 
 
-def test_what_is_maximised_is_told_with_its_own_sign() -> None:
+def test_solve_goodput_progress_is_positive() -> None:
     seen: list[SolveProgress] = []
     pool = one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 4.5}, stock=3)
     plan = solve(replace(pool, objective="goodput"), EXACT, seen.append)
@@ -215,7 +215,7 @@ def test_what_is_maximised_is_told_with_its_own_sign() -> None:
     assert seen[-1].incumbent == pytest.approx(3)
 
 
-def test_two_constraints_of_one_name_are_a_mistake() -> None:
+def test_milp_duplicate_constraint_name_is_refused() -> None:
     model = milp.build(one_service({"a": {"u": 1.0}}, {"a": 1.0}, {"u": 2.5}))
     with pytest.raises(ValueError, match="two constraints"):
         model.add("stock[a]", model.z["a"] <= 1)

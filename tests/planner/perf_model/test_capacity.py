@@ -85,7 +85,7 @@ def test_one_constant_server_is_md1(confirm: bool) -> None:
     ],
     ids=lambda value: value.tasks if isinstance(value, Station) else "",
 )
-def test_what_is_confirmed_holds_in_other_and_longer_traffic(
+def test_capacity_confirmed_holds_in_longer_traffic(
     station: Station, draws: list[SampledRequest], bound: LatencyBound
 ) -> None:
     found = capacity(station, draws, bound)
@@ -106,7 +106,7 @@ def _stress(station: Station, draws: Sequence[SampledRequest], bound: LatencyBou
     return max(stage, tokens)
 
 
-def test_without_bounds_it_is_what_full_iterations_give() -> None:
+def test_capacity_without_bounds_is_rate_of_full_iterations() -> None:
     draws = [SampledRequest(1024, 0, (), 1, 0.0)]
     found = capacity(replace(PREFILL, replicas=3), draws, LatencyBound("p95"))
     assert found == pytest.approx(3 * 2 / STEPS.prefill(2048), rel=0.02)
@@ -116,7 +116,7 @@ def test_without_bounds_it_is_what_full_iterations_give() -> None:
     assert most == pytest.approx(32 / (200 * STEPS.decode(32)), rel=0.05), "32 fit the KV cache"
 
 
-def test_routers_that_see_less_carry_less() -> None:
+def test_capacity_router_with_less_knowledge_is_lower() -> None:
     draws = drawn(1500, 1)
     least, shortest, at_random = (
         capacity(replace(PREFILL, replicas=8, router=router), draws, LatencyBound("p95", 0.5))
@@ -125,17 +125,17 @@ def test_routers_that_see_less_carry_less() -> None:
     assert least > shortest > 1.1 * at_random
 
 
-def test_bursts_cost_capacity() -> None:
+def test_capacity_of_bursty_arrivals_is_lower() -> None:
     even, bursty = (capacity(PREFILL, CHAT, LatencyBound("p95", 0.5), burst=burst) for burst in (1.0, 4.0))
     assert bursty < 0.9 * even
 
 
-def test_two_replicas_that_share_a_queue_carry_more_than_twice() -> None:
+def test_capacity_shared_queue_grows_faster_than_replicas() -> None:
     one, four = (capacity(replace(PREFILL, replicas=n), CHAT, LatencyBound("p95", 0.4)) for n in (1, 4))
     assert four > 4.3 * one
 
 
-def test_what_cannot_be_met_has_no_capacity() -> None:
+def test_capacity_under_impossible_bound_is_zero() -> None:
     assert capacity(PREFILL, CHAT, LatencyBound("p95", 0.05)) == 0.0, "a lone prompt takes longer"
     assert capacity(CHATTING, CHAT, LatencyBound("p95", 1.0, 0.01)) == 0.0, "a lone token takes longer"
     assert capacity(replace(CHATTING, kv_tokens=1000), CHAT, LatencyBound("p95")) == 0.0, (
@@ -143,7 +143,7 @@ def test_what_cannot_be_met_has_no_capacity() -> None:
     )
 
 
-def test_what_is_all_cached_costs_an_encoder_nothing() -> None:
+def test_capacity_encoder_with_all_cached_is_infinite() -> None:
     station = Station("e", 1, "E", encode=ENCODE)
     assert capacity(station, drawn(100, 1), LatencyBound("p95", 0.1)) == math.inf
 
@@ -156,12 +156,12 @@ def test_cached_embeddings_leave_room_for_others() -> None:
         assert one_in_five == pytest.approx(5 * all_new, rel=0.15)
 
 
-def test_a_class_without_draws_is_refused() -> None:
+def test_capacity_without_draws_is_refused() -> None:
     with pytest.raises(ValueError, match="give draws"):
         capacity(PREFILL, [], LatencyBound("p95"))
 
 
-def test_an_equal_question_is_not_simulated_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_capacity_equal_question_is_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = drawn(700, 1)
     first = capacity(PREFILL, draws, LatencyBound("p95", 0.5))
     monkeypatch.setattr(simulated_capacity, "simulate", None)
@@ -176,7 +176,7 @@ def test_an_equal_question_is_not_simulated_twice(monkeypatch: pytest.MonkeyPatc
     st.floats(0.02, 0.1),
     st.sampled_from(["mean", "p50", "p95", "p99"]),
 )
-def test_looser_bounds_and_more_replicas_never_screen_lower(
+def test_capacity_looser_bounds_or_more_replicas_never_screen_lower(
     tasks: str, replicas: int, seconds: float, tpot_s: float, percentile: str
 ) -> None:
     station = Station(
@@ -201,7 +201,7 @@ def test_looser_bounds_and_more_replicas_never_screen_lower(
 
 
 @pytest.mark.parametrize("confirm", [False, True])
-def test_a_pipeline_of_two_answers_as_its_queue_does(confirm: bool) -> None:
+def test_capacity_pipeline_matches_queue(confirm: bool) -> None:
     # A prompt takes 1 s on one stage after the other; the queue is that of one stage, 0.5 s.
     steps = EngineStepTimes(PiecewiseCurve.line(0.0, 0.5 / 1024), PiecewiseCurve.line(0.02, 0.0), pipeline=2)
     station = Station("p", 1, "P", steps=steps, chunk_tokens=1024)

@@ -13,11 +13,11 @@ from cornplug.planner.perf_model import hit_rates
 
 
 @pytest.mark.parametrize(("cached", "expected"), [(100, 0.157), (1000, 0.437), (5000, 0.792)])
-def test_published_figures_of_ten_thousand_items(cached: int, expected: float) -> None:
+def test_che_ten_thousand_items_match_published(cached: int, expected: float) -> None:
     assert hit_rates.che(10_000, 0.8, cached) == pytest.approx(expected, abs=0.0006)
 
 
-def test_an_lru_cache_hits_as_often() -> None:
+def test_che_rate_matches_lru_cache() -> None:
     rng = np.random.default_rng(3)
     weight = np.arange(1, 501) ** -0.9
     asked = rng.choice(500, size=40_000, p=weight / weight.sum())
@@ -36,18 +36,18 @@ def test_an_lru_cache_hits_as_often() -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 10**7), st.floats(0, 2), st.floats(0, 1), st.floats(0, 1))
-def test_a_larger_cache_hits_no_less(catalogue: int, zipf: float, one: float, other: float) -> None:
+def test_che_larger_cache_hits_no_less(catalogue: int, zipf: float, one: float, other: float) -> None:
     small, large = sorted((one, other))
     low = hit_rates.che(catalogue, zipf, small * catalogue)
     high = hit_rates.che(catalogue, zipf, large * catalogue)
     assert 0 <= low <= high + 1e-9 <= 1 + 2e-9
 
 
-def test_without_favourites_the_hit_rate_is_the_share_cached() -> None:
+def test_che_uniform_popularity_hits_cached_share() -> None:
     assert hit_rates.che(1_000_000, 0.0, 250_000) == pytest.approx(0.25, abs=1e-6)
 
 
-def test_bins_of_a_large_catalogue_lose_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_che_bins_match_exact_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     binned = hit_rates.che(60_000, 0.8, 9_000)
     monkeypatch.setattr(hit_rates, "_EACH", 60_000)
     hit_rates.che.cache_clear()
@@ -58,6 +58,6 @@ def test_items_of_a_cache_are_whole() -> None:
     assert hit_rates.items(1000, 300) == 3
 
 
-def test_nonsense_is_refused() -> None:
+def test_che_empty_catalogue_is_refused() -> None:
     with pytest.raises(ValueError, match="catalogue of 0"):
         hit_rates.che(0, 0.8, 1)

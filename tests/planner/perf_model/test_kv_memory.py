@@ -25,21 +25,21 @@ def _tokens(shape: LLMShape = QWEN2_7B, gpu: GpuSpec = H100, **other: Any) -> in
     return kv_tokens(shape, gpu, **{**cell, "chunk_tokens": 8192, "max_batch": 256, **other})
 
 
-def test_internvl3_38b_on_two_a40() -> None:
+def test_kv_memory_internvl3_on_two_a40_matches_published() -> None:
     # Its developers report 72,832 tokens at a utilisation of 0.93.
     assert _tokens(INTERNVL3_38B, A40, tp=2, utilisation=0.93) == pytest.approx(72_832, rel=0.02)
     assert _tokens(INTERNVL3_38B, A40, tp=1) == 0, "66 GB of weights in 48 GB"
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_7b_on_an_h100_leaves_most_of_it_to_the_cache(engine: str) -> None:
+def test_kv_memory_7b_on_h100_leaves_most_to_cache(engine: str) -> None:
     tokens = _tokens(engine=engine)
     assert tokens % 16 == 0
     assert 0.65 < tokens * 57344 / (80 * 2**30) < 0.75
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_what_takes_room_from_the_cache(engine: str) -> None:
+def test_kv_memory_tower_batch_and_share_change_cache(engine: str) -> None:
     before = _tokens(engine=engine, share=0.5)
     tower = _tokens(engine=engine, share=0.5, extra_bytes=1)
     larger = _tokens(engine=engine, share=0.5, extra_bytes=57_344_001)
@@ -51,7 +51,7 @@ def test_what_takes_room_from_the_cache(engine: str) -> None:
     assert _tokens(engine=engine, share=0.5, element_bytes=1) == pytest.approx(2 * before, abs=32)
 
 
-def test_more_ranks_hold_more() -> None:
+def test_kv_memory_more_ranks_hold_more() -> None:
     one, two = _tokens(), _tokens(tp=2)
     assert two > 2.2 * one, "half the weights and half the heads on each"
     # Beyond four KV heads they are repeated: only weights get smaller.
@@ -64,7 +64,7 @@ def test_sglang_keeps_ten_gib_of_a_large_gpu() -> None:
     assert _tokens(**small_steps) == pytest.approx(left / 57344, rel=1e-3)
 
 
-def test_an_engine_is_told_to_take_what_was_counted_with() -> None:
+def test_engine_share_flag_matches_counted_memory() -> None:
     l4 = GpuSpec(name="L4", memory_gib=24, bandwidth_gb_s=300, bf16_tflops=121)
     cell = {"ranks": 1, "chunk_tokens": 4096, "max_batch": 256}
     assert engine_share(l4, engine="vllm", share=0.5, **cell) == pytest.approx(0.46)
@@ -79,7 +79,7 @@ def test_an_engine_is_told_to_take_what_was_counted_with() -> None:
     )
 
 
-def test_cores_of_a_cpu() -> None:
+def test_kv_memory_cpu_core_holds_small_models_only() -> None:
     core = GpuSpec(name="cpu-core", memory_gib=4, bandwidth_gb_s=10, bf16_tflops=0.05, generation="cpu")
     tiny = LLMShape(layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, parameters=2e5)
     assert _tokens(tiny, core) * 512 == pytest.approx(4 * 2**30 - 0.5e9, rel=1e-2)

@@ -53,7 +53,7 @@ def take(
     return profile_lookup.hardware(component, shape, gpu, **{**given, **cell})
 
 
-def test_the_first_profile_that_fits_is_taken() -> None:
+def test_profile_lookup_first_fit_is_taken() -> None:
     component = llm(
         {"kind": "table", "gpu": "H100", **POINTS, "source": "elsewhere"},
         {"kind": "table", "gpu": "L4", "engine": "sglang", **POINTS, "source": "the other engine"},
@@ -74,7 +74,7 @@ def test_the_first_profile_that_fits_is_taken() -> None:
     assert (estimate.source, estimate.measured) == ("roofline (L4, a table)", False)
 
 
-def test_a_table_without_what_the_role_needs_does_not_fit() -> None:
+def test_profile_lookup_table_without_role_does_not_fit() -> None:
     prefill_only = {"kind": "table", "gpu": "L4", "prefill_tokens": [1024], "prefill_s": [0.1]}
     component = llm(prefill_only)
     assert take(component, role="P") is not None
@@ -82,7 +82,7 @@ def test_a_table_without_what_the_role_needs_does_not_fit() -> None:
     assert take(component, role="PD") is None
 
 
-def test_a_throughput_holds_for_its_role_and_shrinks_with_the_share() -> None:
+def test_profile_lookup_throughput_scales_with_share() -> None:
     component = llm(
         {"kind": "throughput", "gpu": "L4", "role": "P", "requests_per_s": 8.0},
         {"kind": "throughput", "gpu": "L4", "requests_per_s": {"a/b": 3.0}, "tpot_s": {"a/b": 0.04}},
@@ -94,7 +94,7 @@ def test_a_throughput_holds_for_its_role_and_shrinks_with_the_share() -> None:
     assert (whole.rate_of("a/b"), whole.rate_of("a/c"), whole.tpot_s) == (3.0, None, {"a/b": 0.04})
 
 
-def test_half_a_gpu_takes_twice_as_long_with_less_than_half_the_cache() -> None:
+def test_profile_lookup_half_gpu_halves_speed_and_cache() -> None:
     whole, half = take(llm({"kind": "roofline"})), take(llm({"kind": "roofline"}), share=0.5)
     assert whole is not None
     assert half is not None
@@ -104,7 +104,7 @@ def test_half_a_gpu_takes_twice_as_long_with_less_than_half_the_cache() -> None:
     assert 0 < half.kv_tokens < whole.kv_tokens / 2
 
 
-def test_a_measured_cache_says_nothing_of_half_a_gpu() -> None:
+def test_profile_lookup_measured_cache_is_not_for_half_gpu() -> None:
     component = llm({"kind": "table", "gpu": "L4", **POINTS, "kv_tokens": 5000})
     assert take(component, None, share=0.5) is None
     half = take(component, share=0.5)
@@ -112,13 +112,13 @@ def test_a_measured_cache_says_nothing_of_half_a_gpu() -> None:
     assert half.kv_tokens > 5000
 
 
-def test_fp8_needs_a_gpu_that_has_it() -> None:
+def test_profile_lookup_fp8_needs_gpu_support() -> None:
     component = llm({"kind": "roofline"}, quantisations=["none", "fp8"])
     assert take(component, quantisation="fp8") is not None
     assert take(component, gpu=A10G, quantisation="fp8") is None
 
 
-def test_a_tower_in_the_engine_takes_memory_and_keeps_its_precision() -> None:
+def test_profile_lookup_tower_takes_memory_and_keeps_precision() -> None:
     component = llm({"kind": "roofline"}, quantisations=["fp8"])
     vit = encoder(
         {"kind": "table", "gpu": "L4", "encode_patches": [1024], "encode_s": [0.05], "source": "vit's"}
@@ -141,7 +141,7 @@ def _throughput(gpu: str) -> dict[str, Any]:
     return {"kind": "throughput", "gpu": gpu, "requests_per_s": 1.0}
 
 
-def test_towers_and_generators_alone() -> None:
+def test_profile_lookup_tower_or_generator_alone_has_times() -> None:
     vit = encoder({"kind": "roofline"})
     found = take(vit, TOWER, role="E")
     assert found is not None
@@ -158,7 +158,7 @@ def test_towers_and_generators_alone() -> None:
     assert take(tts, GENERATOR.model_copy(update={"parameters": 20e9}), role="G") is None, "40 GB on an L4"
 
 
-def test_a_generator_in_the_engine() -> None:
+def test_profile_lookup_generator_in_engine_has_both_times() -> None:
     tts = Component(name="tts", kind="generator")
     found = take(llm({"kind": "roofline"}), role="PDG", generator=(tts, GENERATOR))
     assert found is not None
@@ -167,7 +167,7 @@ def test_a_generator_in_the_engine() -> None:
     assert found.source == "roofline (L4, a table)"
 
 
-def test_a_table_in_a_file(tmp_path: Path) -> None:
+def test_profile_lookup_table_file_gives_source(tmp_path: Path) -> None:
     rows = (
         profile_tables.ProfileRow("prefill", "L4", 512, 0.05),
         profile_tables.ProfileRow("decode", "L4", 1, 0.01),

@@ -21,7 +21,7 @@ SERVICE_S, SERVICE_CV2 = 0.313, 1.13
 @pytest.mark.parametrize(
     ("servers", "p95", "p99"), [(25, 0.228, 0.401), (27, 0.096, 0.201), (30, 0.013, 0.080)]
 )
-def test_allen_cunneen_at_splitwises_load(servers: int, p95: float, p99: float) -> None:
+def test_wait_percentile_at_splitwise_load_matches_published(servers: int, p95: float, p99: float) -> None:
     for share, expected in ((0.95, p95), (0.99, p99)):
         wait = closed_forms.wait_percentile(servers, 70, SERVICE_S, share, service_cv2=SERVICE_CV2)
         assert wait == pytest.approx(expected, rel=0.05, abs=0.001)
@@ -29,14 +29,14 @@ def test_allen_cunneen_at_splitwises_load(servers: int, p95: float, p99: float) 
         assert left == pytest.approx(1 - share)
 
 
-def test_splitwises_prompt_machines_by_square_root_staffing() -> None:
+def test_queueing_staffing_of_splitwise_load_matches_published() -> None:
     servers = [closed_forms.staffing(21.84, beta, service_cv2=1.13) for beta in (0, 0.5, 1, 1.5, 2)]
     assert servers == [22, 25, 27, 30, 32]
     with pytest.raises(ValueError, match=r"21\.84 erlangs need more .* there are 21"):
         queueing.erlang_c(21, 21.84)
 
 
-def test_splitwises_token_machines_by_memory() -> None:
+def test_kv_demand_of_splitwise_trace_matches_published() -> None:
     # planner.md's mean of 152,866 tokens and standard deviation of 24,556, from Azure's trace.
     trace = traces.read(Path(__file__).parents[1] / "cases" / "splitwise_code.csv", "csv")
     held = (trace.prompt_tokens + trace.output_tokens).astype(float)
@@ -50,7 +50,7 @@ def test_splitwises_token_machines_by_memory() -> None:
     assert [closed_forms.kv_replicas(152_866, 24_556**2, kv_tokens, s) for s in (0, 1, 2, 3)] == [2, 2, 3, 3]
 
 
-def test_one_server_is_the_textbook_queue() -> None:
+def test_queueing_one_server_matches_textbook() -> None:
     assert queueing.erlang_c(1, 0.7) == pytest.approx(0.7)
     assert queueing.wait_mean(1, 0.7, 1.0) == pytest.approx(0.7 / 0.3)
     assert queueing.wait_mean(1, 0.5, 1.0, service_cv2=0.0) == pytest.approx(0.5), "M/D/1: half of M/M/1"
@@ -61,12 +61,12 @@ def test_one_server_is_the_textbook_queue() -> None:
 
 
 @given(st.integers(1, 300), st.floats(0.01, 0.99))
-def test_more_servers_wait_less_and_nothing_overflows(servers: int, utilisation: float) -> None:
+def test_erlang_c_more_servers_wait_less(servers: int, utilisation: float) -> None:
     load = servers * utilisation
     assert 0 <= queueing.erlang_c(servers + 1, load) <= queueing.erlang_c(servers, load) <= 1
 
 
-def test_distserves_ttft_of_tensor_and_pipeline_parallelism() -> None:
+def test_queueing_ttft_of_tp_and_pp_matches_distserve() -> None:
     assert closed_forms.ttft_tensor(1.0, 0.5, 1.5) == pytest.approx(0.833, abs=0.0005)
     assert closed_forms.ttft_pipeline(1.0, 0.5) == pytest.approx(1.083, abs=0.0005)
     assert closed_forms.ttft_tensor(1.0, 1.2, 1.5) == pytest.approx(2.000, abs=0.0005)
@@ -79,24 +79,24 @@ def test_distserves_ttft_of_tensor_and_pipeline_parallelism() -> None:
 @pytest.mark.parametrize(
     ("speedup", "load"), [(1.2, 0.434), (1.3, 0.611), (1.5, 0.936), (1.7, 1.257), (1.9, 1.626)]
 )
-def test_distserves_crossover(speedup: float, load: float) -> None:
+def test_queueing_crossover_of_tp_and_pp_matches_distserve(speedup: float, load: float) -> None:
     assert closed_forms.crossover(speedup) == pytest.approx(load, rel=0.005)
 
 
-def test_no_crossover_without_a_speedup_or_with_a_perfect_one() -> None:
+def test_queueing_crossover_without_or_with_perfect_speedup_is_refused() -> None:
     for speedup in (1.0, 2.0):
         with pytest.raises(ValueError, match="between 1 and 2"):
             closed_forms.crossover(speedup)
 
 
-def test_batches_are_what_arrives_during_one() -> None:
+def test_batch_size_is_arrivals_during_one_batch() -> None:
     batch = closed_forms.batch_size(50, 0.02, 0.01, 32)
     assert batch == pytest.approx(50 * (0.02 + 0.01 * batch))
     with pytest.raises(ValueError, match=r"97/s overload a batch server of 94\.1"):
         closed_forms.batch_size(97, 0.02, 0.01, 32)
 
 
-def test_requests_decode_together_as_littles_law_says() -> None:
+def test_queueing_decode_batch_follows_littles_law() -> None:
     batch = closed_forms.decode_batch(2.0, 200, 0.02, 0.0005)
     assert batch == pytest.approx(2.0 * 200 * (0.02 + 0.0005 * batch))
     with pytest.raises(ValueError, match="overload a decoder of 2000 tokens/s"):
@@ -109,7 +109,7 @@ def test_kv_in_use_is_compound_poisson() -> None:
     assert (mean, math.sqrt(variance)) == pytest.approx((600.0, 100 * math.sqrt(6)))
 
 
-def test_an_overloaded_queue_has_no_wait() -> None:
+def test_queueing_overload_is_refused() -> None:
     for call in (
         lambda: queueing.wait_mean(2, 2.0, 1.0),
         lambda: closed_forms.ttft_tensor(1.0, 1.5, 1.5),

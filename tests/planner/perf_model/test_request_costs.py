@@ -32,7 +32,7 @@ DRAWS = st.lists(
 
 
 @given(DRAWS, st.sampled_from(["E", "P", "EPD", "PDG", "D"]), st.booleans(), st.integers(1, 700))
-def test_as_the_simulator_has_them(
+def test_request_costs_of_lone_request_match_simulator(
     draws: list[SampledRequest], tasks: str, chunked: bool, chunk: int
 ) -> None:
     station = Station(

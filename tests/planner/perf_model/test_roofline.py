@@ -47,7 +47,7 @@ def steps(
     )
 
 
-def test_published_times_of_bloom_on_eight_h100() -> None:
+def test_roofline_bloom_on_eight_h100_matches_splitwise() -> None:
     # Splitwise's medians: prompts to 30 %, tokens to a factor of 2 (its stack of 2023 had no graphs).
     times = steps(BLOOM, tp=8)
     assert times.prefill(1024) == pytest.approx(0.1322, rel=0.3)
@@ -55,7 +55,7 @@ def test_published_times_of_bloom_on_eight_h100() -> None:
     assert 0.5 < times.decode(1) / 0.03574 < 1
 
 
-def test_a_token_reads_the_weights_and_a_prompt_multiplies_by_them() -> None:
+def test_roofline_decode_is_bandwidth_and_prefill_is_flops() -> None:
     times = steps(LLAMA_8B)
     assert times.decode(1) == pytest.approx(2 * 8.03e9 / (0.8 * 3350e9) + 0.003, rel=0.01)
     attention = 2 * 32 * 4096 * 4096**2
@@ -64,34 +64,34 @@ def test_a_token_reads_the_weights_and_a_prompt_multiplies_by_them() -> None:
     assert times.kv_token_s == pytest.approx(131_072 / (0.8 * 3350e9))
 
 
-def test_quantised_weights_are_read_sooner_and_only_fp8_computes_faster() -> None:
+def test_roofline_quantisation_speeds_decode_only_fp8_prefill() -> None:
     plain, fp8, awq = (steps(LLAMA_8B, quantisation=q) for q in ("none", "fp8", "awq"))
     assert awq.decode(1) < fp8.decode(1) < plain.decode(1)
     assert fp8.prefill(8192) < 0.6 * plain.prefill(8192)
     assert awq.prefill(8192) == pytest.approx(plain.prefill(8192))
 
 
-def test_tensor_parallelism_pays_for_its_all_reduces() -> None:
+def test_roofline_tp_pays_for_all_reduces() -> None:
     one, two, eight = (steps(LLAMA_8B, tp=tp) for tp in (1, 2, 8))
     assert one.prefill(8192) / 2 < two.prefill(8192) < one.prefill(8192)
     assert one.prefill(8192) / 8 < eight.prefill(8192) < two.prefill(8192)
 
 
-def test_a_pipeline_raises_the_rate_of_prompts_not_their_speed() -> None:
+def test_roofline_pp_raises_prefill_rate_not_latency() -> None:
     one, two = steps(BLOOM, tp=8), steps(BLOOM, tp=8, pp=2)
     assert two.prefill(2048) == pytest.approx(one.prefill(2048) / 2, rel=0.05)
     assert two.prefill(2048) + two.drain_s(2048) == pytest.approx(one.prefill(2048), rel=0.05)
     assert two.decode(1) >= one.decode(1), "a token passes through every stage"
 
 
-def test_experts_are_read_only_when_a_token_goes_to_them() -> None:
+def test_roofline_experts_in_small_batch_are_not_all_read() -> None:
     times = steps(MIXTRAL)
     dense = 2 * 46.7e9 / (0.8 * 3350e9)
     assert times.decode(1) - 0.003 == pytest.approx(dense * 12.9 / 46.7, rel=0.02)
     assert times.decode(64) - 0.003 == pytest.approx(dense, rel=0.02)
 
 
-def test_speculation_pays_at_small_batches_only() -> None:
+def test_roofline_speculation_pays_at_small_batches() -> None:
     plain = steps(LLAMA_8B)
     fast = steps(LLAMA_8B, speculative="eagle3", acceptance=0.7)
     tokens = 1 + 0.7 + 0.49 + 0.343
@@ -100,7 +100,7 @@ def test_speculation_pays_at_small_batches_only() -> None:
     assert steps(LLAMA_8B, speculative="eagle3").decode(1) == plain.decode(1), "no acceptance is known"
 
 
-def test_prompts_longer_than_an_iteration_attend_to_all_of_it() -> None:
+def test_roofline_long_prompt_attends_to_whole_context() -> None:
     def prefill(context: int | None) -> float:
         component = Component(name="m", kind="llm")
         return roofline.llm_steps(
@@ -112,7 +112,7 @@ def test_prompts_longer_than_an_iteration_attend_to_all_of_it() -> None:
     assert prefill(256) < prefill(None)
 
 
-def test_a_tower_takes_longer_for_more_pictures_and_less_than_apart() -> None:
+def test_roofline_tower_batch_is_faster_than_single_images() -> None:
     shape = TowerShape(layers=32, hidden=1280, intermediate=5120, parameters=0.67e9, patches_per_token=4)
     curve = roofline.encode(shape, H100, RooflineProfile(), tp=1)
     one, eight = curve(1024), curve(8192)
@@ -123,7 +123,7 @@ def test_a_tower_takes_longer_for_more_pictures_and_less_than_apart() -> None:
     assert roofline.encode(shape, H100, RooflineProfile(), tp=2)(4096) < curve(4096)
 
 
-def test_a_generators_time_is_its_work() -> None:
+def test_roofline_generator_time_is_flops() -> None:
     shape = GeneratorShape(parameters=20e9, flops_per_unit=4e15)
     curve = roofline.generate(shape, H100, RooflineProfile(), tp=1, quantisation="none")
     assert curve(2) == pytest.approx(2 * 4e15 / (0.5 * 989e12) + 0.003, rel=0.01)

@@ -31,7 +31,7 @@ def pool(rate: float, large: float = 6.0) -> OptimizationProblem:
     )
 
 
-def test_every_replica_is_filled_alike() -> None:
+def test_balance_load_unequal_replicas_have_equal_load() -> None:
     solution = milp.solve(pool(6.0), SolverOptions())
     even = balance_load(pool(6.0), solution, SolverOptions())
     assert even is not None

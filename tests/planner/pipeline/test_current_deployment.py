@@ -41,7 +41,7 @@ def two_tiers() -> tuple[Plan, dict[str, CellSpec], OptimizationProblem]:
     return decision.plan, cells, replace(decision.pool, cells=tuple(s.cell for s in cells.values()))
 
 
-def test_another_tier_of_the_same_processes_is_free() -> None:
+def test_adopt_current_other_tier_of_same_process_is_free() -> None:
     plan, cells, pool = two_tiers()
     taken, known = current_deployment.adopt_current(pool, cells, ChangeRules(plan="x"), plan, now=1e9)
     one, other = cells
@@ -53,7 +53,7 @@ def test_another_tier_of_the_same_processes_is_free() -> None:
     assert taken.current.start_cost[one] == pytest.approx(3.67 / 12)
 
 
-def test_young_replicas_are_told_by_their_age() -> None:
+def test_adopt_current_replicas_below_min_dwell_are_counted() -> None:
     plan, cells, pool = two_tiers()
     aged = plan.model_copy(update={"groups": [g.model_copy(update={"since": 1000.0}) for g in plan.groups]})
     for now, below_min_dwell in ((1000.0 + 899, 1), (1000.0 + 901, 0)):
@@ -62,7 +62,7 @@ def test_young_replicas_are_told_by_their_age() -> None:
         assert sum(taken.current.below_min_dwell.values()) == below_min_dwell
 
 
-def test_dominated_cells_stay_where_something_runs() -> None:
+def test_keep_current_running_dominated_cell_is_kept() -> None:
     plan, cells, _ = two_tiers()
     specs = list(cells.values())
     assert current_deployment.keep_current(specs, specs[:1], plan) == specs
@@ -70,14 +70,14 @@ def test_dominated_cells_stay_where_something_runs() -> None:
     assert current_deployment.keep_current(specs, specs[:1], stopped) == specs[:1]
 
 
-def test_what_has_no_cell_is_no_longer_counted() -> None:
+def test_limited_to_known_cells_drops_others() -> None:
     runs = CurrentState({"a": 2, "b": 1}, {"b": 1})
     assert current_deployment.limited_to(runs, ["a"]) == CurrentState({"a": 2}, {})
     assert current_deployment.limited_to(None, ["a"]) is None
 
 
 @pytest.mark.parametrize(("free", "changes"), [(True, 0), (False, 1)])
-def test_a_free_switch_counts_for_no_change(free: bool, changes: int) -> None:
+def test_current_deployment_free_switch_is_outside_change_budget(free: bool, changes: int) -> None:
     """The loose cell's replica is needed at the tight tier: with a budget of 0 only free switches may."""
     loose = Cell("loose", "s", "n", 1, 5.0, {"u": 1.0}, switches_with=("tight",))
     pool = OptimizationProblem(

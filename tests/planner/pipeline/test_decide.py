@@ -48,7 +48,7 @@ def replicas(decision: PlanDecision) -> dict[tuple[str, str], int]:
     return found
 
 
-def test_cheapest_gpus_for_one_model() -> None:
+def test_decide_one_model_takes_cheapest_gpus() -> None:
     profiles = [rate("A10G", 0.37), rate("A100-80", 2.0)]
     given = plan_input(
         components=[{"name": "llama", "kind": "llm", "profiles": profiles, "tp": [1]}],
@@ -79,7 +79,7 @@ def encoder_pool(hit_rate: float) -> PlanInput:
 @pytest.mark.parametrize(
     ("hit_rate", "gpus"), [(0, 12), (0.3, 8), (0.5, 6), (0.8, 3), (0.9, 2), (0.95, 1), (1, 0)]
 )
-def test_cached_embeddings_save_encoders(hit_rate: float, gpus: int) -> None:
+def test_decide_embedding_hits_save_encoders(hit_rate: float, gpus: int) -> None:
     assert replicas(decided(encoder_pool(hit_rate))).get(("vit/E", "A100-80"), 0) == gpus
 
 
@@ -96,7 +96,7 @@ def shared() -> PlanDecision:
     return decided(two_apps(simulate=False))
 
 
-def test_every_class_is_routed_in_full(shared: PlanDecision) -> None:
+def test_decide_every_class_is_routed_in_full(shared: PlanDecision) -> None:
     for o in shared.plan.latency_forecasts:
         routes = [r for r in shared.plan.routes if (r.app, r.request) == (o.app, o.request)]
         assert sum(r.rate for r in routes) == pytest.approx(o.rate)
@@ -105,7 +105,7 @@ def test_every_class_is_routed_in_full(shared: PlanDecision) -> None:
                 assert sum(stage.groups.values()) == pytest.approx(1)
 
 
-def test_no_group_has_more_than_its_online_share(shared: PlanDecision) -> None:
+def test_decide_groups_stay_within_online_share(shared: PlanDecision) -> None:
     load = dict.fromkeys((g.name for g in shared.plan.groups), 0.0)
     groups = {g.name: g for g in shared.plan.groups}
     for route in shared.plan.routes:
@@ -118,7 +118,7 @@ def test_no_group_has_more_than_its_online_share(shared: PlanDecision) -> None:
         assert load[name] == pytest.approx(g.utilisation, rel=1e-4)
 
 
-def test_every_replica_has_its_own_gpus(shared: PlanDecision) -> None:
+def test_decide_replicas_have_distinct_gpus(shared: PlanDecision) -> None:
     taken: dict[tuple[str, int, int], float] = {}
     nodes = {n.name: n for n in shared.plan.nodes}
     for g in shared.plan.groups:
@@ -131,7 +131,7 @@ def test_every_replica_has_its_own_gpus(shared: PlanDecision) -> None:
     assert all(share <= 1 for share in taken.values())
 
 
-def test_one_replica_of_each_service_may_be_lost(shared: PlanDecision) -> None:
+def test_decide_n_plus_one_has_spare_replica(shared: PlanDecision) -> None:
     """A busy machine's solver may leave a replica without work: nobody misses that one."""
     busy = [g for g in shared.plan.groups if g.utilisation > 0]
     assert busy

@@ -23,7 +23,7 @@ def pools(draw: st.DrawFn) -> tuple[int, dict[str, tuple[float, int]]]:
 
 
 @given(pools())
-def test_every_pool_that_counts_up_is_placed(pool: tuple[int, dict[str, tuple[float, int]]]) -> None:
+def test_place_pool_that_fits_by_count_is_placed(pool: tuple[int, dict[str, tuple[float, int]]]) -> None:
     gpus, footprints = pool
     total = sum(Fraction(size) * n for size, n in footprints.values())
     nodes = ceil(total / gpus)
@@ -39,16 +39,16 @@ def test_every_pool_that_counts_up_is_placed(pool: tuple[int, dict[str, tuple[fl
     assert sum(used.values()) == total
 
 
-def test_a_node_too_few_is_refused() -> None:
+def test_place_too_few_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="b: no room for 1 GPUs on 1 nodes of 2"):
         place({"a": (1, 2), "b": (1, 1)}, 2, 1)
 
 
-def test_a_footprint_off_the_chain_is_refused() -> None:
+def test_place_indivisible_footprint_is_refused() -> None:
     with pytest.raises(ValueError, match="three: 3 GPUs neither divide a node of 8"):
         place({"three": (3, 1)}, 8, 4)
 
 
-def test_parts_of_a_gpu_never_straddle_two() -> None:
+def test_place_parts_of_gpu_never_straddle_two() -> None:
     slots = place({"half": (0.5, 3), "quarter": (0.25, 2)}, 2, 1)
     assert slots == {"half": [(0, 0), (0, 0), (0, 1)], "quarter": [(0, 1), (0, 1)]}

@@ -21,19 +21,19 @@ def test_a_batch_takes_the_towers_time_and_what_is_around_it():
     assert [row.seconds for row in rows] == pytest.approx([0.025 + 0.256, 0.025 + 1.024])
 
 
-def test_pictures_that_went_through_in_two_passes_are_two_smaller_batches():
+def test_points_images_in_two_passes_are_two_batches():
     rows = points([sent(1, 1), sent(4, 2)], 4, gpu="L4")
 
     assert [row.x for row in rows] == [4 * 256, 4 * 512]
     assert rows[1].seconds == pytest.approx(0.025 + 0.512)
 
 
-def test_without_a_picture_alone_what_is_around_a_pass_is_unknown():
+def test_points_without_single_image_are_refused():
     with pytest.raises(ConfigError, match="Begin with 1"):
         points([sent(4, 1)], 1, gpu="L4")
 
 
-def test_another_servers_metrics_are_no_encoder_services(monkeypatch):
+def test_passes_of_other_server_metrics_are_refused(monkeypatch):
     def get(url, **_):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 

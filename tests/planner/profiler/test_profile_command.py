@@ -18,6 +18,6 @@ LLM = ["llm", "--gpu", "H100", "--out", "x.csv"]
         ([*LLM, "--model", "m", "--batches", "2,4"], "Begin with 1"),
     ],
 )
-def test_refused(argv, said):
+def test_profile_command_bad_arguments_are_refused(argv, said):
     with pytest.raises(ConfigError, match=said):
         main(argv)

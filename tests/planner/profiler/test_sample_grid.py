@@ -30,7 +30,7 @@ def measured(grid, **engine):
 
 
 @given(overhead=st.floats(1e-3, 0.05), per_token=st.floats(1e-5, 1e-3), base=st.floats(1e-3, 0.1))
-def test_iteration_times_come_back(overhead, per_token, base):
+def test_sample_grid_iteration_times_are_recovered(overhead, per_token, base):
     rows = measured(GRID, overhead=overhead, per_token=per_token, base=base)
 
     assert rows["overhead", 1] == pytest.approx(overhead, rel=1e-6)
@@ -40,7 +40,7 @@ def test_iteration_times_come_back(overhead, per_token, base):
         assert rows["decode", batch] == pytest.approx(base + per_token * batch, rel=1e-6)
 
 
-def test_context_is_told_from_the_step():
+def test_sample_grid_context_time_is_separated_from_step():
     engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
     rows = measured(GRID, **engine, context=1e-6)
 
@@ -49,13 +49,13 @@ def test_context_is_told_from_the_step():
     assert rows["decode", 8] == pytest.approx(0.02 + 8e-4, rel=0.01)
 
 
-def test_an_engine_that_takes_no_time_for_context_has_no_such_row():
+def test_sample_grid_zero_context_time_has_no_row():
     rows = measured(GRID, overhead=0.0, per_token=1e-4, base=0.02)
 
     assert not [kind for kind, _ in rows if kind in ("kv_token", "overhead")]
 
 
-def test_slow_first_answers_do_not_count():
+def test_sample_grid_slow_first_answers_are_ignored():
     engine = {"overhead": 0.01, "per_token": 1e-4, "base": 0.02}
     alone = answered(GRID.isolated(), **engine)
     kinds = len(alone) // (GRID.repeats + 1)
@@ -65,14 +65,14 @@ def test_slow_first_answers_do_not_count():
     assert GRID.rows(cold, together, **CELL) == GRID.rows(alone, together, **CELL)
 
 
-def test_noise_larger_than_the_work_is_no_measurement():
+def test_sample_grid_noise_above_work_is_refused():
     alone = [TimedPoint(ask, 0.1) for ask in GRID.isolated()]
 
     with pytest.raises(CornplugError, match="busy with other work"):
         GRID.rows(alone, {}, **CELL)
 
 
-def test_prompts_beyond_the_context_are_left_out():
+def test_sample_grid_prompts_beyond_context_are_dropped():
     assert GRID.within(600).prompts == (64, 256)
     with pytest.raises(ConfigError, match="at most 18"):
         GRID.within(50)
@@ -81,7 +81,7 @@ def test_prompts_beyond_the_context_are_left_out():
 @pytest.mark.parametrize(
     ("field", "values"), [("prompts", (256, 64)), ("prompts", ()), ("batches", (2, 4)), ("output_tokens", 2)]
 )
-def test_a_grid_that_cannot_be_measured_says_which_part(field, values):
+def test_sample_grid_invalid_values_name_field(field, values):
     given_ = {"prompts": (64,), "batches": (1,), "output_tokens": 32, "repeats": 3, field: values}
 
     with pytest.raises(ConfigError) as e:

@@ -19,7 +19,7 @@ def served(port: int, *argv: str) -> LaunchCommand:
     return LaunchCommand("profile", 0, "127.0.0.1", argv, {}, "engine", port, health)
 
 
-def test_a_server_that_ends_at_once_is_explained_by_its_log(tmp_path):
+def test_running_server_that_exits_shows_log(tmp_path):
     command = served(9, "python3", "-c", "import sys; print('no such model'); sys.exit(3)")
 
     with (
@@ -29,7 +29,7 @@ def test_a_server_that_ends_at_once_is_explained_by_its_log(tmp_path):
         pass
 
 
-def test_a_server_that_never_answers_is_given_up(tmp_path):
+def test_running_silent_server_is_stopped(tmp_path):
     command = served(9, "python3", "-c", "import time; time.sleep(60)")
 
     with (
@@ -40,7 +40,7 @@ def test_a_server_that_never_answers_is_given_up(tmp_path):
     assert subprocess.run(["pgrep", "-f", "time.sleep.60."], check=False).returncode == 1
 
 
-def test_it_is_ready_when_it_answers_and_gone_afterwards(tmp_path):
+def test_running_server_is_ready_then_ended(tmp_path):
     port = free_port()
     command = served(port, "python3", "-m", "http.server", str(port), "--bind", "127.0.0.1")
 
@@ -50,7 +50,7 @@ def test_it_is_ready_when_it_answers_and_gone_afterwards(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_prompt_is_one_iteration_and_no_cache_helps(kind):
+def test_engine_flags_one_iteration_per_prompt_without_cache(kind):
     line = engine(kind, "/m", GRID, tp=2, pp=1, cores=()).argv
 
     chunk = {"vllm": "--max-num-batched-tokens", "sglang": "--chunked-prefill-size"}[kind]
@@ -59,7 +59,7 @@ def test_a_prompt_is_one_iteration_and_no_cache_helps(kind):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_on_a_machine_without_a_gpu_its_threads_have_their_cores(kind):
+def test_engine_without_gpu_binds_threads_to_cores(kind):
     command = engine(kind, "/m", GRID, tp=2, pp=1, cores=(0, 1))
 
     assert command.cores == (0, 1)

@@ -16,7 +16,7 @@ def result(**changed):
     return {**right, "latencies": [0.1, 0.8, 0.4], **changed}
 
 
-def test_no_two_prompts_begin_alike():
+def test_trace_lines_prompts_share_no_prefix():
     lines = [json.loads(line) for first in (0, 1) for line in trace_lines(ASKS * 20, first).splitlines()]
     ids = [i for line in lines for i in line["hash_ids"]]
 
@@ -24,25 +24,25 @@ def test_no_two_prompts_begin_alike():
     assert all(16 * len(line["hash_ids"]) >= line["prompt_tokens"] for line in lines)
 
 
-def test_each_request_has_its_time():
+def test_timed_requests_have_their_seconds():
     assert [(t.ask, t.seconds) for t in timed(ASKS, result())] == list(
         zip(ASKS, [0.1, 0.8, 0.4], strict=True)
     )
 
 
-def test_a_failed_request_is_named_with_its_reason():
+def test_timed_failed_request_names_reason():
     errors = ["", "Traceback ...\nRuntimeError: out of blocks", ""]
 
     with pytest.raises(CornplugError, match=r"request 1 .*40.* failed: RuntimeError: out of blocks"):
         timed(ASKS, result(errors=errors))
 
 
-def test_an_answer_that_stopped_early_is_no_measurement():
+def test_timed_short_answer_is_refused():
     with pytest.raises(CornplugError, match=r"request 1 should be .*output_tokens=8.* was .*output_tokens=3"):
         timed(ASKS, result(output_lens=[1, 3, 8]))
 
 
-def test_it_sends_nothing_that_would_warm_the_prefix_cache(tmp_path):
+def test_command_without_ready_check_keeps_prefix_cache_cold(tmp_path):
     served = BenchedModel("http://127.0.0.1:1", "model", "/m", 2048)
     line = command(served, tmp_path / "trace.jsonl", tmp_path / "result.json", requests=3, concurrency=2)
 

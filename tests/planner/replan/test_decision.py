@@ -44,7 +44,7 @@ def texts(found: ReplanDecision) -> list[str]:
 
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rate=st.floats(0.5, 60))
-def test_the_same_load_changes_nothing(tmp_path: Path, rate: float) -> None:
+def test_decision_same_load_changes_nothing(tmp_path: Path, rate: float) -> None:
     running(tmp_path, sample_input.given(rate=rate))
     found, decision = replanned(tmp_path, sample_input.given(rate=rate))
     assert not found.act
@@ -52,7 +52,7 @@ def test_the_same_load_changes_nothing(tmp_path: Path, rate: float) -> None:
     assert not decision.solution.started
 
 
-def test_doubled_load_starts_what_is_lacking(tmp_path: Path) -> None:
+def test_decision_doubled_load_starts_replicas(tmp_path: Path) -> None:
     """7.5 requests/s at 80 %: one A100, 10 requests/s. Twice that: another one."""
     running(tmp_path, sample_input.given(rate=7.5))
     found, _ = replanned(tmp_path, sample_input.given(rate=15))
@@ -65,13 +65,13 @@ def test_doubled_load_starts_what_is_lacking(tmp_path: Path) -> None:
     assert found.saves_per_hour < 0
 
 
-def test_growth_within_the_reserve_is_what_it_is_for(tmp_path: Path) -> None:
+def test_decision_growth_within_reserve_changes_nothing(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=8.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=9.0))
     assert (found.act, found.reason) == (False, "nothing worth changing: the running plan carries the load")
 
 
-def test_stopping_saves_and_costs_nothing(tmp_path: Path) -> None:
+def test_decision_lower_load_stops_replicas_for_free(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=24.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=8.0))
     assert found.act
@@ -80,7 +80,7 @@ def test_stopping_saves_and_costs_nothing(tmp_path: Path) -> None:
     assert found.steps[-1].kind == "nodes", "and go after it has stopped"
 
 
-def test_a_gain_under_its_cost_is_left(tmp_path: Path) -> None:
+def test_decision_gain_below_switching_cost_is_declined(tmp_path: Path) -> None:
     """2 A10G (4 requests/s, $2.02) in place of an A100 ($3.67) save $1.65 an hour, and must be started."""
     running(tmp_path, sample_input.given(rate=8.0))
     found, _ = replanned(tmp_path, sample_input.given(rate=3.2), horizon_hours=1.0, start_s=3600 * 2)
@@ -115,7 +115,7 @@ def pair(p_rate: float, prefill: float) -> PlanInput:
     return base.model_copy(update={"applications": [app], "rules": rules, "pool": pool})
 
 
-def test_a_role_is_switched_before_anything_is_started(tmp_path: Path) -> None:
+def test_decision_role_switch_precedes_start(tmp_path: Path) -> None:
     """4 GPUs: 2 P and 2 D carry 9 requests/s; when prompts halve in speed, 3 P and 1 D carry 7."""
     plan = running(tmp_path, pair(9.0, prefill=6.0))
     assert {g.tasks: g.replicas for g in plan.groups} == {"P": 2, "D": 2}
@@ -129,7 +129,7 @@ def test_a_role_is_switched_before_anything_is_started(tmp_path: Path) -> None:
     assert restarted.switching_cost == pytest.approx(3.67 * 300 / 3600)
 
 
-def test_where_only_rates_differ_capacities_are_not_asked_again(tmp_path: Path) -> None:
+def test_overloaded_same_work_uses_planned_capacity(tmp_path: Path) -> None:
     plan = running(tmp_path, pair(6.0, prefill=6.0))
     _, slower = replanned(tmp_path, pair(6.0, prefill=3.0))
     assert verdict.overloaded(plan, slower, same_work=True) == {}
@@ -137,7 +137,7 @@ def test_where_only_rates_differ_capacities_are_not_asked_again(tmp_path: Path) 
     assert load == pytest.approx(6.0 / 3.0 / 2)
 
 
-def test_young_replicas_stay(tmp_path: Path) -> None:
+def test_decision_young_replicas_stay(tmp_path: Path) -> None:
     plan = running(tmp_path, sample_input.given(rate=24.0))
     below_min_dwell = [g.model_copy(update={"since": time.time() - 60}) for g in plan.groups]
     plan.model_copy(update={"groups": below_min_dwell}).save(tmp_path / "plan.json")
@@ -146,13 +146,13 @@ def test_young_replicas_stay(tmp_path: Path) -> None:
     assert decision.plan.cost_per_hour == pytest.approx(plan.cost_per_hour)
 
 
-def test_a_change_budget_holds(tmp_path: Path) -> None:
+def test_decision_change_budget_is_kept(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=8.0))
     _, decision = replanned(tmp_path, sample_input.given(rate=31.0), max_changes=3)
     assert sum(decision.solution.started.values()) <= 3
 
 
-def test_what_no_longer_has_a_place_stops(tmp_path: Path) -> None:
+def test_decision_removed_pool_stops_its_replicas(tmp_path: Path) -> None:
     running(tmp_path, sample_input.given(rate=8.0))
     base = sample_input.given(rate=8.0)
     found, _ = replanned(tmp_path, base.model_copy(update={"pool": base.pool[:1]}))

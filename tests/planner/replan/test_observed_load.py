@@ -23,7 +23,7 @@ def snapshot(text: str, at_s: float) -> MetricsSnapshot:
     return observed_load.parse(text, at_s, "engine")
 
 
-def test_a_window_of_vllm() -> None:
+def test_between_vllm_snapshots_gives_load() -> None:
     engine = VLLM()
     engine.serve(50, 3000, 10, seed=1)
     engine.running.set(8)
@@ -42,7 +42,7 @@ def test_a_window_of_vllm() -> None:
     assert window.cached_share == pytest.approx(0.25)
 
 
-def test_a_window_of_sglang() -> None:
+def test_between_sglang_snapshots_gives_load() -> None:
     engine = SGLang()
     before = snapshot(engine.text, 0)
     engine.serve(120, 250, 90, cached=0.4)
@@ -65,7 +65,7 @@ def test_engines_with_other_buckets_add_up() -> None:
     assert window.rate == pytest.approx(4)
 
 
-def test_a_restarted_engine_counts_from_zero() -> None:
+def test_between_restarted_engine_counts_from_zero() -> None:
     engine = VLLM()
     engine.serve(500, 100, 10)
     before = snapshot(engine.text, 0)
@@ -74,7 +74,7 @@ def test_a_restarted_engine_counts_from_zero() -> None:
     assert observed_load.between(before, snapshot(after.text, 10)).requests == 40
 
 
-def test_embeddings_that_no_tower_ran_for_are_hits() -> None:
+def test_between_encoder_snapshots_gives_embedding_hits() -> None:
     def text(computed: int, coalesced: int, cached: int) -> str:
         lines = ["# TYPE cornplug_encoder_answers_total counter"]
         for origin, n in (("computed", computed), ("coalesced", coalesced), ("cached", cached)):
@@ -85,7 +85,7 @@ def test_embeddings_that_no_tower_ran_for_are_hits() -> None:
     assert window.embedding_hits == {"chat": pytest.approx(0.75)}
 
 
-def test_a_prometheus_servers_answer_reads_like_the_engines(tmp_path: Path) -> None:
+def test_read_prometheus_answer_equals_engine_metrics(tmp_path: Path) -> None:
     engine = VLLM()
     engine.serve(20, 400, 10)
     result = [
@@ -107,14 +107,14 @@ def test_a_prometheus_servers_answer_reads_like_the_engines(tmp_path: Path) -> N
         ("# TYPE up gauge\nup 1\n", "has no metric of vLLM"),
     ],
 )
-def test_what_is_no_metrics_is_refused(tmp_path: Path, body: str, says: str) -> None:
+def test_read_bad_metrics_are_refused(tmp_path: Path, body: str, says: str) -> None:
     file = tmp_path / "m"
     file.write_text(body)
     with pytest.raises(ConfigError, match=says):
         observed_load.read(str(file))
 
 
-def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_read_absent_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         observed_load.read(str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="Is the engine up"):
@@ -125,7 +125,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 @settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(0.01, 999), min_size=1, max_size=40), st.floats(0.01, 1))
-def test_a_quantile_lies_in_the_bucket_of_the_real_one(values: list[float], q: float) -> None:
+def test_histogram_counts_quantile_lies_in_true_bucket(values: list[float], q: float) -> None:
     bounds = (1.0, 10.0, 100.0, 1000.0)
     inside = [
         sum(1 for v in values if low < v <= high) for low, high in zip((0, *bounds), bounds, strict=False)

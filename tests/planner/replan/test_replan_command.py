@@ -60,7 +60,7 @@ AS_PLANNED = 450
 """7.5 requests/s."""
 
 
-def test_the_load_that_was_planned_for_is_one_quiet_line(site: Site) -> None:
+def test_replan_planned_load_prints_one_line(site: Site) -> None:
     for _ in range(3):
         assert site.replan(requests=AS_PLANNED) == (
             0,
@@ -68,14 +68,14 @@ def test_the_load_that_was_planned_for_is_one_quiet_line(site: Site) -> None:
         )
 
 
-def test_a_load_within_the_reserve_is_another_quiet_line(site: Site) -> None:
+def test_replan_load_within_reserve_prints_one_line(site: Site) -> None:
     assert site.replan(requests=AS_PLANNED * 9 // 8) == (
         0,
         "Nothing worth changing: the running plan carries the load.\n",
     )
 
 
-def test_a_plan_that_was_made_for_the_observed_load_is_quiet_at_it(site: Site) -> None:
+def test_replan_plan_for_observed_load_is_kept_at_it(site: Site) -> None:
     """And is not when the load that the file tells of comes back."""
     site.replan(requests=2 * AS_PLANNED)
     assert site.replan("-o", str(site.folder / "plan"), requests=2 * AS_PLANNED)[0] == CHANGE
@@ -90,7 +90,7 @@ def test_a_plan_that_was_made_for_the_observed_load_is_quiet_at_it(site: Site) -
     assert "asks for a change (saves " in site.replan(requests=AS_PLANNED)[1]
 
 
-def test_doubled_load_acts_when_two_windows_agree(site: Site) -> None:
+def test_replan_doubled_load_in_two_windows_acts(site: Site) -> None:
     status, said = site.replan(requests=2 * AS_PLANNED)
     assert status == 0
     assert said.startswith("This window asks for a change")
@@ -112,14 +112,14 @@ Cost: $3.67/h → $7.34/h
 """
 
 
-def test_one_odd_window_does_not_act(site: Site) -> None:
+def test_replan_one_odd_window_does_not_act(site: Site) -> None:
     assert site.replan(requests=3 * AS_PLANNED)[0] == 0
     assert site.replan(requests=AS_PLANNED)[0] == 0
     status, said = site.replan(requests=3 * AS_PLANNED)
     assert (status, said[:11]) == (0, "This window")
 
 
-def test_two_windows_that_want_different_things_do_not_act(site: Site) -> None:
+def test_replan_two_windows_that_disagree_do_not_act(site: Site) -> None:
     assert site.replan(requests=3 * AS_PLANNED)[0] == 0
     status, said = site.replan(requests=AS_PLANNED // 5)
     assert (status, said[:11]) == (0, "This window")
@@ -137,7 +137,7 @@ def test_json_tells_all_of_it(site: Site) -> None:
     assert told["saves_per_hour"] == pytest.approx(-3.67)
 
 
-def test_a_load_that_no_plan_carries_is_1(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_load_beyond_stock_exits_1(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     status, _ = site.replan(requests=40 * AS_PLANNED)
     assert status == 1
 
@@ -169,7 +169,7 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-def test_an_engine_is_asked_twice_a_window_apart(address: str) -> None:
+def test_replan_window_reads_engine_twice(address: str) -> None:
     before, after = replan._snapshots([address], {}, 0.5)
     assert before is not None
     window = observed_load.between(before[address], after[address])
@@ -177,13 +177,13 @@ def test_an_engine_is_asked_twice_a_window_apart(address: str) -> None:
     assert 0.5 <= window.seconds < 5, "a busy host asks later"
 
 
-def test_without_a_window_the_last_run_is_its_beginning(address: str) -> None:
+def test_replan_without_window_starts_at_last_run(address: str) -> None:
     last = {address: MetricsSnapshot(time.time() - 100, {})}
     before, _ = replan._snapshots([address], last, None)
     assert before == last
 
 
-def test_another_plan_begins_anew(site: Site) -> None:
+def test_replan_state_of_other_plan_is_dropped(site: Site) -> None:
     site.replan(requests=2 * AS_PLANNED)
     path = site.folder / "plan/plan.json"
     Plan.load(path).model_copy(update={"name": "other"}).save(path)
@@ -205,7 +205,7 @@ def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
     )
 
 
-def test_wrong_arguments_name_the_remedy(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replan_bad_arguments_name_remedy(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     base = ["replan", str(site.given), "--plan", str(site.folder / "plan/plan.json")]
     assert cli.main([*base, "--metrics", f"chta={site.file}"]) == 2
     assert "no such group or class" in capsys.readouterr().err
@@ -214,7 +214,7 @@ def test_wrong_arguments_name_the_remedy(site: Site, capsys: pytest.CaptureFixtu
     assert "Remove it, or name another" in capsys.readouterr().err
 
 
-def test_replicas_that_stay_keep_their_age() -> None:
+def test_aged_kept_replicas_keep_since() -> None:
     old = plan(groups=[group("a", "PD", replicas=2, since=100.0), group("b", "P", replicas=1, since=100.0)])
     new = plan(groups=[group("a", "PD", replicas=1), group("b", "P", replicas=2), group("c", "D")])
     assert [g.since for g in aged(old, new, 500.0).groups] == [100.0, 500.0, 500.0]

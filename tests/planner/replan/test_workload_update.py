@@ -45,12 +45,12 @@ def with_requests(*requests: RequestSpec) -> list[Application]:
     return [app.model_copy(update={"requests": list(requests)})]
 
 
-def test_what_is_as_planned_changes_nothing() -> None:
+def test_workload_update_planned_load_changes_nothing() -> None:
     base = given(rate=5).applications
     assert workload_update.updated(base, one_group(short=5), {"": window(300, 60)}) == (base, ())
 
 
-def test_a_doubled_rate_is_taken_over() -> None:
+def test_workload_update_doubled_rate_is_adopted() -> None:
     changed, (difference,) = workload_update.updated(
         given(rate=5).applications, one_group(short=5), {"": window(600, 60)}
     )
@@ -58,13 +58,13 @@ def test_a_doubled_rate_is_taken_over() -> None:
     assert changed[0].requests[0].rate == difference.observed == pytest.approx(10)
 
 
-def test_a_difference_within_chance_is_none() -> None:
+def test_workload_update_difference_within_chance_is_ignored() -> None:
     """18 requests where 15 were planned for: one standard deviation of 15 is 4."""
     base = given(rate=1).applications
     assert workload_update.updated(base, one_group(short=1), {"": window(18, 15)})[1] == ()
 
 
-def test_a_lone_class_gets_the_observed_lengths() -> None:
+def test_workload_update_lone_class_gets_observed_lengths() -> None:
     changed, (difference,) = workload_update.updated(
         given(rate=5).applications, one_group(short=5), {"chat/short": window(300, 60, prompt=900)}
     )
@@ -74,7 +74,7 @@ def test_a_lone_class_gets_the_observed_lengths() -> None:
     assert length_distributions.quantile(prompt, 0.99) > 1000
 
 
-def test_two_classes_of_one_engine_grow_alike() -> None:
+def test_workload_update_two_classes_of_engine_grow_alike() -> None:
     base = with_requests(
         RequestSpec(name="short", rate=4, prompt=100, output=60),
         RequestSpec(name="long", rate=1, prompt=1600, output=60),
@@ -94,7 +94,7 @@ def test_two_classes_of_one_engine_grow_alike() -> None:
     }
 
 
-def test_groups_count_by_their_part_of_the_route() -> None:
+def test_workload_update_groups_are_weighted_by_route_share() -> None:
     halves = RouteStage(tasks="PD", groups={"a": 0.75, "b": 0.25})
     route = PlanRoute(app="chat", request="short", structure="monolith", rate=8, stages=[halves])
     running = plan(groups=[group("a", "PD"), group("b", "PD")], routes=[route])
@@ -106,7 +106,7 @@ def test_groups_count_by_their_part_of_the_route() -> None:
     assert only_one[0].requests[0].rate == pytest.approx(16)
 
 
-def test_of_a_pair_the_decode_engine_counts_requests_and_the_prefill_engine_hits() -> None:
+def test_workload_update_pair_rate_from_decode_hits_from_prefill() -> None:
     base = with_requests(
         RequestSpec(
             name="short", rate=5, prompt=400, output=60, prefix=SharedPrefix(tokens=200, hit_rate=0.2)
@@ -137,6 +137,6 @@ def test_media_keep_their_tokens_and_take_the_observed_hits() -> None:
     assert changed[0].requests[0].media[0].tokens == 300
 
 
-def test_an_unknown_scope_names_the_known_ones() -> None:
+def test_workload_update_unknown_scope_names_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"no such group or class.*chat, chat/short, llm7/PD"):
         workload_update.updated(given().applications, one_group(short=5), {"chta": window(1, 1)})

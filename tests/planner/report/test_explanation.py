@@ -55,7 +55,7 @@ def pair(rate: float, **changes: Any) -> PlanInput:
     return PlanInput.model_validate(PAIR | {"applications": [app], "rules": rules} | changes)
 
 
-def test_the_next_best_has_its_price() -> None:
+def test_explanation_alternatives_have_prices() -> None:
     found = explanation.explain(given(rate=14, rules=full()), decided(given(rate=14, rules=full())))
     # Best: 1 A100 (10) + 2 A10G (4) = 5.69.
     costs = {a.name: a.cost_per_hour for a in found.alternatives}
@@ -68,7 +68,7 @@ def test_the_next_best_has_its_price() -> None:
     )
 
 
-def test_an_engine_that_is_as_good_is_said_to_be() -> None:
+def test_explanation_equal_engine_is_called_as_good() -> None:
     found = explanation.explain(given(), decided(given()))
     (one,) = [a for a in found.alternatives if a.name in ("without vllm", "without sglang")]
     assert one.reason_against == "as good, as far as the solver's gap tells"
@@ -86,7 +86,7 @@ def test_a_stock_that_binds_says_what_more_would_save() -> None:
     assert "stock[a10g]" not in binding
 
 
-def test_reserves_are_named_with_their_price() -> None:
+def test_explanation_binding_reserves_have_prices() -> None:
     spared = given(rate=16, rules=full(online_share=0.8, n_plus_one=True))
     binding = {b.constraint: b.saves_per_hour for b in explanation.explain(spared, decided(spared)).binding}
     assert binding["online"] > 0  # type: ignore[operator]
@@ -98,7 +98,7 @@ def test_reserves_are_named_with_their_price() -> None:
     assert binding["demand[chat/short]"] > 0  # type: ignore[operator]
 
 
-def test_the_monolith_loses_where_roles_differ_much() -> None:
+def test_explanation_monolith_loses_when_roles_differ() -> None:
     found = explanation.explain(pair(10), decided(pair(10)))
     # At 2.5 requests/s 2 of either do; at 5, 2 do the work of 4.
     assert found.monolith == (
@@ -107,7 +107,7 @@ def test_the_monolith_loses_where_roles_differ_much() -> None:
     )
 
 
-def test_the_monolith_wins_where_it_is_fast() -> None:
+def test_explanation_monolith_wins_when_fast() -> None:
     profiles = [
         *PAIR["components"][0]["profiles"][:2],  # type: ignore[index]
         {"kind": "throughput", "gpu": "A100-80", "role": "PD", "requests_per_s": 6.0},
@@ -117,7 +117,7 @@ def test_the_monolith_wins_where_it_is_fast() -> None:
     assert found.monolith.startswith("The monolith wins here: dividing requests costs $6.00/h, 100 % more.")
 
 
-def test_what_no_bound_can_change_has_no_curve() -> None:
+def test_explanation_plan_without_bounds_has_no_curve() -> None:
     assert explanation.explain(pair(10), decided(pair(10))).curve == []
 
 
@@ -148,7 +148,7 @@ def timed(ttft_s: float) -> PlanInput:
     )
 
 
-def test_looser_bounds_cost_less_and_have_a_price() -> None:
+def test_explanation_looser_bounds_cost_less() -> None:
     tight = timed(1.0)
     decision = decided(tight)
     found = explanation.explain(tight, decision, budget_s=60)
@@ -163,14 +163,14 @@ def test_looser_bounds_cost_less_and_have_a_price() -> None:
     assert any(note.startswith("Times of llm/PD are estimates") for note in found.notes)
 
 
-def test_no_time_is_said_and_not_filled_in() -> None:
+def test_explanation_without_time_is_noted() -> None:
     found = explanation.explain(pair(10), decided(pair(10)), budget_s=0)
     assert found.alternatives == []
     assert found.binding == []
     assert any("No time was left to ask for: monolith, monolith everywhere" in note for note in found.notes)
 
 
-def test_scaling_bounds_scales_all_of_them_and_nothing_else() -> None:
+def test_scaled_applications_change_bounds_only() -> None:
     applications = given().applications
     (looser,) = slo_cost_curve.scaled(applications, 2.0)
     assert looser.slo == Slo(ttft_s=1.0)
@@ -195,7 +195,7 @@ def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
         ),
     ],
 )
-def test_words_about_the_monolith(single: CounterfactualAnswer, says: str) -> None:
+def test_monolith_single_answer_is_worded(single: CounterfactualAnswer, says: str) -> None:
     assert monolith.it_loses(10.0, single).endswith(says)
 
 

@@ -54,7 +54,7 @@ def number(value: str | None) -> float:
     return float(value or "nan")
 
 
-def test_the_page_says_what_the_plan_says() -> None:
+def test_html_report_page_has_figures_of_plan() -> None:
     page = Page(html_report.html(plan()))
     assert page.open == []
     for value in (
@@ -76,7 +76,7 @@ def test_the_page_says_what_the_plan_says() -> None:
         assert value in page.said, value
 
 
-def test_nothing_comes_from_elsewhere_and_nothing_runs() -> None:
+def test_html_report_page_has_no_scripts_or_links() -> None:
     page = Page(html_report.html(plan()))
     tags = {tag for tag, _ in page.seen}
     assert not tags & {"script", "link", "img", "iframe", "object", "use", "a", "image", "form"}
@@ -88,7 +88,7 @@ def test_nothing_comes_from_elsewhere_and_nothing_runs() -> None:
     assert policy == html_report.POLICY
 
 
-def test_hostile_names_are_words() -> None:
+def test_html_report_hostile_names_are_escaped() -> None:
     given = plan()
     name = f"a{HOSTILE}"
     route = given.routes[0].model_copy(update={"app": name})
@@ -107,7 +107,7 @@ def test_hostile_names_are_words() -> None:
     assert f"{name} · $58.24/h" in page.said
 
 
-def test_replicas_fill_gpus_without_overlap() -> None:
+def test_placement_chart_replicas_fill_gpus_without_overlap() -> None:
     given = plan()
     found = placement_chart.parts(given, given.nodes[1])
     assert [(p.gpu, p.start, p.share) for p in found] == [(0, 0, 0.25), (0, 0.25, 0.25), (1, 0, 0.25)]
@@ -129,20 +129,20 @@ def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
     assert beyond["width"] == most["width"]
 
 
-def test_the_curve_goes_down_where_cost_goes_down() -> None:
+def test_html_report_curve_falls_with_cost() -> None:
     points = [CurvePoint(slo_factor=f, cost_per_hour=c) for f, c in ((0.5, 9.0), (1.0, 6.0), (2.0, 6.0))]
     page = Page(html_report.html(plan(explanation=PlanExplanation(curve=points))))
     heights = [number(a["cy"]) for tag, a in page.seen if tag == "circle"]
     assert heights[0] < heights[1] == heights[2], "SVG counts y downwards"
 
 
-def test_empty_plans_have_a_page() -> None:
+def test_html_report_empty_plan_has_page() -> None:
     bare = plan(groups=[], routes=[], latency_forecasts=[], caches=[], reservations=[], nodes=[])
     assert "no nodes" in Page(html_report.html(bare)).said
 
 
 @pytest.mark.integration
-def test_the_page_fits_a_phone_in_chromium(tmp_path: Path) -> None:
+def test_html_report_page_in_chromium_fits_phone(tmp_path: Path) -> None:
     """Wide tables scroll inside their section; the page itself does not, and asks nobody for anything."""
     browser = shutil.which("chromium")
     if browser is None or "CORNPLUG_NO_BROWSER" in os.environ:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cornplug.planner.report.slo_cost_curve import SweepCost, monotone_points
 
 
-def test_looser_bounds_never_cost_more() -> None:
+def test_monotone_points_looser_bounds_never_cost_more() -> None:
     found = {
         2.0: SweepCost(366.0),
         1.0: SweepCost(114.0),
@@ -19,7 +19,7 @@ def test_looser_bounds_never_cost_more() -> None:
     assert list(points) == sorted(points)
 
 
-def test_the_plan_itself_is_what_it_is() -> None:
+def test_monotone_points_plan_keeps_its_cost() -> None:
     """A quick solve at tighter bounds, not rehearsed, may look cheaper."""
     assert [p.cost_per_hour for p in monotone_points({0.7: SweepCost(90.0), 1.0: SweepCost(114.0)})] == [
         90.0,

@@ -26,34 +26,34 @@ def row(text: str, *starts: str) -> str:
     return line
 
 
-def test_cost_and_proof_stand_first() -> None:
+def test_terminal_first_lines_are_cost_and_proof() -> None:
     first, second = shown(plan()).splitlines()[:2]
     assert first == "sample  $58.24/h: 1 × h100x8, 1 × l4"
     assert second == "cost: optimal (proved to 0.6 %) · HiGHS, 1.3 s"
 
 
-def test_what_is_not_proved_is_never_called_optimal() -> None:
+def test_terminal_unproved_plan_is_not_called_optimal() -> None:
     found = OptimalityProof(status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2)
     said = shown(plan(proof=found, explanation=PlanExplanation()))
     assert "feasible, gap 20 %" in said
     assert "optimal" not in said
 
 
-def test_an_estimate_is_marked_as_one() -> None:
+def test_terminal_estimated_profile_is_marked() -> None:
     said = shown(plan())
     assert "ESTIMATE" in row(said, "vit/E", "cornplug", "1/4 GPU")
     assert "measured" in row(said, "llm7/P", "TP2", "71 %")
     assert "fp8" in row(said, "llm7/D", "93 %")
 
 
-def test_a_bound_missed_in_the_simulation_is_missed() -> None:
+def test_terminal_bound_missed_in_simulation_is_marked() -> None:
     said = shown(plan())
     assert "kept" in row(said, "TTFT P95", "500 ms", "430 ms")
     assert "MISSED" in row(said, "TPOT P95", "50 ms", "52 ms")
     assert "no bound" in row(said, "E2E P95", "6.25 s")
 
 
-def test_why_names_constraints_alternatives_and_the_monolith() -> None:
+def test_terminal_why_names_constraints_and_alternatives() -> None:
     said = shown(plan())
     assert "saves $4.50/h" in row(said, "stock[l4]")
     assert "$70.10/h" in row(said, "without H100")
@@ -63,12 +63,12 @@ def test_why_names_constraints_alternatives_and_the_monolith() -> None:
     assert "30 %" in row(said, "gold")
 
 
-def test_what_is_not_served_is_said() -> None:
+def test_terminal_unserved_rate_is_shown() -> None:
     latency_forecasts = plan().latency_forecasts[0].model_copy(update={"served": 5.0})
     assert "5/s of 7.5/s" in shown(plan(latency_forecasts=[latency_forecasts]))
 
 
-def test_names_are_no_markup() -> None:
+def test_terminal_names_are_escaped() -> None:
     said = shown(plan(groups=[group("a", "PD", service="[red]x[/red]")]))
     assert "[red]x[/red]" in said
 
@@ -76,11 +76,11 @@ def test_names_are_no_markup() -> None:
 @pytest.mark.parametrize(
     ("value", "said"), [(None, "–"), (0.0852, "85.2 ms"), (1.239, "1.24 s"), (3600.0, "3,600 s")]
 )
-def test_times_have_three_digits(value: float | None, said: str) -> None:
+def test_formatting_seconds_have_three_digits(value: float | None, said: str) -> None:
     assert formatting.seconds(value) == said
 
 
-def test_checks_compare_the_slo_percentile_with_its_bound() -> None:
+def test_slo_checks_percentile_is_compared_with_bound() -> None:
     ttft, tpot, e2e = slo_checks.of(plan())
     assert (ttft.simulated_s, ttft.kept) == (0.43, True)
     assert (tpot.simulated_s, tpot.kept) == (0.052, False)

@@ -27,7 +27,7 @@ def test_arrivals_within_a_time_are_in_order_and_inside(
     assert ((at >= 0) & (at < seconds)).all()
 
 
-def test_a_bursty_process_does_not_begin_with_a_burst() -> None:
+def test_arrivals_bursty_process_starts_at_mean_rate() -> None:
     """As many arrivals in the first second as in any other, over many runs."""
     rng = np.random.default_rng(1)
     runs = [arrivals.within(4.0, 6.0, 10.0, rng) for _ in range(2000)]

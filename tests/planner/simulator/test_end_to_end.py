@@ -52,7 +52,7 @@ def run(
     return simulate_plan(STATIONS, routes, traffic_classes, transfer, requests=requests, seed=0, most_runs=1)
 
 
-def test_alone_on_a_path_a_request_takes_its_stages_and_transfers() -> None:
+def test_simulate_plan_lone_request_takes_stages_and_transfers() -> None:
     got = run([route(APART)], classes(1e-3))["chat/a"]
     ttft = 0.5 + 0.2 + 0.01 + 0.02
     assert got.ttft.p95 == pytest.approx(ttft)
@@ -67,13 +67,13 @@ def test_requests_part_by_the_rates_of_routes_and_by_weights() -> None:
     assert got.ttft.mean == pytest.approx(0.5 + 0.2 + 0.02 + 0.25 * 0.01, abs=5e-4)
 
 
-def test_a_class_of_one_token_has_no_time_per_token() -> None:
+def test_simulate_plan_single_token_class_has_no_tpot() -> None:
     got = run([route(APART)], classes(1e-3, samples=[replace(ONE[0], output_tokens=1)]))["chat/a"]
     assert got.tpot.p95 is None
     assert got.e2e.p50 == pytest.approx(0.5 + 0.2 + 0.01 + 0.02 + 0.1)
 
 
-def test_an_overload_finishes_what_its_slowest_station_can() -> None:
+def test_simulate_plan_overload_finishes_at_slowest_station() -> None:
     got = run([route(APART)], classes(20.0), requests=2000)["chat/a"]
     assert got.finished == pytest.approx(5.0, rel=0.03)
     assert got.ttft.p95 is not None
@@ -91,7 +91,7 @@ def test_classes_share_stations() -> None:
     assert both["chat/a"].ttft.p95 > 1.0
 
 
-def test_a_seed_decides() -> None:
+def test_simulate_plan_equal_seed_gives_equal_times() -> None:
     samples = [
         SampledRequest(int(n), 0, (int(n),), 5, 0.0) for n in np.random.default_rng(0).integers(10, 900, 50)
     ]
@@ -111,16 +111,18 @@ def test_a_seed_decides() -> None:
         (TOGETHER, "z", r"chat/z: no such request class\. Known: chat/a"),
     ],
 )
-def test_what_a_route_names_must_be_there(stages: list[RouteStage], request_name: str, message: str) -> None:
+def test_simulate_plan_route_of_unknown_names_is_refused(
+    stages: list[RouteStage], request_name: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         run([route(stages, request=request_name)], classes(1.0))
 
 
-def test_no_routes_no_results() -> None:
+def test_simulate_plan_without_routes_is_empty() -> None:
     assert run([], classes(1.0)) == {}
 
 
-def test_runs_are_repeated_until_the_percentiles_are_known() -> None:
+def test_simulate_plan_repeated_runs_narrow_percentiles() -> None:
     """Single runs of an uneven load spread more, from seed to seed, than `simulate_plan` of many."""
     samples = [
         SampledRequest(int(n), 0, (), 40, 0.0) for n in np.random.default_rng(0).integers(10, 9000, 50)

@@ -33,14 +33,14 @@ def run(station: Station, *jobs: tuple[float, SampledRequest]) -> JobOutcomes:
 # By hand --------------------------------------------------------------------------------------
 
 
-def test_a_prompt_spans_iterations_and_the_next_fills_the_last_one() -> None:
+def test_simulate_prompt_over_chunk_shares_last_iteration() -> None:
     station = Station("llm/P", 1, "P", steps=STEPS, chunk_tokens=100)
     got = run(station, (0.0, draw(150)), (0.001, draw(50)))
     # 100 tokens, then 50 + 50: both leave at the end of the second iteration.
     np.testing.assert_allclose(got.ttft, [0.04, 0.039])
 
 
-def test_unchunked_prompts_share_an_iteration_only_when_they_fit_whole() -> None:
+def test_simulate_unchunked_prompts_share_iteration_if_whole() -> None:
     station = Station("llm/P", 1, "P", steps=STEPS, chunk_tokens=100, chunked=False)
     got = run(station, (0.0, draw(150)), (0.001, draw(60)), (0.002, draw(60)))
     np.testing.assert_allclose(got.ttft + np.array([0, 0.001, 0.002]), [0.025, 0.041, 0.057])
@@ -57,7 +57,7 @@ def test_cached_tokens_are_not_computed_but_decoding_reads_them() -> None:
     assert got.stage_s[0, 0] == pytest.approx(prefill + decode)
 
 
-def test_an_arrival_joins_after_the_decode_iteration_under_way() -> None:
+def test_simulate_arrival_joins_after_current_decode() -> None:
     got = run(Station("llm/PD", 1, "PD", steps=STEPS), (0.0, draw(100, output=11)), (0.03, draw(200)))
     # Prefill ends at 0.02, iterations of 0.021 end at 0.041, 0.062...; the second prompt's has
     # 200 tokens and one that decodes.
@@ -87,7 +87,7 @@ def test_items_share_batches_and_a_request_leaves_with_its_last_item() -> None:
     np.testing.assert_allclose(got.e2e, [1.6 + 1.9, 1.6 + 1.9 + 4.0 - 0.5, 0.0])
 
 
-def test_an_engine_encodes_inside_the_iteration_of_the_first_chunk() -> None:
+def test_simulate_engine_encodes_in_iteration_of_first_chunk() -> None:
     station = Station(
         "llm/EPD", 1, "EPD", steps=STEPS, encode=PiecewiseCurve.line(1.0, 0.01), chunk_tokens=100
     )
@@ -95,7 +95,7 @@ def test_an_engine_encodes_inside_the_iteration_of_the_first_chunk() -> None:
     assert got.ttft[0] == pytest.approx(2.0 + 0.02 + 0.015)
 
 
-def test_a_monolith_that_generates_serves_one_request_after_the_other() -> None:
+def test_simulate_generating_monolith_is_serial() -> None:
     station = Station("omni/PDG", 1, "PDG", steps=STEPS, generate=PiecewiseCurve((1.0,), (5.0,)))
     got = run(station, (0.0, draw(100, output=3, units=2)), (1.0, draw(100, output=1, units=1)))
     np.testing.assert_allclose(got.ttft, [0.02, 0.02 + 0.042 + 10.0 - 1.0 + 0.02])
@@ -103,7 +103,7 @@ def test_a_monolith_that_generates_serves_one_request_after_the_other() -> None:
     np.testing.assert_allclose(got.e2e, [10.062, 10.062 - 1.0 + 0.02 + 5.0])
 
 
-def test_a_path_through_stations_counts_transfers_and_its_first_token_once() -> None:
+def test_simulate_path_counts_transfers_and_first_token_once() -> None:
     stations = [
         Station("vit/E", 1, "E", encode=PiecewiseCurve((1.0,), (1e-3,))),
         Station("llm/P", 1, "P", steps=dataclasses.replace(STEPS, request_overhead_s=0.1)),
@@ -118,7 +118,7 @@ def test_a_path_through_stations_counts_transfers_and_its_first_token_once() -> 
     assert list(got.kind) == [7]
 
 
-def test_routers_differ_as_they_should() -> None:
+def test_simulate_least_work_router_sees_seconds() -> None:
     """A long prompt and two short ones: only least_work sees that one queue is longer in seconds."""
     jobs = [(0.0, draw(10_000)), (0.0, draw(10)), (0.001, draw(2_000))]
     third = {
@@ -129,7 +129,7 @@ def test_routers_differ_as_they_should() -> None:
     assert third["join_shortest_queue"] > 0.9
 
 
-def test_random_routing_is_the_seeds() -> None:
+def test_simulate_random_router_depends_on_seed() -> None:
     jobs = [StationJob(i * 0.01, 0, draw(100 + i), HERE) for i in range(200)]
     station = Station("p", 4, "P", steps=STEPS, router="random")
     first, same, other = (simulate([station], jobs, seed=s).ttft for s in (1, 1, 2))
@@ -137,20 +137,20 @@ def test_random_routing_is_the_seeds() -> None:
     assert not np.array_equal(first, other)
 
 
-def test_busy_is_the_share_of_time_between_first_and_last_arrival() -> None:
+def test_simulate_busy_is_share_between_first_and_last_arrival() -> None:
     station = Station("tts/G", 2, "G", generate=PiecewiseCurve((1.0,), (1.0,)))
     got = run(station, (10.0, draw(units=2)), (14.0, draw(units=9)))
     assert got.busy == {"tts/G": pytest.approx(2.0 / 8.0)}
 
 
-def test_no_jobs_is_an_empty_outcome() -> None:
+def test_simulate_no_jobs_is_empty_outcome() -> None:
     assert simulate([Station("tts/G", 1, "G", generate=PiecewiseCurve((1.0,), (1.0,)))], []).e2e.shape == (0,)
 
 
 # What it is told -------------------------------------------------------------------------------
 
 
-def test_a_request_that_can_never_fit_is_named() -> None:
+def test_simulate_request_over_kv_tokens_is_named() -> None:
     with pytest.raises(ConfigError, match=r"llm/D\.kv_tokens: 100 tokens of KV cannot hold a request of 120"):
         run(Station("llm/D", 1, "D", steps=STEPS, kv_tokens=100), (0.0, draw(100, output=20)))
 
@@ -165,12 +165,12 @@ def test_a_request_that_can_never_fit_is_named() -> None:
         ({"tasks": "P", "steps": STEPS, "replicas": 0}, r"x\.replicas: 0\. Write 1 or more"),
     ],
 )
-def test_a_station_that_cannot_work_is_refused(fields: dict[str, object], message: str) -> None:
+def test_station_invalid_fields_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Station(**{"name": "x", "replicas": 1, **fields})  # type: ignore[arg-type]
 
 
-def test_unsorted_jobs_are_refused() -> None:
+def test_simulate_unsorted_jobs_are_refused() -> None:
     with pytest.raises(ValueError, match="sorted"):
         run(Station("p", 1, "P", steps=STEPS), (1.0, draw()), (0.0, draw()))
 
@@ -213,7 +213,7 @@ NETWORKS = {
 
 @pytest.mark.parametrize("network", NETWORKS)
 @pytest.mark.parametrize(("rate", "kv"), [(3.0, 1 << 40), (12.0, 40_000)])
-def test_completions_are_those_of_simpy(network: str, rate: float, kv: int) -> None:
+def test_simulate_random_network_matches_simpy(network: str, rate: float, kv: int) -> None:
     stations = [
         Station(
             tasks,
@@ -273,7 +273,7 @@ def any_station(tasks: str, replicas: int) -> Station:
     st.sampled_from(["least_work", "join_shortest_queue", "random"]),
 )
 @settings(deadline=None, max_examples=60)
-def test_every_job_finishes_and_no_sooner_than_it_would_alone(
+def test_simulate_every_job_ends_no_sooner_than_alone(
     rows: list[tuple[float, SampledRequest]], tasks: str, replicas: int, router: str
 ) -> None:
     station = dataclasses.replace(any_station(tasks, replicas), router=router)  # type: ignore[arg-type]
@@ -287,7 +287,7 @@ def test_every_job_finishes_and_no_sooner_than_it_would_alone(
 
 @given(ARRIVALS, st.sampled_from(["G", "PDG"]))
 @settings(deadline=None, max_examples=40)
-def test_a_serial_station_is_first_in_first_out_and_never_idle_with_work(
+def test_simulate_serial_station_is_fifo_and_never_idle(
     rows: list[tuple[float, SampledRequest]], tasks: str
 ) -> None:
     station = any_station(tasks, 1)
@@ -300,7 +300,7 @@ def test_a_serial_station_is_first_in_first_out_and_never_idle_with_work(
 
 @given(ARRIVALS, st.integers(1, 3))
 @settings(deadline=None, max_examples=40)
-def test_one_more_replica_makes_no_one_wait_longer(
+def test_simulate_one_more_replica_delays_no_job(
     rows: list[tuple[float, SampledRequest]], replicas: int
 ) -> None:
     """True of each request at serial replicas with least_work, which is one queue before all."""
@@ -308,7 +308,7 @@ def test_one_more_replica_makes_no_one_wait_longer(
     assert (more <= fewer + 1e-9).all()
 
 
-def test_8400_requests_of_a_mixed_station_take_little_time() -> None:
+def test_simulate_8400_requests_take_little_cpu_time() -> None:
     jobs = random_jobs(3, 8400, 60.0, HERE)
     station = dataclasses.replace(any_station("PD", 20), kv_tokens=200_000, chunk_tokens=2048, max_batch=64)
     start = time.process_time()

@@ -8,7 +8,7 @@ import pytest
 from cornplug.planner.simulator.step_times import ANY, CellHardware, EngineStepTimes, PiecewiseCurve
 
 
-def test_a_curve_goes_through_its_points_and_on_along_the_outermost_lines() -> None:
+def test_piecewise_curve_points_are_met_and_ends_extended() -> None:
     curve = PiecewiseCurve.through([10, 20, 40], [1.0, 3.0, 4.0])
     assert [curve(x) for x in (10, 15, 20, 30, 40, 60)] == [1.0, 2.0, 3.0, 3.5, 4.0, 5.0]
     assert curve(0) == 0.0, "-1 on the line: no time is negative"
@@ -18,12 +18,12 @@ def test_a_curve_goes_through_its_points_and_on_along_the_outermost_lines() -> N
         assert one.on(x) == pytest.approx([one(v) for v in x])
 
 
-def test_points_out_of_order_are_refused() -> None:
+def test_piecewise_curve_unsorted_points_are_refused() -> None:
     with pytest.raises(ValueError, match="growing x"):
         PiecewiseCurve.through([2, 1], [1.0, 1.0])
 
 
-def test_an_iteration_of_both_kinds_takes_the_longer_times_the_factor() -> None:
+def test_step_s_mixed_iteration_is_longer_times_factor() -> None:
     steps = EngineStepTimes(
         PiecewiseCurve.line(0.01, 0.001), PiecewiseCurve.line(0.02, 0.0), kv_token_s=1e-6, mixed_factor=1.1
     )
@@ -34,7 +34,7 @@ def test_an_iteration_of_both_kinds_takes_the_longer_times_the_factor() -> None:
     assert steps.step_s(2, 4, 1000) == pytest.approx(1.1 * 0.021)
 
 
-def test_a_slower_replica_is_slower_in_all_but_what_is_off_the_device() -> None:
+def test_scaled_steps_keep_host_overhead() -> None:
     steps = EngineStepTimes(
         PiecewiseCurve.line(0.01, 0.001), PiecewiseCurve.line(0.02, 0.0), 1e-6, 1.1, 0.005, pipeline=2
     )
@@ -44,13 +44,13 @@ def test_a_slower_replica_is_slower_in_all_but_what_is_off_the_device() -> None:
     assert slow.drain_s(100) == pytest.approx(0.22)
 
 
-def test_only_a_pipeline_has_later_stages_to_wait_for() -> None:
+def test_drain_s_without_pipeline_is_zero() -> None:
     prefill, decode = PiecewiseCurve.line(0.0, 0.001), PiecewiseCurve.line(0.02, 0.0)
     assert EngineStepTimes(prefill, decode).drain_s(100) == 0.0
     assert EngineStepTimes(prefill, decode, pipeline=4).drain_s(100) == pytest.approx(0.3)
 
 
-def test_a_throughput_for_all_gives_way_to_one_for_a_class() -> None:
+def test_rate_of_class_overrides_common_throughput() -> None:
     hardware = CellHardware(requests_per_s={ANY: 2.0, "chat/long": 0.5})
     assert (hardware.rate_of("chat/long"), hardware.rate_of("chat/short")) == (0.5, 2.0)
     assert CellHardware().rate_of("chat/long") is None
