@@ -240,7 +240,7 @@ def test_server_flood_of_idle_connections_leaves_room_for_health(
     process = EncoderProcess(
         [str(llava_pair[0])], "--no-store", "--threads", "1", socket=short_path / "e.sock"
     )
-    process.command[:0] = ["prlimit", "--nofile=1024:1024"]
+    process.argv[:0] = ["prlimit", "--nofile=1024:1024"]
     took: list[float] = []
     try:
         with process, contextlib.ExitStack() as stack:
