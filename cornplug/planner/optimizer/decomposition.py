@@ -27,7 +27,7 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
-QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.2, 0.2, 0.15, 0.15, 0.05, 0.5
+QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.15, 0.2, 0.15, 0.15, 0.05, 0.5
 """Shares of the work; the solver's last call gets the rest."""
 MOST_ROUNDS = 20
 GPU_WEIGHT = 0.1
