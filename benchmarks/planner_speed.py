@@ -3,10 +3,11 @@
     python benchmarks/planner_speed.py [--quick] [--out DIR]
 
 Issue 5's instance: 10 components, 6 GPU types, 4 tensor parallelisms and 2 modes (cells that others
-dominate are dropped, as `cornplug plan` does), 6 applications with 2 request types each, 64 nodes of each
-type to be had and about as many needed. The pool model is solved with the planner's own settings: at most
-20 s, a gap of 1 %, one thread. Then each dimension grows alone. Two cases are harder: few large nodes, where a plan
-of ten nodes is rounded to a tenth of its cost; and 11 nodes of each type, the best of which are sold out.
+dominate are dropped, as `cornplug plan` does), 6 applications with 2 request types each, 64 nodes of
+each type to be had and about as many needed. The pool model is solved with the planner's own settings:
+at most 20 s, a gap of 1 %, one thread. Then each dimension grows alone. Two cases are harder: few large
+nodes, where a plan of ten nodes is rounded to a tenth of its cost; and 11 nodes of each type, the best
+of which are sold out.
 """
 
 from __future__ import annotations
