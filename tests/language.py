@@ -1,22 +1,18 @@
 """Counts four habits of speech that hide the noun from the reader, in documents and in docstrings.
 
-`python tests/language.py` prints the sentences; `python tests/language.py --record` lowers the ceilings of
-tests/docstring_ceilings.toml to the present counts, and never raises one.
+`python tests/language.py` prints the sentences of both and the rates.
 """
 
 from __future__ import annotations
 
 import ast
-import math
 import re
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
 TREE: Final = Path(__file__).parents[1]
-CEILINGS: Final = TREE / "tests" / "docstring_ceilings.toml"
 GENERATED: Final = frozenset(
     {"configuration.md", "metrics.md", "http-api.md", "command-line.md", "troubleshooting.md"}
 )
@@ -79,26 +75,9 @@ def rates(text: str) -> dict[str, float]:
     return {habit: 1e4 * sum(1 for _ in sentences(text, habit)) / words for habit in HABITS}
 
 
-def ceilings() -> dict[str, dict[str, int]]:
-    """Package -> habit -> the largest rate that its docstrings may have."""
-    return tomllib.loads(CEILINGS.read_text())
-
-
-def _record() -> None:
-    known = ceilings() if CEILINGS.exists() else {}
-    lines = ["# By `python tests/language.py --record`: per 10,000 words of docstrings. Lower these only."]
-    for package, text in docstrings(TREE / "cornplug").items():
-        now = {habit: max(20, math.ceil(rate / 5) * 5 + 5) for habit, rate in rates(text).items()}
-        least = {habit: min(rate, known.get(package, {}).get(habit, rate)) for habit, rate in now.items()}
-        lines.append(f"{package} = {{ {', '.join(f'{habit} = {rate}' for habit, rate in least.items())} }}")
-    CEILINGS.write_text("\n".join(lines) + "\n")
-
-
-def main(argv: list[str]) -> int:
-    if argv == ["--record"]:
-        _record()
-        return 0
-    for name, text in documents().items():
+def main() -> int:
+    texts = documents() | docstrings(TREE / "cornplug")
+    for name, text in texts.items():
         for habit in HABITS:
             for sentence in sentences(text, habit):
                 print(f"{name}: {habit}: {sentence[:160]}")
@@ -108,4 +87,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -43,6 +43,10 @@ PARTS: Final = frozenset(
     | {"worker", "page_key", "page_keys", "embedding_key", "plugin", "flags", "kv", "ec", "http", "cli"}
 )
 """Units that are more than one module."""
+NO_UNITS: Final = frozenset(
+    {"a", "an", "the", "it", "no", "of", "some", "every", "what", "that", "and", "one"}
+)
+"""Words that are somewhere the name of a function, and begin a sentence everywhere else."""
 MORE: Final = 2
 """Words that must follow the unit: its case and the effect."""
 
@@ -73,7 +77,7 @@ def units(file: Path, tree: ast.Module) -> frozenset[str]:
             case ast.Name(id=name) | ast.Attribute(attr=name) | ast.alias(name=name):
                 mentioned |= {snake(part) for part in name.split(".")}
     own = {file.stem.removeprefix("test_"), *file.stem.removeprefix("test_").split("_")}
-    return frozenset((mentioned & defined()) | own | PARTS)
+    return frozenset((mentioned & defined()) | own | PARTS) - NO_UNITS
 
 
 def misnamed(file: Path) -> list[str]:

@@ -98,7 +98,7 @@ def test_cli_missing_extra_names_the_remedy(
     assert "pip install 'cornplug[encoder]'" in capsys.readouterr().err
 
 
-def test_a_missing_module_that_no_extra_brings_is_not_hidden(command: Callable[[str], None]) -> None:
+def test_cli_missing_module_of_no_extra_is_not_hidden(command: Callable[[str], None]) -> None:
     command("import cornplug_no_such_module\n")
     with pytest.raises(ModuleNotFoundError):
         cli.main(["probe"])

@@ -41,7 +41,7 @@ def python(code: str, log: Path) -> ManagedProcess:
     return ManagedProcess([sys.executable, "-c", code], log=log, env=environment({"PYTHONUNBUFFERED": "1"}))
 
 
-def test_no_process_starts_with_what_an_imported_engine_set(
+def test_environment_without_variables_of_imported_engines(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's keys count AITER's variables, which `import vllm` sets: CI's two engines shared nothing."""
@@ -103,7 +103,7 @@ def test_kill_ends_orphans_of_a_leader_that_is_gone(tmp_path: Path) -> None:
     assert not running(child)
 
 
-def test_frozen_processes_can_go_on_and_be_stopped(tmp_path: Path) -> None:
+def test_freeze_processes_can_go_on_and_be_stopped(tmp_path: Path) -> None:
     process = python(STUBBORN.format(leader=""), tmp_path / "log")
     pids = started(process)
 
@@ -119,7 +119,7 @@ def test_frozen_processes_can_go_on_and_be_stopped(tmp_path: Path) -> None:
     assert not any(map(running, pids))
 
 
-def test_an_exception_in_the_block_ends_it(tmp_path: Path) -> None:
+def test_managed_process_exception_in_the_block_ends_it(tmp_path: Path) -> None:
     process = python("import time; time.sleep(600)", tmp_path / "log")
     with pytest.raises(KeyboardInterrupt), process:
         pid = process.pid
@@ -127,7 +127,7 @@ def test_an_exception_in_the_block_ends_it(tmp_path: Path) -> None:
     assert not running(pid)
 
 
-def test_failure_to_start_shows_the_log(tmp_path: Path) -> None:
+def test_managed_process_failed_start_shows_the_log(tmp_path: Path) -> None:
     class Never(ManagedProcess):
         def ready(self) -> bool:
             return False
@@ -142,7 +142,7 @@ def test_failure_to_start_shows_the_log(tmp_path: Path) -> None:
     assert not running(slow.pid)
 
 
-def test_nothing_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
+def test_managed_process_ends_with_the_interpreter(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from cornplug.processes import ManagedProcess\n"
         "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
@@ -153,7 +153,7 @@ def test_nothing_is_left_when_the_interpreter_ends(tmp_path: Path) -> None:
     assert not running(int(out.stdout))
 
 
-def test_photos_are_real_pictures_of_many_sizes() -> None:
+def test_photos_are_real_images_of_many_sizes() -> None:
     pictures = photos()
     assert len({p.data for p in pictures}) == len(pictures) >= 10
     assert len({(p.width, p.height) for p in pictures}) >= 6
@@ -170,7 +170,7 @@ def test_crops_are_distinct_and_of_one_size() -> None:
     assert Image.open(io.BytesIO(crops[3])).size == (336, 336)
 
 
-def test_answer_of_a_stream_that_ends_early_is_an_error() -> None:
+def test_engines_answer_of_a_stream_that_ends_early_is_an_error() -> None:
     event = {"choices": [{"delta": {"content": "a"}, "token_ids": [1]}]}
     with pytest.raises(RequestFailed, match="ended early"):
         engines._collect(iter([event]), time.perf_counter())

@@ -124,7 +124,7 @@ def test_feature_key_depends_on_number_and_order_of_inputs() -> None:
     assert len(keys) == 5
 
 
-def test_a_lineage_is_of_one_key_and_one_number_of_rows() -> None:
+def test_identity_lineage_is_of_one_key_and_row_count() -> None:
     lineages = {identity.medium_lineage(key, rows) for key in (A, B) for rows in (0, 1, 2, 256)}
     assert len(lineages | {A, B}) == 10
     with pytest.raises(ValueError, match="32 bytes"):
@@ -193,7 +193,7 @@ def test_identity_order_of_tensors_does_not_count() -> None:
 # --- media ---
 
 
-def test_a_lossless_container_does_not_change_a_picture() -> None:
+def test_identity_lossless_container_keeps_the_image() -> None:
     picture = Image.frombytes("RGB", (31, 17), hashlib.shake_256(b"picture").digest(31 * 17 * 3))
     seen = {
         _decoded_digest(picture, "PNG"),
@@ -246,7 +246,7 @@ def test_identity_advancing_link_by_link_equals_at_once(ids: list[int], cut: int
 
 
 @given(tokens, st.data())
-def test_a_changed_token_changes_its_link_and_all_after_it(ids: list[int], data: st.DataObject) -> None:
+def test_identity_changed_token_changes_later_links(ids: list[int], data: st.DataObject) -> None:
     at = data.draw(st.integers(0, len(ids) - 1))
     changed = [*ids[:at], ids[at] ^ 1, *ids[at + 1 :]]
     before, after = identity.chain(b"", ids), identity.chain(b"", changed)
@@ -281,7 +281,7 @@ def test_placeholder_tokens_tell_media_apart(a: bytes, b: bytes) -> None:
 
 
 @given(st.lists(st.integers(0, 999_999), min_size=16, max_size=16), digests, st.integers(0, 15))
-def test_a_link_with_a_placeholder_is_no_link_of_plain_tokens(
+def test_identity_link_with_placeholder_differs_from_tokens(
     plain: list[int], lineage: bytes, at: int
 ) -> None:
     with_medium = [*plain[:at], identity.placeholder_tokens(lineage)[at % 4], *plain[at + 1 :]]
@@ -311,7 +311,7 @@ def test_frames_and_times_enter_the_digest_and_microseconds_are_enough() -> None
     ("times_s", "frames"),
     [([0.0], []), ([], [PIXELS]), ([0.0], [PIXELS[1:]]), ([math.nan], [PIXELS]), ([math.inf], [PIXELS])],
 )
-def test_a_video_that_contradicts_itself_has_no_digest(times_s: list[float], frames: list[bytes]) -> None:
+def test_identity_contradictory_video_has_no_digest(times_s: list[float], frames: list[bytes]) -> None:
     with pytest.raises(ValueError, match=r"frame|zip"):
         identity.frames_digest(4, 2, times_s, frames)
 

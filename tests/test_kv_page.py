@@ -103,7 +103,7 @@ def test_kv_page_writing_ranks_partition_the_page(split: tuple[PageGeometry, int
     assert sorted(written) == list(range(page.segments))
 
 
-def test_a_contiguous_range_of_heads_is_a_contiguous_range_of_bytes() -> None:
+def test_kv_page_contiguous_heads_are_contiguous_bytes() -> None:
     page = geometry()
     heads, writes = tensor_parallel_heads(8, 4, 2)
     there = [there for there, _ in RankSlice(heads=heads, layers=range(32), writes=writes).segments(page)]

@@ -65,7 +65,7 @@ def written(folder: Path, rate: float) -> Path:
     return path
 
 
-def test_a_plan_is_printed_and_written(
+def test_plan_command_prints_and_writes_the_plan(
     given: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
@@ -105,7 +105,7 @@ def test_plan_command_options_override_file(
     assert Plan.load(tmp_path / "out/plan.json").objective == "goodput"
 
 
-def test_a_plan_from_throughputs_has_no_scripts_and_says_what_they_need(
+def test_plan_command_from_throughputs_names_missing_launch_inputs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = Path(__file__).parent / "cases" / "a03_staircase.toml"
@@ -130,7 +130,9 @@ def test_plan_command_infeasible_exits_1_and_names_shortage(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_wrong_input_is_2_and_names_the_line(given: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_wrong_input_exits_2_and_names_the_line(
+    given: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given.write_text(given.read_text().replace('llm = "llm7"', 'llm = "llm8"'))
     assert cli.main(["plan", str(given)]) == 2
     assert "small.toml:16 applications[0].llm" in capsys.readouterr().err
@@ -143,7 +145,7 @@ def test_options_have_limits(given: Path, wrong: list[str]) -> None:
     assert exit_.value.code == 2
 
 
-def test_a_second_plan_replaces_what_the_first_wrote_and_nothing_else(tmp_path: Path) -> None:
+def test_plan_command_second_plan_replaces_the_first_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     first, _ = plan_folder.write(plan(), tmp_path)
     (tmp_path / "gone.txt").write_text("of the first plan")
@@ -160,7 +162,7 @@ def test_a_second_plan_replaces_what_the_first_wrote_and_nothing_else(tmp_path: 
     assert len(first) >= 2
 
 
-def test_a_file_that_is_not_ours_is_left(tmp_path: Path) -> None:
+def test_plan_command_foreign_file_is_left(tmp_path: Path) -> None:
     from cornplug.errors import ConfigError
 
     (tmp_path / "report.html").write_text("somebody's")

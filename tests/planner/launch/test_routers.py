@@ -62,7 +62,7 @@ def test_routers_every_case_is_parsed_by_sglang_router(case: Case) -> None:
         parsed(command)
 
 
-def test_one_server_needs_no_router() -> None:
+def test_routers_one_server_needs_none() -> None:
     assert of(plan(Case())) == []
     assert json.loads(files(plan(Case()))["routes.json"]) == {
         "chat/short": {"priority": -2, "to": [{"weight": 1.0, "url": "http://${HOST_1}:8000"}]}

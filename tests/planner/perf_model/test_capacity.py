@@ -59,7 +59,7 @@ def exponential(n: int = 400) -> list[SampledRequest]:
 
 
 @pytest.mark.parametrize("confirm", [False, True])
-def test_one_exponential_server_is_mm1(confirm: bool) -> None:
+def test_capacity_one_exponential_server_is_mm1(confirm: bool) -> None:
     # Time in M/M/1 is exponential of rate mu - lambda: P95 is ln 20 over that.
     station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
     found = capacity(station, exponential(), LatencyBound("p95", 12.0), confirm=confirm)
@@ -67,7 +67,7 @@ def test_one_exponential_server_is_mm1(confirm: bool) -> None:
 
 
 @pytest.mark.parametrize("confirm", [False, True])
-def test_one_constant_server_is_md1(confirm: bool) -> None:
+def test_capacity_one_constant_server_is_md1(confirm: bool) -> None:
     station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
     rate = 0.7
     bound = LatencyBound("mean", ttft_single(1.0, rate))

@@ -83,7 +83,7 @@ def test_decide_embedding_hits_save_encoders(hit_rate: float, gpus: int) -> None
     assert replicas(decided(encoder_pool(hit_rate))).get(("vit/E", "A100-80"), 0) == gpus
 
 
-def test_a_bound_that_nothing_keeps_is_named_with_the_best_there_is() -> None:
+def test_decide_impossible_bound_is_named_with_the_best() -> None:
     given = two_apps(simulate=False)
     slo = {"ttft_s": 0.02, "tpot_s": 0.05}
     apps = [a.model_dump() | ({"slo": slo} if a.name == "chat" else {}) for a in given.applications]
@@ -147,19 +147,19 @@ def test_engines_have_the_settings_that_become_flags(shared: PlanDecision) -> No
         assert (g.kv is not None) == bool(set(g.tasks) & set("PD"))
 
 
-def test_a_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Path) -> None:
+def test_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Path) -> None:
     shared.plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == shared.plan
 
 
-def test_a_plan_that_was_edited_into_none_is_refused(shared: PlanDecision, tmp_path: Path) -> None:
+def test_plan_edited_into_a_wrong_one_is_refused(shared: PlanDecision, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
     with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*`cornplug plan` writes a new one"):
         Plan.load(path)
 
 
-def test_a_rehearsed_plan_keeps_its_bounds() -> None:
+def test_plan_simulated_end_to_end_keeps_its_bounds() -> None:
     given = two_apps()
     chat = given.applications[0]
     text = chat.model_copy(update={"requests": chat.requests[:1], "structures": ["monolith"]})

@@ -13,7 +13,7 @@ def sent(pictures, passes_, *, a=0.02, b=0.001, around=0.005, tokens=256):
     return BenchRound(pictures, pictures * tokens, around + tower_s, PassCounter(passes_, tower_s))
 
 
-def test_a_batch_takes_the_towers_time_and_what_is_around_it():
+def test_encoder_passes_batch_takes_tower_time_and_overhead():
     rounds = [sent(1, 1), sent(1, 1), sent(4, 1), sent(4, 1)]
     rows = points(rounds, 1, gpu="L4")
 

@@ -74,7 +74,7 @@ def test_explanation_equal_engine_is_called_as_good() -> None:
     assert one.reason_against == "as good, as far as the solver's gap tells"
 
 
-def test_a_stock_that_binds_says_what_more_would_save() -> None:
+def test_explanation_binding_stock_says_the_saving_of_more() -> None:
     pool = [
         {"name": "a10g", "gpu": "A10G", "gpus": 1, "price_per_hour": 1.01, "stock": 32},
         {"name": "a100", "gpu": "A100-80", "gpus": 1, "price_per_hour": 3.67, "stock": 1},
@@ -199,7 +199,7 @@ def test_monolith_single_answer_is_worded(single: CounterfactualAnswer, says: st
     assert monolith.it_loses(10.0, single).endswith(says)
 
 
-def test_a_clock_runs_out() -> None:
+def test_explanation_time_limit_ends_it() -> None:
     now = [0.0]
     clock = ExplanationClock(3, lambda: now[0])
     now[0] = 2

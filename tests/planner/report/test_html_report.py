@@ -118,7 +118,7 @@ def test_placement_chart_replicas_fill_gpus_without_overlap() -> None:
     assert len(big) == 16
 
 
-def test_a_bar_ends_at_its_limit_only_when_it_is_reached() -> None:
+def test_html_report_bar_ends_at_its_limit_only_when_reached() -> None:
     shares = (0.5, 1.0, 1.15, 9.0)
     groups = [group(f"g{n}", "P", utilisation=share) for n, share in enumerate(shares)]
     page = Page(html_report.html(plan(groups=groups, latency_forecasts=[])))

@@ -195,7 +195,7 @@ def test_holes_melt_whatever_the_order() -> None:
 
 
 @pytest.mark.parametrize("size", [64, 128, 64 * 9, 64 * 17, 64 * 1001, 64 * 99_999])
-def test_a_hole_of_just_the_size_is_found(size: int) -> None:
+def test_index_hole_of_just_the_size_is_found(size: int) -> None:
     room = ArenaAllocator()
     room.extend(size)
     assert room.allocate(size + ALIGN) is None
@@ -239,7 +239,7 @@ def test_room_for_a_large_one_costs_about_its_size() -> None:
     assert index.contains([key(order[0])]) == b"\0"
 
 
-def test_a_full_store_refuses_a_batch_quickly() -> None:
+def test_index_full_store_refuses_a_batch_quickly() -> None:
     index = make_index(20_000 * 64)
     keys = [key(n) for n in range(20_000)]
     for room in index.reserve(1, [(k, 64) for k in keys], app="a", now_s=0.0):
