@@ -83,6 +83,6 @@ def test_request_sampling_trace_keeps_pairs_of_lengths(tmp_path: Path) -> None:
     assert {(d.prompt_tokens, d.output_tokens) for d in drawn} == {(1001, 10), (2001, 20), (3001, 30)}
 
 
-def test_sample_of_one_seed_is_the_same() -> None:
+def test_request_sampling_of_one_seed_is_the_same() -> None:
     fields = {"prompt": LogNormal(mean=600), "media": [RequestMedia(encoder="vit", items=2, tokens=9)]}
     assert _draw(50, seed=3, **fields) == _draw(50, seed=3, **fields) != _draw(50, seed=4, **fields)
