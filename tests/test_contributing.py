@@ -40,7 +40,7 @@ def edit(file: Path, old: str, new: str) -> None:
 
 def test_contributing_new_family_file_is_found_by_itself(scratch: Path) -> None:
     """Gemma 3's, taken away and written again; the line in test_towers compares it with transformers'."""
-    line = ("tests/encoder_service/towers/test_towers.py", "-k", "equals_the_reference and gemma3")
+    line = ("tests/encoder_service/towers/test_towers.py", "-k", "embeddings_equal_transformers and gemma3")
     file = scratch / "cornplug" / "checkpoints" / "families" / "gemma3.py"
     text = file.read_text()
     file.unlink()

@@ -30,14 +30,14 @@ def test_running_server_that_exits_shows_log(tmp_path):
 
 
 def test_running_silent_server_is_stopped(tmp_path):
-    command = served(9, "python3", "-c", "import time; time.sleep(60)")
+    command = served(9, "python3", "-c", f"import time; time.sleep(60)  # {tmp_path}")
 
     with (
         pytest.raises(ProcessFailed, match=r"not ready after 0\.2 s"),
         running(command, log=tmp_path / "log", ready_s=0.2),
     ):
         pass
-    assert subprocess.run(["pgrep", "-f", "time.sleep.60."], check=False).returncode == 1
+    assert subprocess.run(["pgrep", "-f", f"# {tmp_path}"], check=False).returncode == 1
 
 
 def test_running_server_is_ready_then_ended(tmp_path):
