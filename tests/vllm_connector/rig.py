@@ -29,7 +29,7 @@ from cornplug.config import Config, EngineConfig, StoreConfig
 from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector
-from cornplug.vllm_connector.kv import scheduler as kv_scheduler
+from cornplug.vllm_connector.kv import tracked_requests
 from cornplug.vllm_connector.kv.block_copies import BlockCopies
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 
@@ -238,7 +238,7 @@ class Engine:
     def _patched(self, shard: int) -> Iterator[None]:
         with (
             mock.patch.object(kv_connector, "runtime", side_effect=lambda extra: self._run()),
-            mock.patch.object(kv_scheduler, "kv_identity", self._identity),
+            mock.patch.object(tracked_requests, "kv_identity", self._identity),
             mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=shard),
             mock.patch("vllm.distributed.get_tensor_model_parallel_world_size", return_value=self.tp),
         ):

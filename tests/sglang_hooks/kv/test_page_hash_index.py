@@ -241,7 +241,7 @@ def test_namespace_roots_follow_lora_content(adapters: None, tmp_path: Path) -> 
         )
         == 4
     )
-    # As vLLM has it (kv_scheduler._root).
+    # As vLLM has it (tracked_requests.py, _root).
     spec = {"config": "x", "page": made._page.spec(), "lora": LoraDigests().digest(one).hex()}
     assert first == kv_root(SECRET, b"lm" * 16, spec, None)
 

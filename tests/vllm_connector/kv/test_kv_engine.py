@@ -22,7 +22,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import scheduler as kv_scheduler
+from cornplug.vllm_connector.kv import tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 from devkit.processes import StoreProcess
 
@@ -165,7 +165,7 @@ def test_kv_pages_of_another_salt_are_not_shared(engine: Make) -> None:
 def test_kv_pages_are_shared_between_equal_loras(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_scheduler, "LaterAdapters", LoraDigests)
+    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
     loras = []
     for name, data in (("x", b"1"), ("y", b"1"), ("z", b"2")):
         (tmp_path / name).mkdir()
@@ -202,7 +202,7 @@ def test_kv_lora_read_on_thread_delays_no_step(
     assert time.monotonic() - began < 1
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     reading.set()
-    while first.connector._scheduler._adapters._read[lora.lora_path].running():  # type: ignore[union-attr]
+    while first.connector._scheduler._requests._adapters._read[lora.lora_path].running():  # type: ignore[union-attr]
         time.sleep(0.001)
     first.settle()
     first.check(request)
@@ -405,7 +405,7 @@ def test_kv_commit_after_reservation_end_is_counted(engine: Make, store: MemoryS
     first = engine(connect=lambda: connection)
     first.add("a", PROMPT)
     step = first.schedule()
-    tokens = list(first.connector._scheduler._open)  # type: ignore[union-attr]
+    tokens = list(first.connector._scheduler._saves._open)  # type: ignore[union-attr]
     output = first.execute(step)
     first.ranks[0].connector._worker.drain()  # type: ignore[union-attr]
     connection.release(tokens, deadline_s=1)
@@ -519,7 +519,7 @@ def test_kv_abort_with_load_and_saves_frees_request_once(
     slow_views(monkeypatch, second, 0.05)
     resumed = second.schedule()
     assert request.status == "loading"
-    assert second.connector._scheduler._tracked["b"].open_saves  # type: ignore[union-attr]
+    assert second.connector._scheduler._requests.get("b").open_saves  # type: ignore[union-attr]
     second.finish(request)
     second.update(held)
     second.update(second.execute(resumed))
@@ -560,7 +560,7 @@ def test_kv_offer_is_remembered_and_leases_renewed(
         assert first.connector.get_num_new_matched_tokens(request, 0) == (128, True)
     assert faulty.calls["lease"] == before.get("lease", 0) + 1
     later = time.monotonic() + 11
-    monkeypatch.setattr("cornplug.vllm_connector.kv.scheduler.time.monotonic", lambda: later)
+    monkeypatch.setattr("cornplug.vllm_connector.kv.load_offers.time.monotonic", lambda: later)
     assert first.connector.get_num_new_matched_tokens(request, 0) == (128, True)
     assert faulty.calls["lease"] == before.get("lease", 0) + 2
     # Another local hit asks anew as well.

@@ -92,8 +92,8 @@ class Lives:
         assert not engine.requests
         assert sorted(engine.free_blocks) == list(range(BLOCKS))
         scheduler: Any = engine.connector._scheduler
-        assert not scheduler._tracked
-        assert not scheduler._open
+        assert not scheduler._requests
+        assert not scheduler._saves
         engine.close()
         self.faulty.close()
         assert open_in(self.store) == (0, 0)

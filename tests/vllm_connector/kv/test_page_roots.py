@@ -14,19 +14,19 @@ import pytest
 from cornplug.errors import CheckpointError
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import scheduler as kv_scheduler
-from cornplug.vllm_connector.kv.scheduler import KVScheduler
+from cornplug.vllm_connector.kv import tracked_requests
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
 
 from ..rig import Request, runtime
 
 
 @pytest.mark.parametrize("name", vectors.CASES)
-def test_kv_scheduler_roots_equal_golden_vectors(name: str, tmp_path: Path, store: MemoryStore) -> None:
+def test_kv_request_roots_equal_golden_vectors(name: str, tmp_path: Path, store: MemoryStore) -> None:
     case = vectors.CASES[name]
     path = vectors.adapter(tmp_path / "lora")
     config: Any = SimpleNamespace()
-    with mock.patch.object(kv_scheduler, "kv_identity", return_value=vectors.IDENTITY):
-        made = KVScheduler(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
+    with mock.patch.object(tracked_requests, "kv_identity", return_value=vectors.IDENTITY):
+        made = TrackedRequests(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
     lora = SimpleNamespace(lora_path=path) if case.lora else None
     request: Any = Request("r", [1], cache_salt=case.salt, lora_request=lora)
     if lora is not None:

@@ -1,0 +1,158 @@
+"""Loads of KV pages: stored pages of a request are leased, offered to vLLM, and loaded if it takes them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from cornplug.engine_common.page_envelope import read_page_header
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.errors import CodecError
+from cornplug.kv_page import PageGeometry, pages_between
+from cornplug.metrics import Tally
+from cornplug.store.base import Lease
+from cornplug.vllm_connector.kv.costs import LoadCosts
+from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
+from cornplug.vllm_connector.kv.metadata import PageLoad, PageRead
+from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+
+
+class LoadOffers:
+    """One per scheduler half; used by the engine's thread."""
+
+    def __init__(
+        self,
+        runtime: EngineRuntime,
+        page: PageGeometry,
+        tally: Tally,
+        costs: LoadCosts,
+        store_ops: DeferredStoreOps,
+    ) -> None:
+        self._run = runtime
+        self._page = page
+        self._tally = tally
+        self._costs = costs
+        self._store_ops = store_ops
+        self._taken: list[PageLoad] = []
+
+    def tokens(self, tracked: TrackedRequest, computed: int) -> int:
+        """Tokens beyond `computed` that leased pages hold. Asked often; answers from memory."""
+        if tracked.load_failed:
+            return 0
+        offer = tracked.offer
+        if offer is None or offer.computed != computed or time.monotonic() > offer.expires:
+            self.withdraw(tracked)
+            expires = time.monotonic() + self._run.config.store.lease_s / 3
+            offer = tracked.offer = LeasedPages(computed, expires)
+            with miss(self._tally, self._run.app, KV_PAGE):
+                self._look_up(tracked, offer)
+        if not offer.reads:
+            return 0
+        return (offer.reads[-1].index + 1) * self._page.page_tokens - computed
+
+    def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
+        request, page = tracked.request, self._page
+        assert tracked.keys is not None
+        # The last token is always computed here: it is what the next one is sampled from.
+        wanted = pages_between(offer.computed, request.num_tokens - 1, page.page_tokens)
+        keys = tracked.keys.upto(request.all_token_ids, request.num_tokens - 1)[wanted.start :]
+        if not keys:
+            return
+        store, config = self._run.store, self._run.config.store
+        present = store.contains(keys, deadline_s=config.deadline_s).find(0)
+        keys = keys if present < 0 else keys[:present]
+        if present >= 0:
+            self._count_misses("absent", len(wanted) - present)
+        if not keys:
+            return
+        end_page = wanted.start + len(keys)
+        if not self._costs.pays(tokens=end_page * page.page_tokens - offer.computed, pages=len(keys)):
+            self._count_misses("cheaper", len(keys))
+            tracked.saved_until(end_page)
+            return
+        leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
+        for index, lease in zip(wanted, leases, strict=False):
+            read = self._read(index, lease)
+            if lease is None or read is None:
+                break
+            offer.tokens.append(lease.token)
+            offer.reads.append(read)
+        unread = leases[len(offer.reads) :]
+        self._store_ops.release([lease.token for lease in unread if lease is not None])
+
+    def _read(self, index: int, lease: Lease | None) -> PageRead | None:
+        if lease is None:
+            return None
+        try:
+            header = read_page_header(lease, self._page)
+        except CodecError as e:
+            self._count_misses(e.reason)
+            if e.is_damage:
+                self._store_ops.delete(lease.key)
+            return None
+        return PageRead(index, lease.key, lease.location, header.checksums)
+
+    def _count_misses(self, reason: str, pages: int = 1) -> None:
+        self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
+
+    def withdraw(self, tracked: TrackedRequest) -> None:
+        """Give the leases of an offer back that the engine does not take."""
+        if tracked.offer is not None and tracked.offer.tokens:
+            self._store_ops.release(tracked.offer.tokens)
+        tracked.offer = None
+
+    def take(self, tracked: TrackedRequest, blocks: Sequence[int], external: int) -> None:
+        """The engine took the offer: `external` tokens go into `blocks`; 0: it took nothing."""
+        if tracked.offer is None:
+            return
+        if not external:
+            self.withdraw(tracked)
+            return
+        load, tracked.offer = tracked.offer, None
+        tracked.loading = load
+        load.end = load.computed + external
+        # The engine may take less than it was offered.
+        load.reads = [read for read in load.reads if read.index * self._page.page_tokens < load.end]
+        request_id = tracked.request.request_id
+        self._costs.load_began(request_id, len(load.reads))
+        self._taken.append(
+            PageLoad(
+                request_id,
+                load.computed,
+                load.end,
+                tuple(load.reads),
+                tuple(blocks),
+                self._costs.deadline_s(external),
+            )
+        )
+        tracked.saved_until(load.end // self._page.page_tokens)
+
+    def new_loads(self) -> list[PageLoad]:
+        """The offers that the engine took since the last call, for the worker halves."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def failed(self, tracked: TrackedRequest | None, reason: str) -> None:
+        """A rank could not load it. Ranks may fail a load in different steps: it is one miss."""
+        if tracked is None or not tracked.load_failed:
+            self._count_misses(reason)
+        if tracked is not None:
+            tracked.load_failed = True
+            if tracked.loading is not None:
+                # The pages that it computes now may be those that the store has lost.
+                tracked.save_again_from(tracked.loading.computed // self._page.page_tokens)
+
+    def ended(self, tracked: TrackedRequest) -> None:
+        """The worker halves have ended its load, whole or failed."""
+        if tracked.loading is None:
+            return
+        load, tracked.loading = tracked.loading, None
+        self._store_ops.release(load.tokens)
+        whole, app = not tracked.load_failed, self._run.app
+        waited = self._costs.load_ended(tracked.request.request_id, whole=whole)
+        self._tally.observe("cornplug_wait_seconds", waited, app, KV_PAGE)
+        if whole:
+            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=len(load.reads))
+            self._tally.count("cornplug_saved_tokens_total", app, by=load.end - load.computed)
+            if tracked.own is not None:
+                tracked.own.extend(load.computed, load.end)

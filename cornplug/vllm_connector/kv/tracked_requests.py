@@ -1,0 +1,182 @@
+"""The requests that the KV scheduler follows: their page keys, and how far each is loaded and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cornplug.engine_common import weights_guard
+from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.kv_root import page_root
+from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
+from cornplug.errors import CornplugError
+from cornplug.kv_page import PageGeometry
+from cornplug.metrics import Tally
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv import provenance
+from cornplug.vllm_connector.kv.metadata import PageRead
+from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.kv.provenance import OwnTokens
+from cornplug.vllm_connector.model.model_config import kv_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+
+@dataclass(slots=True)
+class LeasedPages:
+    """Leased pages for one request, good until `expires`."""
+
+    computed: int
+    """Tokens that the engine's own cache holds: the pages follow them."""
+    expires: float
+    """On the monotonic clock, in seconds."""
+    reads: list[PageRead] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """Of the leases."""
+    end: int = 0
+    """Once it is loading: the token before which it ends."""
+
+
+@dataclass(slots=True)
+class TrackedRequest:
+    """A request of the engine, from its first lookup until it is over and no save of it is open."""
+
+    request: Request
+    keys: PageKeys | None = None
+    """None: nothing of this request is shared."""
+    identifying: bool = False
+    """Its keys cannot be made yet: the checkpoint or the adapter is still being read."""
+    done_pages: int = 0
+    """Leading pages that need no save: offered to the store, known to be there, or not worth it."""
+    refused: set[int] = field(default_factory=set)
+    """Pages below `done_pages` that a growing store refused: they are offered again at the next step."""
+    offer: LeasedPages | None = None
+    loading: LeasedPages | None = None
+    load_failed: bool = False
+    """A load of it failed once: all further tokens are computed."""
+    open_saves: set[int] = field(default_factory=set)
+    """Tokens of its reservations that the worker halves are filling."""
+    own: OwnTokens | None = None
+    """The tokens whose pages may be saved, beside connectors that load KV too; else None."""
+
+    def saved_until(self, pages: int) -> None:
+        """So many leading pages need no save."""
+        self.done_pages = max(self.done_pages, pages)
+
+    def save_again_from(self, page: int) -> None:
+        """This page and those behind it are computed again, and offered again."""
+        self.done_pages = min(self.done_pages, page)
+
+    def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
+        """(index, key) of pages within the first `end` tokens that are to be offered now."""
+        if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
+            return []
+        keys = self.keys.upto(self.request.all_token_ids, end)
+        wanted = sorted({*self.refused, *range(self.done_pages, len(keys))})
+        # After a preemption a refused page may lie beyond the computed tokens: it is offered once they are.
+        self.refused = {i for i in self.refused if i >= len(keys)}
+        self.saved_until(len(keys))
+        return [(i, keys[i]) for i in wanted if i < len(keys)]
+
+
+class TrackedRequests:
+    """All tracked requests of one engine core, and why the engine shares none where it shares none."""
+
+    def __init__(self, config: VllmConfig, runtime: EngineRuntime, page: PageGeometry, tally: Tally) -> None:
+        self._run = runtime
+        self._page = page
+        self._tally = tally
+        self._tracked: dict[str, TrackedRequest] = {}
+        self._others_load = provenance.others_load()
+        self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
+        self._adapters = LaterAdapters()
+        self._identity.first_wait()
+        self.unusable = ""
+        """Why a rank cannot move KV."""
+
+    def __bool__(self) -> bool:
+        return bool(self._tracked)
+
+    @property
+    def off(self) -> str:
+        """Why this engine shares no KV until it restarts; "" if it does."""
+        return self.unusable or self._identity.failure
+
+    @property
+    def sharing(self) -> bool:
+        """Whether KV of this engine's weights may be shared now."""
+        return not self.off and not weights_guard.replaced()
+
+    def get(self, request_id: str) -> TrackedRequest | None:
+        """The request of this id; None if it is not tracked."""
+        return self._tracked.get(request_id)
+
+    def track(self, request: Request) -> TrackedRequest:
+        """The request, tracked from now on. A request that shares nothing is counted, once."""
+        tracked = self._tracked.get(request.request_id)
+        if tracked is None:
+            own = OwnTokens() if self._others_load else None
+            tracked = self._tracked[request.request_id] = TrackedRequest(request, own=own)
+            reason = self._make_keys(tracked)
+            if reason:
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
+        elif tracked.identifying:
+            self._make_keys(tracked)
+        return tracked
+
+    def running(self, request_ids: Iterable[str]) -> list[TrackedRequest]:
+        """Those of these requests whose pages have keys by now."""
+        found = []
+        for tracked in map(self._tracked.get, request_ids):
+            if tracked is None:
+                continue
+            if tracked.identifying:
+                self._make_keys(tracked)
+            if tracked.keys is not None:
+                found.append(tracked)
+        return found
+
+    def forget_if_over(self, tracked: TrackedRequest) -> None:
+        """Track it no longer if it is over and no worker half holds its blocks."""
+        if tracked.request.is_finished() and not tracked.open_saves and tracked.loading is None:
+            self._tracked.pop(tracked.request.request_id, None)
+
+    def _make_keys(self, tracked: TrackedRequest) -> str:
+        """Make a request's keys. Returns the reason why it has none; "" if it has."""
+        request, reason = tracked.request, self._why_not(tracked.request)
+        if not reason:
+            try:
+                tracked.keys = PageKeys(
+                    self._run.secret, self._root(request), self._page.page_tokens, request.mm_features
+                )
+            except CornplugError as e:
+                reason = e.reason
+        # A checkpoint that is still being read may be identified by the time of the first save.
+        tracked.identifying = reason == "identifying"
+        return reason
+
+    def _why_not(self, request: Request) -> str:
+        """Why this request shares no KV; "" when it does."""
+        if self.off:
+            return self.off
+        if weights_guard.replaced():
+            return "weights_updated"
+        if self._identity.found is None:
+            return "identifying"
+        if request.prompt_embeds is not None:
+            return "prompt_embeds"
+        if request.resumable:
+            # Its prompt grows, with media that page keys made now would not know.
+            return "streaming"
+        return ""
+
+    def _root(self, request: Request) -> bytes:
+        lora = request.lora_request
+        adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
+        return page_root(
+            self._run.secret, self._identity.get(), self._page, adapter=adapter, salt=request.cache_salt
+        )
