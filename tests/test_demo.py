@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -157,9 +158,11 @@ def test_demo_every_process_of_the_folder_is_ended(demo: Demo, tmp_path: Path) -
 def test_demo_store_socket_is_where_engines_start_it(demo: Demo, monkeypatch: pytest.MonkeyPatch) -> None:
     """The socket's name has the protocol's number in it: the demo once asked at an older one."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
+    before = signal.getsignal(signal.SIGTERM)
     with demo.host.Host() as host:
         assert StoreConfig().socket == host.store_socket
         assert EncoderConfig().socket == host.encoder_socket
+    assert signal.getsignal(signal.SIGTERM) == before  # all processes of later tests would ignore it
 
 
 @pytest.mark.parametrize("script", [*FOLDER.glob("*.sh"), FOLDER / "models.env"], ids=lambda p: p.name)

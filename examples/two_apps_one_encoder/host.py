@@ -74,11 +74,12 @@ class Host:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # A second Ctrl-C must not stop the one thing that is left to do.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
         end_all(self.folder)
         if not self.keep:
             shutil.rmtree(self.folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
     def engines(self, stack: ExitStack, apps: Sequence[App], *, shared: bool) -> list[Engine]:
         """Start engines side by side and wait until each serves.
