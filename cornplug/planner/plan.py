@@ -46,7 +46,7 @@ class EngineSettings(PlanRecord):
     speculative_tokens: int = 0
     speculative_model: str | None = None
     priority: int = 0
-    """Larger is more urgent; the engines' own direction is `flags_*.py`'s matter."""
+    """Larger is more urgent; `vllm_flags.py` and `sglang_flags.py` know each engine's direction."""
     prefill_tokens_s: float | None = None
     """Prompt tokens a second that one replica computes, at its chunk size: for admission."""
 

@@ -55,7 +55,7 @@ def note(
         default=None,
     )
     if nearest is None:
-        return "no way through the services is planned for it. Allow another structure"
+        return "it has no request path. Allow another structure"
     if nearest.best is None:
         return _without_room(nearest.stage_budget.service.name, dropped)
     if nearest.excess <= 1:
@@ -65,7 +65,7 @@ def note(
 
 @dataclass(frozen=True)
 class Fit:
-    """How near the best replica comes to a promise, with a request alone on it."""
+    """How near the best replica comes to a promise for an isolated request."""
 
     stage_budget: StageBudget
     best: TimedConfig | None
@@ -96,7 +96,7 @@ class Fit:
         )
         return (
             f"{self.stage_budget.service.name} has {allowed:.3g} s for {what} ({of.slo.percentile}), and the "
-            f"best, {self.best.footprint.name}, takes {takes:.3g} s with a request alone on it. "
+            f"best, {self.best.footprint.name}, takes {takes:.3g} s for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )
 
@@ -137,7 +137,7 @@ def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, list[Samp
     """Times would do, so room does not: each request must fit the KV cache by itself."""
     longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
     return (
-        f"{service} keeps its bounds with a request alone, and carries no rate: its requests have up to "
+        f"{service} keeps its bounds for an isolated request, and carries no rate: its requests have up to "
         f"{longest} tokens, the KV cache of {best.footprint.name} holds {best.hardware.kv_tokens}. "
         "Add a GPU with more memory, a higher tp or a quantisation, or loosen the SLO"
     )
@@ -150,7 +150,7 @@ def _times(value: float, allowed: float) -> float:
 def _isolated_latency(
     station: Station, samples: list[SampledRequest], bound: LatencyBound
 ) -> tuple[float, float]:
-    """Of lone requests, at the bound's percentile: seconds to the first token, seconds a token."""
+    """Of isolated requests, at the bound's percentile: seconds to the first token, seconds a token."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
     first = [isolated_prefill_s(station, d) + overhead for d in samples]
     if station.generate:

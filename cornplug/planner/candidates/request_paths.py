@@ -1,7 +1,7 @@
-"""Ways of a request class: a path, how its SLO is divided among the stages, and cache sizes.
+"""Request paths of a class: services, how its SLO is divided among the stages, and cache sizes.
 
 The sum of the stages' percentiles bounds the percentile of the sum from above, nearly always, so a
-way's promise is safe when its stages keep theirs and the transfers between them fit in.
+path's promise is safe when its stages keep theirs and the transfers between them fit in.
 """
 
 from __future__ import annotations

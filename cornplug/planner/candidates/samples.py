@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -22,7 +21,10 @@ QUANTILE: Final = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
 
 @dataclass
 class Samples:
-    """Draws of every class; the same seed gives a class the same requests at every cache size."""
+    """Draws of every class, the same at every cache size.
+
+    All classes are drawn with one seed, so that a plan depends on neither their names nor their order.
+    """
 
     encoders: Mapping[str, Component]
     """As `services.canonical_encoders`."""
@@ -49,7 +51,7 @@ class Samples:
     def _sample(
         self, of: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None
     ) -> list[SampledRequest]:
-        rng = np.random.default_rng([self.seed, zlib.crc32(of.name.encode())])
+        rng = np.random.default_rng([self.seed, 0])
         sampled = request_sampling.sample_requests(
             of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
         )
@@ -68,7 +70,7 @@ class Samples:
         self, of: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...]
     ) -> list[tuple[int, ...]]:
         mine = [m for m in of.request.media if self.encoders[m.encoder].name in encoders]
-        rng = np.random.default_rng([self.seed, zlib.crc32(of.name.encode()), 1])
+        rng = np.random.default_rng([self.seed, 1])
         request = of.request.model_copy(update={"media": mine, "trace": None})
         sampled = request_sampling.sample_requests(
             request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits

@@ -49,7 +49,7 @@ class Service:
 
 @dataclass(frozen=True)
 class PathTemplate:
-    """One way of a request class: services in the order in which it visits them."""
+    """The services of a request class, in the order in which it visits them."""
 
     structure: str
     stages: tuple[Service, ...]

@@ -130,7 +130,7 @@ def _says_all(profile: Profile, kind: Kind) -> bool:
 
 
 def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
-    """A checkpoint that is quantised already cannot be served in another way."""
+    """A checkpoint that is quantised already cannot be served in another quantisation."""
     method = str((config.get("quantization_config") or {}).get("quant_method", ""))
     if component.kind == "llm" and method in ("awq", "gptq", "fp8") and component.quantisations != [method]:
         yield InputError(

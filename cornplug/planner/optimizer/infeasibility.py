@@ -43,11 +43,11 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
 def _missing(pool: OptimizationProblem, demand: str) -> str:
     """The needs that the demand's variants fail at, in words."""
-    ways = [v for v in pool.variants if v.demand == demand]
-    if not ways:
-        return "no way through the services is planned for it. Allow another structure"
+    variants = [v for v in pool.variants if v.demand == demand]
+    if not variants:
+        return "it has no request path. Allow another structure"
     reasons = dict.fromkeys(
-        reason for v in ways for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
+        reason for v in variants for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
     )
     return "; ".join(reasons)
 
@@ -84,8 +84,8 @@ def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) ->
         for relaxation in relaxations(pool)
         if (shortfall := _try(relaxation, settings, build))
     ]
-    ways = " Or: ".join("; ".join(text(s) for s in remedy) for remedy in found)
-    return PlanInfeasible("no plan: " + (ways or "several constraints together allow none."))
+    remedies = " Or: ".join("; ".join(text(s) for s in remedy) for remedy in found)
+    return PlanInfeasible("no plan: " + (remedies or "several constraints together allow none."))
 
 
 def text(shortfall: CapacityShortfall) -> str:

@@ -140,7 +140,7 @@ def flow(model: PoolModel) -> None:
 
 
 def slices(model: PoolModel) -> None:
-    """A demand that is cut into slices sends each slice one way, to one cell of each service."""
+    """A demand that is cut into slices sends each slice along one variant, to one cell of each service."""
     for v in model.variants:
         u = model.demands[v.demand]
         if u.slices is None:

@@ -28,7 +28,7 @@ class MachineClass:
 
 @dataclass(frozen=True)
 class Cell:
-    """One way to run one service: a replica's footprint and its capacity."""
+    """A service on a footprint: one replica's GPUs and its capacity."""
 
     name: str
     service: str
@@ -61,7 +61,7 @@ class ServiceDemand:
 
 @dataclass(frozen=True)
 class PathVariant:
-    """One way for one demand's requests through the services."""
+    """A path of one demand's requests through the services."""
 
     name: str
     demand: str

@@ -102,7 +102,7 @@ def solve(
 
 
 class _Highs(pulp.HiGHS):  # type: ignore[misc]
-    """PuLP's HiGHS, which has no way to hand over a first plan."""
+    """PuLP's HiGHS, which cannot be handed a first plan."""
 
     def __init__(self, *, start: bool, **settings: Any) -> None:
         super().__init__(**settings)

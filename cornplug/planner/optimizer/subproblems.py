@@ -17,12 +17,11 @@ def groups(pool: OptimizationProblem) -> list[frozenset[str]]:
     """A partition of the services that variants need."""
     parts: list[frozenset[str]] = []
     for u in pool.demands:
-        variants = [frozenset(need.service for need in v.needs) for v in pool.variants if v.demand == u.name]
-        if not variants:
-            continue
-        always = frozenset.intersection(*variants)
-        either = frozenset[str]().union(*variants) - always
-        for new in [either, *(frozenset({service}) for service in sorted(always))]:
+        variants = [[need.service for need in v.needs] for v in pool.variants if v.demand == u.name]
+        services = dict.fromkeys(service for variant in variants for service in variant)
+        always = [s for s in services if all(s in variant for variant in variants)]
+        either = frozenset(services) - frozenset(always)
+        for new in [either, *(frozenset({service}) for service in always)]:
             if new:
                 touched = [part for part in parts if part & new]
                 parts = [part for part in parts if not part & new]

@@ -26,7 +26,7 @@ def trim(model: PoolModel, values: Values) -> dict[Any, float]:
         for variable in row.keys():  # noqa: SIM118  (a PuLP expression is no mapping to iterate)
             rows_of.setdefault(variable, []).append(row)
     price = {name: node.price / node.gpus for name, node in model.nodes.items()}
-    for cell in sorted(model.pool.cells, key=lambda c: (-price[c.nodes] * c.gpus, c.name)):
+    for cell in sorted(model.pool.cells, key=lambda c: -price[c.nodes] * c.gpus):
         while left[model.x[cell.name]] > 0.5 and _apply(
             rows_of, left, _without_replica(model, left, cell.name)
         ):

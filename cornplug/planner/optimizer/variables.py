@@ -39,7 +39,7 @@ class PoolModel:
             self.cells_of.setdefault(cell.service, []).append(cell)
         self.variants = [v for v in pool.variants if all(any(self.fit(v, n)) for n in v.needs)]
         self.needs: dict[tuple[str, str], list[tuple[PathVariant, ServiceDemand]]] = {}
-        """(demand, service) -> who needs it, and how."""
+        """(demand, service) -> the variants that need it, and their needs."""
         for variant in self.variants:
             for need in variant.needs:
                 self.needs.setdefault((variant.demand, need.service), []).append((variant, need))
@@ -125,7 +125,7 @@ class PoolModel:
         return ceil(whole - 1e-9) + ceil(largest - 1e-9)
 
     def _work(self, demand: str, cell: Cell) -> float:
-        """Replicas that all of a demand would fill, on its most laborious way."""
+        """Replicas that all of a demand would fill, on its most laborious variant."""
         work_of: dict[str, float] = {}
         for variant, need in self.needs[demand, cell.service]:
             if cell.tier <= need.tier:

@@ -31,7 +31,7 @@ DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
 """Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
 
 MTP is one layer; EAGLE-3 one layer and the head of the vocabulary."""
-PICTURE_PATCHES: Final = 4096
+IMAGE_PATCHES: Final = 4096
 """Patches that attend to each other: more of them are a batch of several images."""
 _ACTIVATION_BYTES: Final = 2
 
@@ -122,11 +122,11 @@ def encode(
     weights = component_shapes.weights_bytes(shape, "none", tp=tp)
 
     def batch(patches: float) -> float:
-        attended = min(patches, PICTURE_PATCHES)
+        attended = min(patches, IMAGE_PATCHES)
         flops = 2 * shape.parameters * patches + 4 * shape.layers * shape.hidden * patches * attended
         return device.seconds(flops / tp, weights, _all_reduced(shape.layers, shape.hidden, patches, tp))
 
-    return _sampled(batch, max_patches, extra=(PICTURE_PATCHES,))
+    return _sampled(batch, max_patches, extra=(IMAGE_PATCHES,))
 
 
 def generate(

@@ -169,7 +169,7 @@ def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain
 def _loosest_tiers(
     service: Service, candidates: list[RequestPath], chains: Mapping[str, Chain]
 ) -> dict[str, LatencyTier]:
-    """User of a service -> the loosest tier that one of its ways asks for there."""
+    """User of a service -> the loosest tier that one of its request paths asks for there."""
     asked = [(w.of.name, p) for w in candidates for p in w.stage_budgets if p.service.name == service.name]
     loosest: dict[str, LatencyTier] = {}
     for name, p in asked:

@@ -57,7 +57,7 @@ def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     routes = [r for r in timed if _name(r) in whole]
     if not routes:
         return ValidationRun(plan, ())
-    rates = {name: sum(r.rate for r in routes if _name(r) == name) for name in sorted(whole)}
+    rates = {n: sum(r.rate for r in routes if _name(r) == n) for n in problem.classes if n in whole}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
     found = end_to_end.simulate_plan(
         stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
@@ -93,7 +93,7 @@ def _class(
 
 
 def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
-    """Seconds between two stages: an embedding's fetch, or the KV's way."""
+    """Seconds between two stages: an embedding's fetch, or the KV's transfer."""
     table = problem.cell_builder.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(

@@ -37,7 +37,7 @@ class PassCounter:
 class BenchRound:
     """So many images, sent at once."""
 
-    pictures: int
+    images: int
     tokens: int
     """Rows of all their embeddings."""
     seconds: float
@@ -69,7 +69,7 @@ def rows(
         name = _served_name(client, model)
         steps = [(edge, batch) for edge in edges for batch in batches]
         for i, (edge, batch) in enumerate(steps):
-            progress(f"{batch} pictures of {edge} pixels at a time", i / len(steps))
+            progress(f"{batch} images of {edge} pixels at a time", i / len(steps))
             _round(client, url, name, edge, batch)  # warms up
             rounds += [_round(client, url, name, edge, batch) for _ in range(repeats)]
     progress("done", 1.0)
@@ -86,9 +86,9 @@ def points(
     once need not go through the tower at once: the mean of their passes counts, which is exact
     where a pass takes a + b * patches.
     """
-    single = [r for r in rounds if r.pictures == 1]
+    single = [r for r in rounds if r.images == 1]
     if not single:
-        raise ConfigError("batches", "a picture alone is missing", "Begin with 1: 1,2,4")
+        raise ConfigError("batches", "batch size 1 is missing", "Begin with 1: 1,2,4")
     overhead_s = max(median(r.seconds - r.passes.seconds for r in single), 0.0)
     passes: dict[int, list[float]] = {}
     for r in rounds:

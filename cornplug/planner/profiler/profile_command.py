@@ -198,8 +198,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     llm.add_argument("--output-tokens", type=int, default=32, help="of those that time decoding")
     encoder = kinds.add_parser("encoder", help="a tower, through cornplug's encoder service")
-    encoder.add_argument("--edges", type=_counts, default=(336,), help="sides of the pictures, in pixels")
-    encoder.add_argument("--batches", type=_counts, default=(1, 2, 4, 8), help="pictures sent at once")
+    encoder.add_argument("--edges", type=_counts, default=(336,), help="sides of the images, in pixels")
+    encoder.add_argument("--batches", type=_counts, default=(1, 2, 4, 8), help="images sent at once")
     encoder.add_argument(
         "--patches-per-token",
         type=int,

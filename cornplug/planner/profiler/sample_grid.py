@@ -52,7 +52,7 @@ class SampleGrid:
             if not values or values[0] < 1 or any(b <= a for a, b in pairwise(values)):
                 raise ConfigError(field, f"{values} does not grow", "Give whole numbers above 0: 64,256,1024")
         if self.batches[0] != 1:
-            raise ConfigError("batches", "a request alone is missing", "Begin with 1: 1,2,4,8")
+            raise ConfigError("batches", "batch size 1 is missing", "Begin with 1: 1,2,4,8")
         if self.output_tokens < 8:
             raise ConfigError("output_tokens", f"{self.output_tokens} are too few to time", "Give 32")
 

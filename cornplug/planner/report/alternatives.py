@@ -50,7 +50,7 @@ def _structures(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[C
         )
     if not used and divided(pool).variants != pool.variants:
         yield CounterfactualQuestion(
-            "divided everywhere", "no monolith where there is another way", divided(pool)
+            "divided everywhere", "no monolith where another structure is allowed", divided(pool)
         )
 
 

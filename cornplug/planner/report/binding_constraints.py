@@ -1,4 +1,4 @@
-"""Which constraints hold the cost up: each kind lifted alone, as a wider pool.
+"""Which constraints hold the cost up: each kind lifted by itself, as a wider pool.
 
 A row of a program with integers may have slack and hold the cost up all the same (half a node
 is not to be had), so that "binding" is asked of the solver, not read off the slacks alone.

@@ -141,7 +141,7 @@ def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
     if gained is None:
         if answer.reason:
             return answer.reason
-        return "no plan keeps the SLOs that way" if answer.proven else "no plan was found in its time"
+        return "no plan keeps the SLOs" if answer.proven else "no plan was found in its time"
     lost = -gained
     if lost <= asked.noise:
         return "as good, as far as the solver's gap tells"

@@ -84,7 +84,7 @@ class EngineReplica:
         return left
 
     def load(self, now: float) -> float:
-        """Work of a prompt counts alone, that of a decode as its part of a full batch."""
+        """A prompt counts with its isolated work, a decode as its part of a full batch."""
         return self._work_s + (max(self._until - now, 0.0) if self._mixed else 0.0)
 
     # Admission ------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Requests of a plan's classes on their way through its stations, before anything is simulated."""
+"""Requests of a plan's classes and the stations that they visit, before anything is simulated."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class TrafficPath:
 
 @dataclass(frozen=True)
 class ClassTraffic:
-    """A class and the ways its requests take."""
+    """A class and the paths of its requests."""
 
     of: TrafficClass
     paths: tuple[TrafficPath, ...]
@@ -151,7 +151,7 @@ def horizon(
 
 
 def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator) -> list[StationJob]:
-    """A class's requests of so many seconds, with their draws, ways and groups."""
+    """A class's requests of so many seconds, with their samples, paths and groups."""
     at = arrivals.within(t.of.rate, t.of.burst, seconds, rng)
     n = len(at)
     paths, samples = t.choose(n, rng), arrivals.evenly(len(t.of.samples), n, rng)

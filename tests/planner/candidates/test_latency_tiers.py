@@ -1,4 +1,4 @@
-"""A few tiers keep all the promises that ways ask for."""
+"""A few tiers keep all the promises that request paths ask for."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_infeasibility_missing_cells_or_variants_are_named() -> None:
     assert "t has no cell" in told(
         replace(POOL, variants=(PathVariant("u", "u", "E+PD", (ServiceDemand("t", 1.0),)),))
     )
-    assert "no way through the services" in told(replace(POOL, variants=()))
+    assert "it has no request path" in told(replace(POOL, variants=()))
     deaf = (replace(POOL.cells[0], capacity={}),)
     assert "none of the 1 cells of s carries it" in told(replace(POOL, cells=deaf))
 
