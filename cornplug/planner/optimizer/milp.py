@@ -33,6 +33,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     PoolSolution,
     SolveProgress,
 )
+from cornplug.planner.optimizer.polish import is_whole, polish
 from cornplug.planner.optimizer.solution import Values, read, signed
 from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun, with_objective
 from cornplug.planner.optimizer.solvers import solve as run_solver
@@ -304,6 +305,10 @@ def solve(
         values, spent = better or values, spent + run.work
         first = replace(first, timed_out=first.timed_out or run.timed_out)
     values = trim(model, values)
+    if not is_whole(model, values):
+        fresh = build(pool)
+        # The tie-break is of integers only.
+        values = polish(model, fresh, [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]], values)
     reached = wanted[0].sign * sum(weight * values[v] for v, weight in wanted[0].expression.items())
     if reached < first.objective - 1e-6:
         first = with_objective(first, reached, settings.gap)

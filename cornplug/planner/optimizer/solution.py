@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pulp import LpConstraintEQ, LpConstraintLE
 
-from cornplug.planner.optimizer.optimization_problem import CellFlow, PoolSolution, SolveProgress
+from cornplug.planner.optimizer.optimization_problem import CellFlow, PathVariant, PoolSolution, SolveProgress
 from cornplug.planner.optimizer.solvers import SolverRun
 from cornplug.planner.optimizer.variables import PoolModel
 
@@ -22,13 +22,18 @@ NOTHING = 1e-7
 
 def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
     """`run`: of the first goal; `sign` is -1 where that was maximised."""
-    served = {name: values[phi] for name, phi in model.phi.items() if values[phi] > NOTHING}
+    replicas = _whole(model.x, values)
+    served = {
+        v.name: values[model.phi[v.name]]
+        for v in model.variants
+        if values[model.phi[v.name]] > NOTHING and _has_replicas(model, v, replicas)
+    }
     return PoolSolution(
         status="optimal" if run.status == "optimal" else "feasible",
         seconds=seconds,
         objective=sign * run.objective,
         bound=sign * run.bound,
-        replicas=_whole(model.x, values),
+        replicas=replicas,
         nodes=_whole(model.z, values),
         served=served,
         flows=tuple(flows(model, values, served)),
@@ -45,6 +50,11 @@ def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: f
 def _whole(variables: Mapping[Key, Any], values: Values) -> dict[Key, int]:
     counts = {key: round(values[variable]) for key, variable in variables.items()}
     return {key: count for key, count in counts.items() if count}
+
+
+def _has_replicas(model: PoolModel, variant: PathVariant, replicas: Mapping[str, int]) -> bool:
+    """Whether every service of the variant has a replica: a rate without one is the solver's tolerance."""
+    return all(any(c.name in replicas for c in model.fit(variant, need)) for need in variant.needs)
 
 
 def slack(row: Any, values: Values) -> float:
@@ -67,9 +77,14 @@ def signed(at: SolveProgress, sign: int) -> SolveProgress:
 
 
 def flows(model: PoolModel, values: Values, served: Mapping[str, float]) -> Iterator[CellFlow]:
-    """Work by demand, service, tier asked for and cell: the tightest work on the tightest cells."""
+    """Work by demand, service, tier asked for and cell: the tightest work on the tightest cells.
+
+    Cells without a replica do none.
+    """
     for (u, service), needs in model.needs.items():
-        cells = [c for c in model.cells_of[service] if (u, c.name) in model.f]
+        cells = [
+            c for c in model.cells_of[service] if (u, c.name) in model.f and values[model.x[c.name]] > 0.5
+        ]
         cells.sort(key=lambda cell: cell.tier)
         left = {cell.name: values[model.f[u, cell.name]] for cell in cells}
         for tier in sorted({need.tier for _, need in needs}):

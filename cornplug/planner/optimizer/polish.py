@@ -1,0 +1,52 @@
+"""Rates at whole replicas and nodes.
+
+A solver keeps integers to a tolerance (HiGHS: 1e-6), so 4e-6 of a replica may carry a little work. This holds
+every integer at its rounded value and solves for the rates once more: the usual polish of a MIP's solution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from pulp import LpInteger
+
+from cornplug.planner.optimizer.solution import Values
+from cornplug.planner.optimizer.solvers import SolverLimits, solve
+from cornplug.planner.optimizer.variables import PoolModel
+
+WHOLE: Final = 1e-9
+SECONDS: Final = 5.0
+HELD: Final = 1e-7
+"""Relative: an earlier goal may lose so much, which the solver's own tolerances need."""
+
+
+def is_whole(model: PoolModel, values: Values) -> bool:
+    """Whether every integer variable has an integer value."""
+    return all(abs(values[v] - round(values[v])) <= WHOLE for v in _integers(model))
+
+
+def polish(
+    model: PoolModel, fresh: PoolModel, wanted: Sequence[tuple[Any, int]], values: Values
+) -> dict[Any, float]:
+    """The values of `model` with its integers rounded and its rates the best for them.
+
+    `fresh`: the same model without an objective, which this changes; `wanted`: its goals in their order, each
+    an expression with the sign 1 (minimised) or -1. Where no rates fit the rounded integers, the rates stay.
+    """
+    rounded = {v.name: round(values[v]) for v in _integers(model)}
+    for v in _integers(fresh):
+        v.lowBound = v.upBound = rounded[v.name]
+    found: dict[str, float] = {}
+    for expression, sign in wanted:
+        fresh.problem.setObjective(sign * expression)
+        if solve(fresh.problem, SolverLimits(0.0, SECONDS)).status not in ("optimal", "feasible"):
+            break
+        found = {v.name: v.varValue or 0.0 for v in fresh.problem.variables()}
+        reached = sum(weight * found[v.name] for v, weight in expression.items())
+        fresh.problem.addConstraint(sign * expression <= sign * reached + HELD * max(1.0, abs(reached)))
+    return {v: rounded.get(v.name, found.get(v.name, value)) for v, value in values.items()}
+
+
+def _integers(model: PoolModel) -> list[Any]:
+    return [v for v in model.problem.variables() if v.cat == LpInteger]
