@@ -138,6 +138,8 @@ class LatencyForecast(PlanRecord):
     """Of `rate`; below it only when goodput is maximised."""
     priority: int = 0
     """Of its requests where those of other classes meet them; larger is more urgent."""
+    prefix_hit_rate: float = 0.0
+    """Share of requests whose shared prefix is in a cache: a router must send those to where it is."""
     slo_percentile: str
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from planner.made_inputs import QWEN_7B, plan_input
 
@@ -60,7 +60,7 @@ def decided(of: PlanInput) -> dict[str, Any]:
 
 
 @given(st.lists(st.floats(0.5, 40), min_size=1, max_size=2), st.sampled_from(["a", "Z", "m-"]))
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_decide_renamed_input_has_same_plan(rates: list[float], prefix: str) -> None:
     before = small(rates)
     other = PlanInput.model_validate(renamed(before.model_dump(exclude_unset=True), {}, prefix))

@@ -1,7 +1,8 @@
 """Routers in front of a plan's engines, and which address each request class is sent to.
 
-Command lines of vllm-router 0.1.17 and sglang-router 0.3.2. Neither takes weights: policies that
-follow the load give a faster replica more by themselves. The planned weights are beside each line.
+Command lines of vllm-router 0.1.17 and sglang-router 0.3.2. Neither takes weights and both count requests,
+not work. So each group, and each pair of prefill and decode groups, has its router, and clients divide
+a class's requests among them by the weights of routes.json, as the simulation did.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, ReplicaAddress
-from cornplug.planner.launch.group_context import caches_for, context_for, one_per_host
+from cornplug.planner.launch.group_context import caches_for, classes_of, context_for, one_per_host
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan, PlanRoute, ReplicaGroup, RouteStage
 
@@ -28,11 +29,11 @@ _POLICY: Final = {
 
 @dataclass(frozen=True)
 class RouterPool:
-    """Engines that one router stands before: mixed ones, or prefill and decode of one engine."""
+    """Equal engines that one router stands before: a group, or a pair of prefill and decode groups."""
 
     engine: str
     serving: tuple[str, ...]
-    """Groups that do both prefill and decode."""
+    """The group that does both prefill and decode."""
     prefill: tuple[str, ...] = ()
     decode: tuple[str, ...] = ()
 
@@ -63,16 +64,17 @@ def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
     engine = {group.name: group.engine for group in plan.groups}
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
     if serving:
-        kinds = {engine[name] for name in serving.groups}
-        # Both routers take any OpenAI server; one that is neither's, or of both kinds, gets vLLM's.
-        one = "sglang" if kinds == {"sglang"} else "vllm"
-        return [(RouterPool(one, tuple(sorted(serving.groups))), 1.0)]
+        # Both routers take any OpenAI server; one that is neither's gets vLLM's.
+        return [
+            (RouterPool("sglang" if engine[name] == "sglang" else "vllm", (name,)), share)
+            for name, share in serving.groups.items()
+        ]
     if not prefill or not decode:
         return []
     return [
-        (RouterPool(kind, (), _of(prefill, kind, engine), _of(decode, kind, engine)), share)
-        for kind in sorted({engine[name] for name in prefill.groups})
-        if (share := sum(w for name, w in prefill.groups.items() if engine[name] == kind)) > 0
+        (RouterPool(engine[first], (), (first,), (second,)), share * part)
+        for first, share in prefill.groups.items()
+        for second, part in _partners(decode, engine, engine[first]).items()
     ]
 
 
@@ -86,7 +88,7 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
     for pool, routes in pools.items():
         servers = [s for s in placed if s.group.name in pool.groups and s.rank == 0]
         host, number = placed[0].host, sum(bool(r.argv) for r in found)
-        weights = _weights(plan, pool, [route for route, _ in routes])
+        weights = _weights(pool, routes)
         if len(servers) == 1:
             found.append(
                 RouterCommand(f"direct-{len(found) + 1}", pool, servers[0].host, servers[0].port, (), weights)
@@ -148,8 +150,7 @@ def _argv(
     transfer: Transfer,
 ) -> list[str]:
     first = servers[0].group
-    prefix_cached = bool(caches_for(plan, "prefix", {c for s in servers for c in s.group.components}))
-    policy = "cache_aware" if prefix_cached else _POLICY[first.router]
+    policy = "cache_aware" if _counts_on_prefixes(plan, servers) else _POLICY[first.router]
     command = ["vllm-router"] if pool.engine == "vllm" else ["python", "-m", "sglang_router.launch_router"]
     command += ["--host", "0.0.0.0", "--port", str(port), "--prometheus-port", str(metrics_port)]  # noqa: S104
     if pool.serving:
@@ -199,15 +200,20 @@ def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:
     return None
 
 
-def _of(stage: RouteStage, kind: str, engine: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(sorted(name for name in stage.groups if engine[name] == kind))
+def _partners(decode: RouteStage, engine: Mapping[str, str], kind: str) -> dict[str, float]:
+    """Decode groups of this engine -> their part of its decoding: KV of one engine is not another's."""
+    same = {name: weight for name, weight in decode.groups.items() if engine[name] == kind}
+    return {name: weight / sum(same.values()) for name, weight in same.items()}
 
 
-def _weights(plan: Plan, pool: RouterPool, routes: Sequence[PlanRoute]) -> str:
-    rates: dict[str, float] = defaultdict(float)
-    for route in routes:
-        for stage in route.stages:
-            for name, weight in stage.groups.items():
-                if name in pool.groups:
-                    rates[name] += route.rate * weight
-    return ", ".join(f"{name} {rate:.4g}/s" for name, rate in sorted(rates.items()))
+def _counts_on_prefixes(plan: Plan, servers: Sequence[ReplicaAddress]) -> bool:
+    """Whether the plan rests on cached prefixes here: in a planned store, or in each engine's own cache."""
+    if caches_for(plan, "prefix", {c for s in servers for c in s.group.components}):
+        return True
+    visitors = [one for s in servers if "P" in s.group.tasks for one in classes_of(plan, s.group)]
+    return any(one.prefix_hit_rate for one in visitors)
+
+
+def _weights(pool: RouterPool, routes: Sequence[tuple[PlanRoute, float]]) -> str:
+    rate = sum(route.rate * share for route, share in routes)
+    return ", ".join(f"{name} {rate:.4g}/s" for name in sorted(pool.groups))

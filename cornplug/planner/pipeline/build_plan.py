@@ -45,7 +45,7 @@ def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: st
         nodes=nodes,
         groups=_groups(problem, solution, names),
         routes=plan_routes,
-        latency_forecasts=[_forecast(c, plan_routes) for c in problem.classes.values()],
+        latency_forecasts=[_forecast(problem, solution, c, plan_routes) for c in problem.classes.values()],
         caches=_caches(problem, solution),
         reservations=_reservations(problem, plan_routes),
         proof=_proof(solution),
@@ -158,7 +158,9 @@ def _most_urgent(users: list[RequestClass]) -> Workload:
     return min((u.app.workload for u in users), key=URGENCY.index)
 
 
-def _forecast(of: RequestClass, plan_routes: list[PlanRoute]) -> LatencyForecast:
+def _forecast(
+    problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, plan_routes: list[PlanRoute]
+) -> LatencyForecast:
     slo = of.slo
     return LatencyForecast(
         app=of.app.name,
@@ -168,6 +170,7 @@ def _forecast(of: RequestClass, plan_routes: list[PlanRoute]) -> LatencyForecast
             of.rate, sum(r.rate for r in plan_routes if (r.app, r.request) == (of.app.name, of.request.name))
         ),
         priority=PRIORITY[of.app.workload],
+        prefix_hit_rate=problem.scenario(of.name, solution.levels).hits.prefix if of.request.prefix else 0.0,
         slo_percentile=slo.percentile,
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,

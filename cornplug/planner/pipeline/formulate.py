@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.planner.candidates import infeasible_classes, services
-from cornplug.planner.candidates.cache_sizes import CacheSizeOption, cache_levels, scenarios
+from cornplug.planner.candidates.cache_sizes import CacheScenario, CacheSizeOption, cache_levels, scenarios
 from cornplug.planner.candidates.cell_capacity import CellBuilder
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.dominance import loosest, prune
@@ -69,6 +69,14 @@ class FormulatedProblem:
         base = cell_builder.bases[name]
         samples = {s.name: self.samples.at(s, of, base) for w in request_paths for s in w.path.stages}
         return infeasible_classes.note(of, request_paths, cell_builder.config, cell_builder.dropped, samples)
+
+    def scenario(self, name: str, levels: Collection[str]) -> CacheScenario:
+        """The cache sizes that a class meets where these levels were chosen, and its hits."""
+        return next(
+            path.scenario
+            for path in self.request_paths.values()
+            if path.of.name == name and path.scenario.names <= frozenset(levels)
+        )
 
     def with_cells(self, changed: Mapping[str, CellSpec]) -> FormulatedProblem:
         """The same with other capacities of some cells; one that carries nothing goes."""

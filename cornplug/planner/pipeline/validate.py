@@ -83,12 +83,7 @@ def _stations(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, S
 def _class(
     problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, rate: float
 ) -> end_to_end.TrafficClass:
-    scenario = next(
-        w.scenario
-        for name, w in problem.request_paths.items()
-        if w.of.name == of.name and w.scenario.names <= solution.levels
-    )
-    samples = problem.samples.of(of, scenario)
+    samples = problem.samples.of(of, problem.scenario(of.name, solution.levels))
     return end_to_end.TrafficClass(name=of.name, rate=rate, burst=of.request.burst, samples=samples)
 
 

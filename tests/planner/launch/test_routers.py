@@ -83,6 +83,29 @@ def test_routers_cache_plan_uses_cache_aware_policy() -> None:
     assert parsed(of(plan(Case(replicas=2, caches=True)))[0]).policy == "cache_aware"
 
 
+def test_routers_assumed_prefix_hits_use_cache_aware_policy() -> None:
+    """A hit rate without a planned store is of the engines' own caches."""
+    made = plan(Case(replicas=2))
+    hits = [one.model_copy(update={"prefix_hit_rate": 0.9}) for one in made.latency_forecasts]
+    assert parsed(of(made.model_copy(update={"latency_forecasts": hits}))[0]).policy == "cache_aware"
+
+
+def test_routers_unequal_groups_have_routers_and_weights_of_their_own() -> None:
+    """Neither router takes weights: clients divide requests as the simulation did."""
+    one = plan(Case(replicas=2))
+    (first,) = one.groups
+    second = first.model_copy(update={"name": "faster", "placement": [[0, 2], [0, 3]]})
+    route = one.routes[0].model_copy(
+        update={"stages": [RouteStage(tasks="EPD", groups={first.name: 0.44, "faster": 0.56})]}
+    )
+    both = one.model_copy(update={"groups": [first, second], "routes": [route]})
+    assert [len(parsed(command).worker_urls) for command in of(both)] == [2, 2]
+    assert json.loads(files(both)["routes.json"])["chat/short"]["to"] == [
+        {"weight": 0.56, "url": "http://${HOST_1}:30001"},
+        {"weight": 0.44, "url": "http://${HOST_1}:30000"},
+    ]
+
+
 @pytest.mark.parametrize(("engine", "bootstrap"), [("vllm", []), ("sglang", ["8998"])])
 def test_routers_pair_has_roles_and_queue_limits(engine: Any, bootstrap: list[str]) -> None:
     (command,) = of(plan(Case("P+D", engine)))
