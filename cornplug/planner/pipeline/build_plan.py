@@ -88,7 +88,8 @@ def _placement(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, 
             for cell, n in solution.replicas.items()
             if n and problem.cells[cell].footprint.nodes.name == nodes.name
         }
-        slots |= place(replicas, nodes.gpus, solution.nodes.get(nodes.name, 0))
+        services = {cell: problem.cells[cell].service.name for cell in replicas}
+        slots |= place(replicas, nodes.gpus, solution.nodes.get(nodes.name, 0), services)
     return slots
 
 

@@ -1,13 +1,16 @@
 """Replicas to GPUs of nodes. Exact, because footprints divide each other.
 
-Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. For sizes
-of which each divides the next larger one, first-fit-decreasing wastes nothing (Coffman, Garey,
-Johnson 1987, "Bin packing with divisible item sizes"), so every solution that the pool
-model admits (sum of footprints <= GPUs of all nodes) can be placed.
+Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. Each of these sizes
+divides the next larger one. Placed in decreasing order, every replica finds the free GPUs of a node to be a
+multiple of its own (Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So every solution
+that the pool model admits (sum of footprints <= GPUs of all nodes) can be placed, on whichever node with
+room each replica goes: it goes to the node with the fewest replicas of its service, so that the loss
+of a node costs a service as little as it can.
 """
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
@@ -15,26 +18,37 @@ Slot = tuple[int, int]
 """Node's number in its class, first GPU."""
 
 
-def place(footprints: Mapping[str, tuple[float, int]], gpus: int, nodes: int) -> dict[str, list[Slot]]:
+def place(
+    footprints: Mapping[str, tuple[float, int]],
+    gpus: int,
+    nodes: int,
+    services: Mapping[str, str] | None = None,
+) -> dict[str, list[Slot]]:
     """Give each replica its node and first GPU.
 
-    `footprints`: group -> (GPUs of one replica, replicas). A replica of several nodes has the
-    first one's slot, and the nodes after it. ValueError: more than `nodes` nodes of `gpus` GPUs,
+    `footprints`: group -> (GPUs of one replica, replicas). `services`: group -> its service; a group
+    that is not there is a service by itself. A replica of several nodes has the first one's slot, and
+    the nodes after it. ValueError: more than `nodes` nodes of `gpus` GPUs,
     or a footprint off the chain.
     """
     order = sorted(footprints, key=lambda group: -footprints[group][0])
     free = [Fraction(gpus)] * nodes
     slots: dict[str, list[Slot]] = {group: [] for group in footprints}
+    beside: defaultdict[str, Counter[int]] = defaultdict(Counter)
     for group in order:
+        same = beside[(services or {}).get(group, group)]
         size, replicas = Fraction(footprints[group][0]), footprints[group][1]
         _check(size, gpus, group)
         for _ in range(replicas):
-            slots[group].append(_first_fit(free, size, gpus, group))
+            slot = _fit(free, size, gpus, group, same)
+            same[slot[0]] += 1
+            slots[group].append(slot)
     return slots
 
 
-def _first_fit(free: list[Fraction], size: Fraction, gpus: int, group: str) -> Slot:
-    for node in range(len(free)):
+def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
+    """`same`: node -> replicas of this service there."""
+    for node in sorted(range(len(free)), key=lambda node: same.get(node, 0) if size <= gpus else 0):
         whole_nodes = max(int(size / gpus), 1)
         if size > gpus:
             if _empty(free[node : node + whole_nodes], whole_nodes, gpus):

@@ -39,6 +39,24 @@ def test_place_pool_that_fits_by_count_is_placed(pool: tuple[int, dict[str, tupl
     assert sum(used.values()) == total
 
 
+@given(pools())
+def test_place_replicas_of_group_are_spread_over_nodes(
+    pool: tuple[int, dict[str, tuple[float, int]]],
+) -> None:
+    """With nodes enough for one of each, no node has two: its loss costs one replica."""
+    gpus, footprints = pool
+    few = {group: (size, min(replicas, 3)) for group, (size, replicas) in footprints.items() if size <= gpus}
+    room = ceil(sum(size for size, _ in few.values()) / gpus)
+    slots = place(few, gpus, 3 * room)
+    for group, placed in slots.items():
+        assert len({node for node, _ in placed}) == few[group][1]
+
+
+def test_place_groups_of_one_service_count_together() -> None:
+    slots = place({"a": (2, 1), "b": (1, 1)}, 4, 2, {"a": "llm/PD", "b": "llm/PD"})
+    assert slots == {"a": [(0, 0)], "b": [(1, 0)]}
+
+
 def test_place_too_few_nodes_are_refused() -> None:
     with pytest.raises(ValueError, match="b: no room for 1 GPUs on 1 nodes of 2"):
         place({"a": (1, 2), "b": (1, 1)}, 2, 1)
