@@ -62,6 +62,14 @@ class KVGeometry(PlanRecord):
     max_prompt_tokens: int
 
 
+class QueueForecast(PlanRecord):
+    """Most that waited at one replica in the plan's simulation: a limit below it rejects planned load."""
+
+    requests: int
+    prompt_tokens: int
+    """Of requests whose prefill had not ended, cached tokens included."""
+
+
 class ReplicaGroup(PlanRecord):
     """Equal replicas of one cell."""
 
@@ -91,6 +99,8 @@ class ReplicaGroup(PlanRecord):
     capacity: dict[str, float]
     """Request class -> rate of it alone, one replica."""
     tier_s: float | None = None
+    queue: QueueForecast | None = None
+    """None where the plan was not simulated."""
     settings: EngineSettings | None = None
     kv: KVGeometry | None = None
     workload: Literal["online", "semi-online", "offline"] = "online"

@@ -15,6 +15,8 @@ from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import CacheSize, LatencyForecast, Plan, ReplicaGroup
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
+QUEUE_MARGIN: Final = 2
+"""Times the longest queue of the simulation, which is of an hour or less."""
 LEAST_STORE_GIB: Final = 1.0
 """Where a plan has no cache but engines take embeddings from a service beside them."""
 _DRAIN_S: Final = (30, 600)
@@ -67,6 +69,8 @@ class GroupContext:
     """Longest time that a request under way may still take."""
     ranks_requests: bool
     """Requests of different priority meet here."""
+    limits_queue: bool
+    """Online requests only: work that can wait is queued, never refused."""
     admits: bool
     """Classes of service with deadlines stand before it."""
     agrees_on_dtype: bool
@@ -165,6 +169,7 @@ def context_for(
         ttft_s=min(bounds, default=None),
         drain_s=_drain_s(visiting),
         ranks_requests=len({one.priority for one in visiting}) > 1,
+        limits_queue=group.workload == "online" and len({one.priority for one in visiting}) == 1,
         admits=role != "D" and _admits(plan, group),
         agrees_on_dtype=role != "PD" or bool(encoders),
     )

@@ -14,9 +14,15 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, ReplicaAddress
-from cornplug.planner.launch.group_context import caches_for, classes_of, context_for, one_per_host
+from cornplug.planner.launch.group_context import (
+    QUEUE_MARGIN,
+    caches_for,
+    classes_of,
+    context_for,
+    one_per_host,
+)
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import Plan, PlanRoute, ReplicaGroup, RouteStage
+from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 
 # Both routers know only the number of requests under way at each server: the less loaded of two random
 # servers is the nearest to "least work" that they have.
@@ -171,9 +177,9 @@ def _argv(
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
     """Flags of the queue limits before a pair: SGLang's servers cannot limit their queues there."""
-    bounds = [context_for(plan, s, [*servers], transfer="nixl").ttft_s for s in servers if _online(s.group)]
-    ttft = min((b for b in bounds if b is not None), default=None)
-    if ttft is None:
+    contexts = [context_for(plan, s, [*servers], transfer="nixl") for s in servers]
+    ttft = min((c.ttft_s for c in contexts if c.limits_queue and c.ttft_s is not None), default=None)
+    if ttft is None or not all(c.limits_queue for c in contexts):
         return []
     running = sum(
         s.group.settings.max_batch for s in servers if s.group.name in pool.decode and s.group.settings
@@ -181,15 +187,12 @@ def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> l
     rates = [
         max(s.group.capacity.values()) for s in servers if s.group.name in pool.prefill and s.group.capacity
     ]
-    waiting = math.ceil(sum(rates) * ttft)
+    simulated = sum(s.group.queue.requests for s in servers if s.group.name in pool.prefill and s.group.queue)
+    waiting = max(math.ceil(sum(rates) * ttft), QUEUE_MARGIN * simulated)
     return [
         "--max-concurrent-requests", str(max(running, 1)), "--queue-size", str(max(waiting, 1)),
         "--queue-timeout-secs", str(max(math.ceil(ttft), 1)),
     ]  # fmt: skip
-
-
-def _online(group: ReplicaGroup) -> bool:
-    return group.workload == "online"
 
 
 def _stage(route: PlanRoute, tasks: str) -> RouteStage | None:

@@ -8,7 +8,7 @@ from typing import Final
 from cornplug.planner.launch import kv_transfer
 from cornplug.planner.launch.addresses import ReplicaAddress
 from cornplug.planner.launch.attention_backends import backend_of
-from cornplug.planner.launch.group_context import STORE_SOCKET, GroupContext, is_cpu
+from cornplug.planner.launch.group_context import QUEUE_MARGIN, STORE_SOCKET, GroupContext, is_cpu
 from cornplug.planner.launch.vllm_flags import settings_of
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
@@ -145,8 +145,10 @@ def _schedule(group: ReplicaGroup, settings: EngineSettings, context: GroupConte
         flags += ["--stream-interval", "10"]
         if context.role == "PD" and settings.speculative == "none":
             flags += ["--enable-mixed-chunk"]
-    if group.workload == "online" and context.role == "PD" and context.ttft_s is not None and group.capacity:
-        flags += ["--max-queued-requests", str(math.ceil(max(group.capacity.values()) * context.ttft_s) or 1)]
+    if context.limits_queue and context.role == "PD" and context.ttft_s is not None and group.capacity:
+        simulated = QUEUE_MARGIN * group.queue.requests if group.queue else 0
+        most = max(math.ceil(max(group.capacity.values()) * context.ttft_s), simulated, 1)
+        flags += ["--max-queued-requests", str(most)]
     return flags
 
 

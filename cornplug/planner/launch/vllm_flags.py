@@ -10,7 +10,13 @@ from cornplug.errors import ConfigError
 from cornplug.planner.launch import kv_transfer
 from cornplug.planner.launch.addresses import ReplicaAddress
 from cornplug.planner.launch.attention_backends import backend_of
-from cornplug.planner.launch.group_context import STORE_SOCKET, GroupContext, StoreSharing, is_cpu
+from cornplug.planner.launch.group_context import (
+    QUEUE_MARGIN,
+    STORE_SOCKET,
+    GroupContext,
+    StoreSharing,
+    is_cpu,
+)
 from cornplug.planner.plan import EngineSettings, ReplicaGroup
 
 _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
@@ -151,11 +157,10 @@ def _admission(group: ReplicaGroup, settings: EngineSettings, context: GroupCont
     """vLLM serves lower values first; with the SGLang lines' own flag both engines agree."""
     flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
     rate = settings.prefill_tokens_s
-    if group.workload == "online" and context.role != "D" and context.ttft_s is not None and rate:
-        flags += [
-            "--max-num-queued-tokens",
-            str(max(math.ceil(context.ttft_s * rate), settings.max_model_len)),
-        ]
+    if context.limits_queue and context.role != "D" and context.ttft_s is not None and rate:
+        simulated = QUEUE_MARGIN * group.queue.prompt_tokens if group.queue else 0
+        most = max(math.ceil(context.ttft_s * rate), settings.max_model_len, simulated)
+        flags += ["--max-num-queued-tokens", str(most)]
     if context.admits:
         flags += ["--middleware", "cornplug.vllm_connector.admission.Admission"]
     return flags

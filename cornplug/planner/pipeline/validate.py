@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from cornplug.planner.candidates import cache_sizes
+from cornplug.planner.candidates.engine_settings import PRIORITY
 from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.inputs.request_classes import RequestClass
@@ -14,9 +15,10 @@ from cornplug.planner.inputs.schema import LLMShape
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline.build_plan import group_name
 from cornplug.planner.pipeline.formulate import FormulatedProblem, nic_bytes_s
-from cornplug.planner.plan import LatencyForecast, Plan, PlanRoute, RequestTimes
+from cornplug.planner.plan import LatencyForecast, Plan, PlanRoute, QueueForecast, ReplicaGroup, RequestTimes
 from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
+from cornplug.planner.simulator.stations import QueuePeak
 
 REQUESTS: Final = 4000
 """Of one class in a simulation: a 99th percentile then rests on 40 of them."""
@@ -62,9 +64,10 @@ def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     found = end_to_end.simulate_plan(
         stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
     )
-    forecasts = [_with_times(f, found) for f in plan.latency_forecasts]
+    forecasts = [_with_times(f, found.times) for f in plan.latency_forecasts]
+    groups = [_with_queue(g, found.queues.get(g.name)) for g in plan.groups]
     misses = tuple(m for f in forecasts for m in _misses(f))
-    return ValidationRun(plan.model_copy(update={"latency_forecasts": forecasts}), misses)
+    return ValidationRun(plan.model_copy(update={"latency_forecasts": forecasts, "groups": groups}), misses)
 
 
 def _name(route: PlanRoute) -> str:
@@ -84,7 +87,8 @@ def _class(
     problem: FormulatedProblem, solution: PoolSolution, of: RequestClass, rate: float
 ) -> end_to_end.TrafficClass:
     samples = problem.samples.of(of, problem.scenario(of.name, solution.levels))
-    return end_to_end.TrafficClass(name=of.name, rate=rate, burst=of.request.burst, samples=samples)
+    priority = PRIORITY[of.app.workload]
+    return end_to_end.TrafficClass(of.name, rate, of.request.burst, samples, priority)
 
 
 def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
@@ -105,6 +109,13 @@ def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], 
         return request.prompt_tokens * per_token / slowest if after == "D" else 0.0
 
     return seconds
+
+
+def _with_queue(group: ReplicaGroup, peak: QueuePeak | None) -> ReplicaGroup:
+    if peak is None or not peak.requests:
+        return group
+    queue = QueueForecast(requests=peak.requests, prompt_tokens=peak.prompt_tokens)
+    return group.model_copy(update={"queue": queue})
 
 
 def _with_times(forecast: LatencyForecast, found: Mapping[str, end_to_end.SimulatedTimes]) -> LatencyForecast:

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from cornplug.planner.plan import PlanRoute, RequestTimes
 from cornplug.planner.simulator.simulator import Station, simulate
+from cornplug.planner.simulator.stations import QueuePeak
 from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClass, horizon, jobs_of, traffic
 
-__all__ = ["Delays", "SimulatedTimes", "TrafficClass", "simulate_plan", "times_of"]
+__all__ = ["Delays", "SimulatedPlan", "SimulatedTimes", "TrafficClass", "simulate_plan", "times_of"]
 
 PRECISION: Final = 0.02
 """Standard error of a 95th percentile, as a share of it, at which runs end."""
@@ -34,6 +35,14 @@ class SimulatedTimes:
     e2e: RequestTimes
     finished: float
     """Requests a second that were done while requests arrived; below the rate in an overload."""
+
+
+@dataclass(frozen=True)
+class SimulatedPlan:
+    times: dict[str, SimulatedTimes]
+    """By request class."""
+    queues: dict[str, QueuePeak]
+    """By station, of all runs."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ def simulate_plan(
     requests: int,
     seed: int,
     most_runs: int = MOST_RUNS,
-) -> dict[str, SimulatedTimes]:
+) -> SimulatedPlan:
     """Simulate the plan with all classes sharing its stations.
 
     About `requests` requests are counted in each of 4 or more runs, `most_runs` at most, of each class in
@@ -77,15 +86,24 @@ def simulate_plan(
     """
     places = list(stations.values())
     all_traffic = traffic(stations, routes, classes, delays)
-    return _repeated(
-        lambda run: _merged_jobs(places, all_traffic, requests, np.random.default_rng([1, seed, run])),
+    queues = dict.fromkeys(stations, QueuePeak())
+    times = _repeated(
+        lambda run: _merged_jobs(
+            places, all_traffic, requests, np.random.default_rng([1, seed, run]), queues
+        ),
         most_runs,
     )
+    return SimulatedPlan(times, queues)
 
 
 def _merged_jobs(
-    stations: Sequence[Station], all_traffic: Sequence[ClassTraffic], requests: int, rng: np.random.Generator
+    stations: Sequence[Station],
+    all_traffic: Sequence[ClassTraffic],
+    requests: int,
+    rng: np.random.Generator,
+    queues: dict[str, QueuePeak],
 ) -> dict[str, _EndToEndRun]:
+    """Times by class; raises the peaks of `queues`."""
     if not all_traffic:
         return {}
     counted, warm = horizon(stations, all_traffic, requests)
@@ -94,6 +112,8 @@ def _merged_jobs(
         key=lambda job: job.at_s,
     )
     outcome = simulate(stations, jobs, seed=int(rng.integers(1 << 31)))
+    for station, name in zip(stations, queues, strict=True):
+        queues[name] |= outcome.queues[station.name]
     at = np.array([job.at_s for job in jobs])
     done = at + outcome.e2e
     times = {}

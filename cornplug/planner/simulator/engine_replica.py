@@ -1,7 +1,7 @@
 """One replica of a language model's engine: iterations that prefill, decode, or both.
 
-An iteration takes waiting prompts first in first out up to `chunk_tokens`, less one token for each
-request that decodes, and gives every request that decodes one token. A request is admitted when
+An iteration takes waiting prompts by priority, first in first out, up to `chunk_tokens`, less one token
+for each request that decodes, and gives every request that decodes one token. A request is admitted when
 fewer than `max_batch` are and the KV of its whole prompt and output fits the cache beside all
 reservations. The items of a prompt (tasks with E) are encoded in the iteration of its first chunk.
 
@@ -21,7 +21,7 @@ from math import ceil, sqrt
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, batches_s, isolated_prefill_s
-from cornplug.planner.simulator.stations import Station
+from cornplug.planner.simulator.stations import QueuePeak, Station
 
 
 class EngineReplica:
@@ -49,6 +49,8 @@ class EngineReplica:
         self._idle = True
         self._mixed = False
         self._work_s = 0.0
+        self._prefilling = self._most_prefilling = self._most_waiting = 0
+        """Prompt tokens of requests whose prefill has not ended, their peak, and that of waiting requests."""
         self.outstanding = 0
         self.busy_s = 0.0
 
@@ -62,11 +64,11 @@ class EngineReplica:
             self._agenda.add(now, self, -1 - job)
             return
         self._work_s += self._prefill_work_s(request) + self._decode_work_s(request)
-        self._waiting.append((job, request))
+        self._queue(job, request)
         if self._idle:
             # An event, not a call: requests that come at the same instant share the iteration.
             self._schedule(now, 0, 0.0)
-        elif not self._mixed and len(self._waiting) == 1 and self._admissible(request):
+        elif not self._mixed and self._waiting[0][0] == job and self._admissible(request):
             self._cut_short(now)
 
     def wake(self, now: float, token: int) -> Sequence[int]:
@@ -86,6 +88,20 @@ class EngineReplica:
     def load(self, now: float) -> float:
         """A prompt counts with its isolated work, a decode as its part of a full batch."""
         return self._work_s + (max(self._until - now, 0.0) if self._mixed else 0.0)
+
+    @property
+    def queue_peak(self) -> QueuePeak:
+        return QueuePeak(self._most_waiting, self._most_prefilling)
+
+    def _queue(self, job: int, request: SampledRequest) -> None:
+        """Behind all of its priority or a higher one, as both engines do."""
+        priority, at = self._log.priority, len(self._waiting)
+        while at and priority[self._waiting[at - 1][0]] < priority[job]:
+            at -= 1
+        self._waiting.insert(at, (job, request))
+        self._prefilling += request.prompt_tokens if self._prefills else 0
+        self._most_waiting = max(self._most_waiting, len(self._waiting))
+        self._most_prefilling = max(self._most_prefilling, self._prefilling)
 
     # Admission ------------------------------------------------------------------------------
 
@@ -222,6 +238,7 @@ class EngineReplica:
         left = []
         for job, request in self._prefilled:
             self._log.first_token[job] = now
+            self._prefilling -= request.prompt_tokens
             if self._decodes and request.output_tokens > 1:
                 self._run(job, request)
             else:

@@ -13,7 +13,7 @@ from itertools import count
 from typing import Protocol
 
 from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.simulator.stations import Station
+from cornplug.planner.simulator.stations import QueuePeak, Station
 
 
 class SimulatedReplica(Protocol):
@@ -21,6 +21,9 @@ class SimulatedReplica(Protocol):
     """Requests that came and have not left."""
     busy_s: float
     """Seconds with work, between the simulation's first and last arrival."""
+
+    @property
+    def queue_peak(self) -> QueuePeak: ...
 
     def arrive(self, now: float, job: int, request: SampledRequest) -> None: ...
 
@@ -45,19 +48,27 @@ class EventAgenda:
 
 
 class TokenLog:
-    """When tokens came, and how much of a piece of work lies where utilisation is measured."""
+    """Priorities of jobs, when their tokens came, and how much of a piece of work lies where utilisation is
+    measured."""
 
-    def __init__(self, since: float, until: float, jobs: int) -> None:
-        self.since, self.until = since, until
-        self.first_token = [float("nan")] * jobs
-        self.last_token = [float("nan")] * jobs
+    def __init__(self, since: float, until: float, priority: Sequence[int]) -> None:
+        """`priority`: of each job."""
+        self.since, self.until, self.priority = since, until, priority
+        self.first_token = [float("nan")] * len(priority)
+        self.last_token = [float("nan")] * len(priority)
 
     def within(self, start: float, end: float) -> float:
         """Seconds of [start, end] between the first and the last arrival."""
         return max(min(end, self.until) - max(start, self.since), 0.0)
 
 
-class SerialReplica:
+class _Unlimited:
+    """A replica whose queue has no limit in a plan's commands."""
+
+    queue_peak = QueuePeak()
+
+
+class SerialReplica(_Unlimited):
     """One request after the other, whole: a generator, or an engine with its generator inside.
 
     A monolith that generates (PDG) holds its device for a request's whole time: prefill, decode
@@ -93,7 +104,7 @@ class SerialReplica:
         return max(self._free_at - now, 0.0)
 
 
-class EncoderReplica:
+class EncoderReplica(_Unlimited):
     """Batches of items, first in first out, up to `max_patches` each.
 
     Items of one request may share a batch or be in several; it leaves when all are done.

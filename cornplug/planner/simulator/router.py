@@ -6,6 +6,9 @@ does. join_shortest_queue: fewest requests. random: any. Ties go to the first.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 import numpy as np
 
 from cornplug.planner.inputs.demand import SampledRequest
@@ -17,7 +20,7 @@ from cornplug.planner.simulator.replicas import (
     SimulatedReplica,
     TokenLog,
 )
-from cornplug.planner.simulator.stations import Station
+from cornplug.planner.simulator.stations import QueuePeak, Station
 
 
 class RouterDispatch:
@@ -34,6 +37,10 @@ class RouterDispatch:
     @property
     def busy_s(self) -> float:
         return sum(replica.busy_s for replica in self._replicas)
+
+    @property
+    def queue_peak(self) -> QueuePeak:
+        return reduce(or_, (replica.queue_peak for replica in self._replicas))
 
     def _choose(self, now: float) -> SimulatedReplica:
         if len(self._replicas) == 1:

@@ -36,12 +36,16 @@ def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: i
     if any(b.at_s < a.at_s for a, b in pairwise(jobs)):
         raise ValueError("jobs must be sorted by at_s")
     agenda = EventAgenda()
-    log = TokenLog(jobs[0].at_s, jobs[-1].at_s, len(jobs)) if jobs else TokenLog(0.0, 0.0, 0)
+    log = TokenLog(*_span(jobs), [job.priority for job in jobs])
     rng = np.random.default_rng(seed)
     dispatches = [RouterDispatch(station, agenda, log, rng) for station in stations]
     run = _Run(jobs, dispatches, agenda)
     run.to_the_end()
     return _outcome(jobs, stations, dispatches, log, run)
+
+
+def _span(jobs: Sequence[StationJob]) -> tuple[float, float]:
+    return (jobs[0].at_s, jobs[-1].at_s) if jobs else (0.0, 0.0)
 
 
 class _Run:
@@ -114,6 +118,7 @@ def _outcome(
         e2e=end - at + overhead,
         stage_s=_stage_times(run.came, run.left),
         busy={d.station.name: d.busy_s / (span * d.station.replicas) if span else 0.0 for d in dispatches},
+        queues={d.station.name: d.queue_peak for d in dispatches},
     )
 
 

@@ -63,6 +63,20 @@ class StationJob:
     """Request class, for the caller's own grouping."""
     request: SampledRequest
     visits: tuple[StationVisit, ...]
+    priority: int = 0
+    """Larger goes first where it waits for an engine; equal ones in their order."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePeak:
+    """Most that waited at one replica at a time."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    """Of requests whose prefill had not ended, cached tokens included: as vLLM counts them."""
+
+    def __or__(self, other: QueuePeak) -> QueuePeak:
+        return QueuePeak(max(self.requests, other.requests), max(self.prompt_tokens, other.prompt_tokens))
 
 
 @dataclass(frozen=True)
@@ -81,3 +95,5 @@ class JobOutcomes:
     """jobs x visits: from coming to a station to leaving it; NaN beyond a job's visits."""
     busy: dict[str, float]
     """Station -> share of the replicas' time with work, between first and last arrival."""
+    queues: dict[str, QueuePeak]
+    """By station."""

@@ -33,6 +33,8 @@ class TrafficClass:
     """Squared coefficient of variation of the times between arrivals."""
     samples: Sequence[SampledRequest]
     """Equally likely."""
+    priority: int = 0
+    """Larger goes first where it waits for an engine."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ def jobs_of(t: ClassTraffic, kind: int, seconds: float, rng: np.random.Generator
             kind,
             t.of.samples[d],
             tuple(StationVisit(to[i], delay[d]) for to, delay in zip(chosen[w], between[w], strict=True)),
+            t.of.priority,
         )
         for i, (time, w, d) in enumerate(zip(at.tolist(), paths.tolist(), samples.tolist(), strict=True))
     ]

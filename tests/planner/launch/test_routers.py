@@ -16,7 +16,7 @@ import pytest
 from cornplug.planner.launch.addresses import sites
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.routers import routers
-from cornplug.planner.plan import Plan, PlanRoute, RouteStage
+from cornplug.planner.plan import Plan, PlanRoute, QueueForecast, RouteStage
 
 from ..plans import Case, matrix, plan
 
@@ -114,6 +114,35 @@ def test_routers_pair_has_roles_and_queue_limits(engine: Any, bootstrap: list[st
     assert args.decode == [["http://${HOST_1}:8001"]]
     # 3 requests a second and 0.5 s: two may wait; 128 run.
     assert (args.max_concurrent_requests, args.queue_size, args.queue_timeout_secs) == (128, 2, 1)
+
+
+def flag(made: Plan, name: str) -> str | None:
+    """Its value in the first engine's line; None: it is not there."""
+    argv = next(c for c in commands(made) if c.kind == "engine").argv
+    return argv[argv.index(name) + 1] if name in argv else None
+
+
+@pytest.mark.parametrize(
+    ("engine", "name", "by_bound", "by_queue"),
+    [("vllm", "--max-num-queued-tokens", "10000", "60000"), ("sglang", "--max-queued-requests", "2", "14")],
+)
+def test_engine_queue_limit_holds_twice_the_simulated_queue(
+    engine: Any, name: str, by_bound: str, by_queue: str
+) -> None:
+    """A limit below it would reject planned load."""
+    made = plan(Case(engine=engine))
+    queue = QueueForecast(requests=7, prompt_tokens=30_000)
+    simulated = [g.model_copy(update={"queue": queue}) for g in made.groups]
+    assert flag(made, name) == by_bound
+    assert flag(made.model_copy(update={"groups": simulated}), name) == by_queue
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"), [("vllm", "--max-num-queued-tokens"), ("sglang", "--max-queued-requests")]
+)
+def test_engine_with_work_that_can_wait_has_no_queue_limit(engine: Any, name: str) -> None:
+    """Offline requests of the same engine are queued, not refused."""
+    assert flag(plan(Case(engine=engine, classes=True)), name) is None
 
 
 def test_routers_distant_encoders_are_listed_for_clients() -> None:

@@ -12,6 +12,7 @@ from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.plan import PlanRoute, RouteStage
 from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, simulate_plan
 from cornplug.planner.simulator.simulator import Station
+from cornplug.planner.simulator.stations import QueuePeak
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 STEPS = EngineStepTimes(
@@ -49,7 +50,9 @@ def transfer(before: str, after: str, draw: SampledRequest) -> float:
 def run(
     routes: list[PlanRoute], traffic_classes: dict[str, TrafficClass], requests: int = 400
 ) -> dict[str, SimulatedTimes]:
-    return simulate_plan(STATIONS, routes, traffic_classes, transfer, requests=requests, seed=0, most_runs=1)
+    return simulate_plan(
+        STATIONS, routes, traffic_classes, transfer, requests=requests, seed=0, most_runs=1
+    ).times
 
 
 def test_simulate_plan_lone_request_takes_stages_and_transfers() -> None:
@@ -100,7 +103,7 @@ def test_simulate_plan_equal_seed_gives_equal_times() -> None:
     assert first == again
     other = simulate_plan(
         STATIONS, [route(APART)], traffic_classes, transfer, requests=400, seed=1, most_runs=1
-    )["chat/a"]
+    ).times["chat/a"]
     assert other.ttft.mean != first.ttft.mean
 
 
@@ -122,6 +125,14 @@ def test_simulate_plan_without_routes_is_empty() -> None:
     assert run([], classes(1.0)) == {}
 
 
+def test_simulate_plan_burst_has_queue_of_its_station() -> None:
+    got = simulate_plan(
+        STATIONS, [route(TOGETHER)], classes(5.0, 8.0), transfer, requests=300, seed=0, most_runs=1
+    )
+    assert got.queues["mono"].requests > 3
+    assert got.queues["p"] == QueuePeak()
+
+
 def test_simulate_plan_repeated_runs_narrow_percentiles() -> None:
     """Single runs of an uneven load spread more, from seed to seed, than `simulate_plan` of many."""
     samples = [
@@ -131,7 +142,7 @@ def test_simulate_plan_repeated_runs_narrow_percentiles() -> None:
     stations, path = {"p": STATIONS["p"]}, [route([APART[1]])]
 
     def p95(seed: int, **more: int) -> float:
-        got = simulate_plan(stations, path, traffic_classes, transfer, requests=500, seed=seed, **more)
+        got = simulate_plan(stations, path, traffic_classes, transfer, requests=500, seed=seed, **more).times
         assert got["chat/a"].ttft.p95 is not None
         return got["chat/a"].ttft.p95
 

@@ -14,6 +14,7 @@ from planner import simpy_stations
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
+from cornplug.planner.simulator.stations import QueuePeak
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 STEPS = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3))
@@ -116,6 +117,20 @@ def test_simulate_path_counts_transfers_and_first_token_once() -> None:
     assert got.tpot[0] == pytest.approx((0.3 + 0.042) / 2)
     assert got.e2e[0] == pytest.approx(0.1 + 0.2 + 0.02 + 0.02 + 0.3 + 0.042)
     assert list(got.kind) == [7]
+
+
+def test_simulate_priority_goes_before_those_that_wait() -> None:
+    """The first runs; the third came last and leaves second."""
+    station = Station("llm/P", 1, "P", steps=STEPS, chunk_tokens=100)
+    jobs = [StationJob(at, 0, draw(100), HERE, priority) for at, priority in ((0, 0), (0.001, 0), (0.002, 2))]
+    np.testing.assert_allclose(simulate([station], jobs).ttft, [0.02, 0.059, 0.038])
+
+
+def test_simulate_queue_peak_counts_waiting_and_prefilling() -> None:
+    station = Station("llm/P", 1, "P", steps=STEPS, chunk_tokens=100)
+    got = run(station, *[(0.001 * i, draw(100, cached=20)) for i in range(4)])
+    # The first is computed while three wait; cached tokens count, as in vLLM.
+    assert got.queues == {"llm/P": QueuePeak(3, 400)}
 
 
 def test_simulate_least_work_router_sees_seconds() -> None:
