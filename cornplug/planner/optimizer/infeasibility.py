@@ -36,8 +36,11 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
     if model.pool.objective == "goodput" and len(lost) < len(model.pool.demands):
         return
     if lost:
+        demands_of: dict[str, list[str]] = {}
+        for u in lost:
+            demands_of.setdefault(notes.get(u) or _missing(model.pool, u), []).append(u)
         raise PlanInfeasible(
-            "no plan: " + "; ".join(f"demand[{u}]: {notes.get(u) or _missing(model.pool, u)}" for u in lost)
+            "no plan: " + "; ".join(f"demand[{', '.join(us)}]: {why}" for why, us in demands_of.items())
         )
 
 
@@ -58,7 +61,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
         return f"{service} has no cell: it fits on no GPU of the pool. Add a larger GPU"
     able = [c for c in cells if demand in c.capacity]
     if not able:
-        return f"none of the {len(cells)} cells of {service} carries it. Loosen its SLO or add a faster GPU"
+        return f"no configuration of {service} keeps its SLO. Loosen the SLO or add a faster GPU"
     best = min(able, key=lambda c: c.tier)
     if best.tier <= tier:
         return ""

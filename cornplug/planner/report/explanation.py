@@ -28,6 +28,8 @@ BUDGET_S: Final = 10.0
 _ONE_S: Final = 2.0
 """For one question at most."""
 _GAP: Final = 0.01
+_NAMED: Final = 3
+"""Skipped questions that a note names."""
 
 Report = Callable[[str, float], None]
 
@@ -221,6 +223,8 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
             "`cornplug profile` before you buy."
         )
     if asked.skipped:
-        yield f"No time was left to ask for: {', '.join(dict.fromkeys(asked.skipped))}."
+        skipped = list(dict.fromkeys(asked.skipped))
+        more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
+        yield f"No time was left to ask for {', '.join(skipped[:_NAMED])}{more}: raise --explain."
     for reason, n in decision.problem.dropped.most_common(3):
         yield f"Left out, {formatting.count(n, 'cell')}: {reason}."

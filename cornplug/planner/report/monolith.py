@@ -44,7 +44,7 @@ def it_loses(cost: float, single: CounterfactualAnswer) -> str:
     """`cost`: of the plan, which divides some requests."""
     if single.value is None:
         reason = f" ({single.reason})" if single.reason else ""
-        return f"The monolith loses here: no plan of monoliths keeps the SLOs on this pool{reason}."
+        return f"The monolith loses here: with monoliths only, no plan keeps the SLOs on this pool{reason}."
     return f"The monolith loses here: everywhere, it costs {_more(single.value, cost)}."
 
 

@@ -94,7 +94,17 @@ def test_infeasibility_missing_cells_or_variants_are_named() -> None:
     )
     assert "it has no request path" in told(replace(POOL, variants=()))
     deaf = (replace(POOL.cells[0], capacity={}),)
-    assert "none of the 1 cells of s carries it" in told(replace(POOL, cells=deaf))
+    assert "no configuration of s keeps its SLO" in told(replace(POOL, cells=deaf))
+
+
+def test_infeasibility_demands_with_one_reason_are_named_together() -> None:
+    """Not the same sentence for each."""
+    two = tuple(replace(POOL.demands[0], name=name) for name in ("u", "v"))
+    variants = tuple(replace(POOL.variants[0], name=u.name, demand=u.name) for u in two)
+    deaf = (replace(POOL.cells[0], capacity={}),)
+    message = told(replace(POOL, demands=two, variants=variants, cells=deaf))
+    assert message.count("no configuration of s") == 1
+    assert "demand[u, v]: " in message
 
 
 def test_solve_time_limit_raises_plan_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ def test_explanation_without_time_is_noted() -> None:
     found = explanation.explain(pair(10), decided(pair(10)), budget_s=0)
     assert found.alternatives == []
     assert found.binding == []
-    assert any("No time was left to ask for: monolith, monolith everywhere" in note for note in found.notes)
+    assert any("No time was left to ask for monolith, monolith everywhere" in note for note in found.notes)
 
 
 def test_scaled_applications_change_bounds_only() -> None:
