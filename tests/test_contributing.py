@@ -67,7 +67,7 @@ def test_engine_family_is_shared_once_compared_there(scratch: Path) -> None:
         "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES\n"
         "found = Checkpoint.open(str(gemma3(Path(tempfile.mkdtemp()))))\n"
         "model = EngineModel(checkpoint=found, dtype='float32',\n"
-        "    max_model_len=512, engine='vllm', proven=VALIDATED_FAMILIES)\n"
+        "    max_model_len=512, engine='vllm', validated_families=VALIDATED_FAMILIES)\n"
         "try:\n    print('shared', model.tower_identity().identity.hex())\n"
         "except CheckpointError as e:\n    print('refused', e.reason)\n"
     )

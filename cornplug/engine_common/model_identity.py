@@ -52,7 +52,7 @@ class EngineModel:
     """Longest sequence in tokens: some rotary embeddings depend on it."""
     engine: str
     """Which engine computes: "vllm" or "sglang"."""
-    proven: frozenset[str]
+    validated_families: frozenset[str]
     """Families whose embeddings this engine makes as the encoder service does, by test."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The deployment's own arguments of the image processor."""
@@ -79,10 +79,10 @@ class EngineModel:
         "unproven_family" for one that was not compared in this engine, and as `Checkpoint.identity`.
         """
         name = str(self.checkpoint.config.get("model_type"))
-        if name not in FAMILIES or name not in self.proven:
+        if name not in FAMILIES or name not in self.validated_families:
             raise CheckpointError(
                 f"nobody has compared what {self.engine} makes of {name!r} with what the encoder service "
-                f"makes. Compared: {', '.join(sorted(self.proven))}.",
+                f"makes. Compared: {', '.join(sorted(self.validated_families))}.",
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity

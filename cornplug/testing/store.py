@@ -48,7 +48,7 @@ class StoreContract(WritingContract):
     def quarter(self) -> int:
         return self.capacity_bytes // 4
 
-    def test_nothing_is_visible_before_commit(self, store: Store, other: Store) -> None:
+    def test_store_entry_before_commit_is_invisible(self, store: Store, other: Store) -> None:
         room = reserve(store, "a", 100)
         assert isinstance(room, Reservation)
         assert present(other, "a") == b"\0"
@@ -57,7 +57,7 @@ class StoreContract(WritingContract):
         assert store.commit([(room, b"m")], deadline_s=DEADLINE_S) == [True]
         assert present(other, "a") == b"\1"
 
-    def test_what_was_written_is_read_elsewhere(self, store: Store, other: Store) -> None:
+    def test_store_entry_reads_equal_in_another_client(self, store: Store, other: Store) -> None:
         fill(store, "a", b"payload")
         held = lease(other, "a")
         assert held is not None
@@ -65,25 +65,25 @@ class StoreContract(WritingContract):
         assert held.location.size == 7
         assert held.location.offset % 64 == 0
 
-    def test_views_of_readers_are_read_only(self, store: Store) -> None:
+    def test_store_lease_view_is_read_only(self, store: Store) -> None:
         fill(store, "a", b"payload")
         held = lease(store, "a")
         assert held is not None
         assert store.view(held.location).readonly
 
-    def test_mask_answers_each_key(self, store: Store) -> None:
+    def test_store_contains_answers_each_key(self, store: Store) -> None:
         for name in (0, 1, 3):
             fill(store, name, b"x")
         assert present(store, 0, 1, 2, 3) == b"\1\1\0\1"
         assert present(store) == b""
 
-    def test_an_empty_payload_is_an_entry(self, store: Store) -> None:
+    def test_store_empty_payload_is_an_entry(self, store: Store) -> None:
         fill(store, "empty", b"")
         held = lease(store, "empty")
         assert held is not None
         assert bytes(store.view(held.location)) == b""
 
-    def test_first_writer_wins(self, store: Store, other: Store) -> None:
+    def test_store_second_writer_is_refused(self, store: Store, other: Store) -> None:
         room = reserve(store, "a", 10)
         assert isinstance(room, Reservation)
         assert reserve(other, "a", 10) is ReserveRefusal.PENDING
@@ -91,29 +91,29 @@ class StoreContract(WritingContract):
         assert store.commit([(room, b"")], deadline_s=DEADLINE_S) == [True]
         assert reserve(other, "a", 10) is ReserveRefusal.PRESENT
 
-    def test_one_key_twice_in_a_batch(self, store: Store) -> None:
+    def test_store_reserve_one_key_twice_is_pending(self, store: Store) -> None:
         answers = store.reserve([(key("a"), 8), (key("a"), 8)], app="test", deadline_s=DEADLINE_S)
         assert isinstance(answers[0], Reservation)
         assert answers[1] is ReserveRefusal.PENDING
 
-    def test_a_reservation_commits_once_and_only_for_its_owner(self, store: Store, other: Store) -> None:
+    def test_store_reservation_commits_once_for_its_owner_only(self, store: Store, other: Store) -> None:
         room = reserve(store, "a", 10)
         assert isinstance(room, Reservation)
         assert other.commit([(room, b"")], deadline_s=DEADLINE_S) == [False]
         assert store.commit([(room, b""), (room, b"")], deadline_s=DEADLINE_S) == [True, False]
 
-    def test_unknown_tokens_are_ignored(self, store: Store, other: Store) -> None:
+    def test_store_unknown_tokens_are_ignored(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         held = lease(store, "a")
         assert held is not None
         other.release([held.token, 1, 2**60], deadline_s=DEADLINE_S)
         assert reserve(other, "b", 64) is ReserveRefusal.FULL
 
-    def test_too_large(self, store: Store) -> None:
+    def test_store_reserve_beyond_capacity_is_too_large(self, store: Store) -> None:
         assert reserve(store, "a", self.capacity_bytes + 1) is ReserveRefusal.TOO_LARGE
         assert store.stat(deadline_s=DEADLINE_S).refusals == 1
 
-    def test_the_least_recently_used_goes_first(self, store: Store) -> None:
+    def test_store_eviction_takes_least_recently_used_first(self, store: Store) -> None:
         for name in range(4):
             fill(store, name, b"x" * self.quarter)
         held = lease(store, 0)
@@ -123,7 +123,7 @@ class StoreContract(WritingContract):
         assert present(store, 0, 1, 2, 3, 4) == b"\1\0\1\1\1"
         assert store.stat(deadline_s=DEADLINE_S).evictions == 1
 
-    def test_questions_do_not_refresh(self, store: Store) -> None:
+    def test_store_contains_does_not_refresh(self, store: Store) -> None:
         for name in range(4):
             fill(store, name, b"x" * self.quarter)
         before = store.stat(deadline_s=DEADLINE_S)
@@ -132,7 +132,7 @@ class StoreContract(WritingContract):
         fill(store, 4, b"x" * self.quarter)
         assert present(store, 0) == b"\0"
 
-    def test_leased_entries_stay_and_a_refusal_costs_nothing(self, store: Store, other: Store) -> None:
+    def test_store_leased_entries_stay_and_refusal_evicts_nothing(self, store: Store, other: Store) -> None:
         for name in range(4):
             fill(store, name, b"x" * self.quarter)
         held = [lease(store, name) for name in (0, 2)]
@@ -141,7 +141,7 @@ class StoreContract(WritingContract):
         store.release([each.token for each in held if each], deadline_s=DEADLINE_S)
         assert isinstance(reserve(store, "big", self.quarter * 2), Reservation)
 
-    def test_one_client_keeps_three_quarters_in_place_and_no_more(self, store: Store, other: Store) -> None:
+    def test_store_one_client_holds_at_most_three_quarters(self, store: Store, other: Store) -> None:
         for name in range(4):
             fill(store, name, b"x" * self.quarter)
         held = [lease(store, name) for name in range(3)]
@@ -153,7 +153,7 @@ class StoreContract(WritingContract):
         store.release([each.token for each in held[1:] if each], deadline_s=DEADLINE_S)
         assert isinstance(reserve(store, "newer", self.quarter), Reservation)
 
-    def test_two_leases_need_two_releases(self, store: Store, other: Store) -> None:
+    def test_store_two_leases_need_two_releases(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         first, second = lease(store, "a"), lease(other, "a")
         assert first is not None
@@ -163,14 +163,14 @@ class StoreContract(WritingContract):
         other.release([second.token], deadline_s=DEADLINE_S)
         assert isinstance(reserve(other, "b", 64), Reservation)
 
-    def test_a_lease_expires(self, store: Store, stage: StoreStage) -> None:
+    def test_store_lease_expires_after_its_time(self, store: Store, stage: StoreStage) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         assert lease(store, "a", ttl_s=0.2) is not None
         assert reserve(store, "b", 64) is ReserveRefusal.FULL
         stage.advance(0.25)
         assert isinstance(reserve(store, "b", 64), Reservation)
 
-    def test_leases_end_with_their_connection(self, stage: StoreStage, store: Store) -> None:
+    def test_store_leases_end_with_their_connection(self, stage: StoreStage, store: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         gone = stage.connect()
         assert lease(gone, "a") is not None
@@ -178,7 +178,9 @@ class StoreContract(WritingContract):
         stage.advance(0.05)
         assert isinstance(reserve(store, "b", 64), Reservation)
 
-    def test_deleted_is_invisible_at_once_but_stays_for_its_reader(self, store: Store, other: Store) -> None:
+    def test_store_deleted_entry_is_invisible_but_kept_for_its_reader(
+        self, store: Store, other: Store
+    ) -> None:
         fill(store, "a", b"old" * 10)
         held = lease(other, "a")
         assert held is not None
@@ -191,7 +193,7 @@ class StoreContract(WritingContract):
         other.release([held.token], deadline_s=DEADLINE_S)
         assert other.stat(deadline_s=DEADLINE_S).used_bytes == used - 64
 
-    def test_room_given_anew_has_another_generation(self, store: Store) -> None:
+    def test_store_reused_room_has_another_generation(self, store: Store) -> None:
         fill(store, "a", b"x" * self.capacity_bytes)
         first = lease(store, "a")
         assert first is not None
@@ -201,7 +203,7 @@ class StoreContract(WritingContract):
         assert second.location.offset == first.location.offset
         assert second.location.generation != first.location.generation
 
-    def test_a_location_of_elsewhere_never_resolves(self, store: Store) -> None:
+    def test_store_location_of_another_store_never_resolves(self, store: Store) -> None:
         fill(store, "a", b"x")
         held = lease(store, "a")
         assert held is not None
@@ -212,7 +214,7 @@ class StoreContract(WritingContract):
                 store.view(wrong)
             assert e.value.reason == "stale_location"
 
-    def test_stat_counts(self, store: Store, other: Store) -> None:
+    def test_store_stat_counts_by_app(self, store: Store, other: Store) -> None:
         fill(store, "a", b"x" * 100, app="one")
         fill(store, "b", b"x" * 64, app="two")
         assert isinstance(reserve(store, "c", 1, app="two"), Reservation)
@@ -223,14 +225,14 @@ class StoreContract(WritingContract):
         assert (stat.capacity_bytes, stat.used_bytes) == (self.capacity_bytes, 256)
         assert stat.bytes_by_app == {"one": 128, "two": 128}
 
-    def test_bad_requests_are_the_callers_fault(self, store: Store) -> None:
+    def test_store_bad_request_raises_value_error(self, store: Store) -> None:
         with pytest.raises(ValueError, match="32 bytes"):
             store.contains([b"short"], deadline_s=DEADLINE_S)
         with pytest.raises(ValueError, match="-1 bytes"):
             reserve(store, "a", -1)
         assert present(store, "a") == b"\0"
 
-    def test_a_closed_connection_is_off(self, stage: StoreStage) -> None:
+    def test_store_closed_connection_is_unavailable(self, stage: StoreStage) -> None:
         gone = stage.connect()
         gone.close()
         gone.close()
@@ -239,7 +241,7 @@ class StoreContract(WritingContract):
         assert e.value.reason == "store_down"
 
     @pytest.mark.parametrize("segments", [1, 4])
-    def test_put_and_get(self, store: Store, other: Store, segments: int) -> None:
+    def test_store_put_then_get_equals_payload(self, store: Store, other: Store, segments: int) -> None:
         payload = bytes(range(256)) * 256
         assert put(store, payload, segments) == "stored"
         assert put(other, payload, segments) == "present"
@@ -254,7 +256,7 @@ class StoreContract(WritingContract):
         assert get_payload(other, key("none"), deadline_s=DEADLINE_S) is None
         assert store.stat(deadline_s=DEADLINE_S).leases == 0
 
-    def test_a_corrupt_byte_is_found_and_the_entry_dropped(
+    def test_store_corrupt_byte_is_found_and_entry_deleted(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
         for read in (_read, _read_into):

@@ -27,7 +27,7 @@ class WritingContract:
 
     capacity_bytes: ClassVar[int]
 
-    def test_a_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
+    def test_store_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
         """Its room a little later: another process of its owner's may be in the middle of writing."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
@@ -38,7 +38,7 @@ class WritingContract:
         assert isinstance(reserve(store, "b", self.capacity_bytes), Reservation)
 
     @pytest.mark.parametrize("how", ["committed", "released", "expired", "gone"])
-    def test_a_late_writer_damages_nobody(self, stage: StoreStage, store: Store, how: str) -> None:
+    def test_store_late_writer_damages_no_entry(self, stage: StoreStage, store: Store, how: str) -> None:
         """A worker process that writes where the scheduler's process has reserved, and is late."""
         size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
         room = reserve(scheduler, "a", size)
@@ -70,7 +70,7 @@ class WritingContract:
             worker.view(held.location, writable=True)
         assert bytes(store.view(held.location)) == b"x" * size
 
-    def test_a_dead_writers_room_is_kept_from_others(self, stage: StoreStage, store: Store) -> None:
+    def test_store_room_of_dead_writer_is_quarantined(self, stage: StoreStage, store: Store) -> None:
         gone = stage.connect()
         assert isinstance(reserve(gone, "a", self.capacity_bytes), Reservation)
         gone.close()
@@ -79,7 +79,7 @@ class WritingContract:
         stage.advance(stage.quarantine_s)
         assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
 
-    def test_a_forgotten_reservation_expires_and_its_room_waits_for_its_writer(
+    def test_store_expired_reservation_room_waits_for_its_writer(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
         """A stopped or hung client: its key must not stay taken for ever, nor its room be given away
@@ -94,7 +94,7 @@ class WritingContract:
         assert present(other, "a") == b"\0"
         assert isinstance(reserve(other, "a", self.capacity_bytes), Reservation)
 
-    def test_room_of_a_silent_writer_comes_back_in_the_end(
+    def test_store_room_of_silent_writer_comes_back(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
         assert isinstance(reserve(store, "a", self.capacity_bytes), Reservation)
@@ -103,7 +103,7 @@ class WritingContract:
             present(other, "a")
             assert isinstance(reserve(other, "b", self.capacity_bytes), Reservation) == answer
 
-    def test_parts_make_the_entry_that_one_writer_would(self, store: Store, other: Store) -> None:
+    def test_store_parts_make_the_entry_of_one_writer(self, store: Store, other: Store) -> None:
         payload = bytes(range(256)) * 16
         rooms = [reserve_part(each, "a", len(payload), i) for i, each in enumerate((store, other))]
         assert isinstance(rooms[0], Reservation)
@@ -120,7 +120,7 @@ class WritingContract:
         assert len(found[0].checksums) == 8
         assert reserve_part(store, "a", len(payload), 0) is ReserveRefusal.PRESENT
 
-    def test_only_the_same_group_shares_a_reservation(self, store: Store, other: Store) -> None:
+    def test_store_reservation_is_shared_in_one_group_only(self, store: Store, other: Store) -> None:
         assert isinstance(reserve_part(store, "a", 128, 0), Reservation)
         assert reserve(other, "a", 128) is ReserveRefusal.PENDING
         assert reserve_part(other, "a", 128, 1, group=b"h" * 16) is ReserveRefusal.PENDING
@@ -131,7 +131,7 @@ class WritingContract:
         assert store.stat(deadline_s=DEADLINE_S).reservations == 1
 
     @pytest.mark.parametrize("how", ["overlap", "hole", "meta"])
-    def test_parts_that_make_no_whole_are_no_entry(self, store: Store, other: Store, how: str) -> None:
+    def test_store_incomplete_parts_are_no_entry(self, store: Store, other: Store, how: str) -> None:
         payload = b"abcdefgh" * 16
         first, second = reserve_part(store, "a", 128, 0), reserve_part(other, "a", 128, 1)
         assert isinstance(first, Reservation)
@@ -146,7 +146,7 @@ class WritingContract:
         stat = store.stat(deadline_s=DEADLINE_S)
         assert (stat.used_bytes, stat.reservations) == (0, 0)
 
-    def test_a_part_that_is_given_up_ends_all(self, stage: StoreStage, store: Store, other: Store) -> None:
+    def test_store_part_given_up_ends_all_parts(self, stage: StoreStage, store: Store, other: Store) -> None:
         size = self.capacity_bytes
         first, second = reserve_part(store, "a", size, 0), reserve_part(other, "a", size, 1)
         assert isinstance(first, Reservation)
@@ -160,7 +160,7 @@ class WritingContract:
         assert other.commit([(second, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(other, "b", size), Reservation)
 
-    def test_a_part_whose_connection_ends_ends_all(self, stage: StoreStage, store: Store) -> None:
+    def test_store_part_whose_connection_ends_ends_all_parts(self, stage: StoreStage, store: Store) -> None:
         size = self.capacity_bytes
         gone = stage.connect()
         mine, theirs = reserve_part(store, "a", size, 0), reserve_part(gone, "a", size, 1)
@@ -174,7 +174,7 @@ class WritingContract:
         assert store.commit([(mine, b"")], deadline_s=DEADLINE_S) == [False]
         assert isinstance(reserve(store, "a", size), Reservation)
 
-    def test_a_part_that_nobody_joins_expires(self, stage: StoreStage, store: Store) -> None:
+    def test_store_part_without_the_others_expires(self, stage: StoreStage, store: Store) -> None:
         size = self.capacity_bytes
         room = reserve_part(store, "a", size, 0)
         assert isinstance(room, Reservation)
@@ -182,7 +182,7 @@ class WritingContract:
         stage.advance(stage.reservation_s + 0.1)
         assert isinstance(reserve(store, "a", size), Reservation), "nobody writes there any more"
 
-    def test_a_part_of_nothing_is_the_callers_fault(self, store: Store) -> None:
+    def test_store_bad_part_raises_value_error(self, store: Store) -> None:
         for group, index, count in (
             (b"short", 0, 2),
             (b"g" * 16, 2, 2),

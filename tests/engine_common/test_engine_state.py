@@ -88,7 +88,7 @@ def model(folder: Path, began_ns: int) -> EngineModel:
         dtype="float32",
         max_model_len=64,
         engine="vllm",
-        proven=frozenset({"llava"}),
+        validated_families=frozenset({"llava"}),
         began_ns=began_ns,
     )
 

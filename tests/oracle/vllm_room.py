@@ -41,7 +41,7 @@ def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
         dtype=deployment.dtype,
         max_model_len=deployment.max_model_len,
         engine="vllm",
-        proven=VALIDATED_FAMILIES,
+        validated_families=VALIDATED_FAMILIES,
         processor_kwargs=deployment.processor_kwargs,
         config_changes=changed,
     )

@@ -56,7 +56,7 @@ def describe(settings: Any, model: Any) -> EngineModel:
         max_model_len=model.context_len,
         processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
         engine="sglang",
-        proven=VALIDATED_FAMILIES,
+        validated_families=VALIDATED_FAMILIES,
         began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,
         overrides=_overrides(settings, model, checkpoint),

@@ -81,7 +81,7 @@ def _engine_model(
         max_model_len=model.max_model_len,
         processor_kwargs=processor_kwargs or {},
         engine="vllm",
-        proven=VALIDATED_FAMILIES,
+        validated_families=VALIDATED_FAMILIES,
         began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,
         overrides=overrides,

@@ -297,7 +297,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
         dtype="float32",
         max_model_len=64,
         engine="sglang",
-        proven=VALIDATED_FAMILIES,
+        validated_families=VALIDATED_FAMILIES,
     )
     monkeypatch.setattr(mm_identifiers, "engine_model", lambda: described)
     with pytest.raises(CheckpointError, match="nobody has compared") as caught:

@@ -45,7 +45,7 @@ def model(folder: Path, preprocessor: dict[str, Any], **kwargs: Any) -> EngineMo
         dtype="float32",
         max_model_len=128,
         engine="sglang",
-        proven=VALIDATED_FAMILIES,
+        validated_families=VALIDATED_FAMILIES,
         processor_kwargs=kwargs,
     )
 
