@@ -81,8 +81,8 @@ class EngineModel:
         name = str(self.checkpoint.config.get("model_type"))
         if name not in FAMILIES or name not in self.validated_families:
             raise CheckpointError(
-                f"nobody has compared what {self.engine} makes of {name!r} with what the encoder service "
-                f"makes. Compared: {', '.join(sorted(self.validated_families))}.",
+                f"no test compares {self.engine}'s embeddings of {name!r} with those of the encoder service. "
+                f"Compared: {', '.join(sorted(self.validated_families))}.",
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity

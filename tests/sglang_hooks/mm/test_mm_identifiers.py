@@ -300,7 +300,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
         validated_families=VALIDATED_FAMILIES,
     )
     monkeypatch.setattr(mm_identifiers, "engine_model", lambda: described)
-    with pytest.raises(CheckpointError, match="nobody has compared") as caught:
+    with pytest.raises(CheckpointError, match="no test compares") as caught:
         mm_identifiers._tower_identity(None)
     assert caught.value.reason == "unproven_family"
 

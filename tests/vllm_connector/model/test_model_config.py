@@ -425,6 +425,6 @@ def test_tower_identity_of_unvalidated_family_is_refused(
     shutil.copytree(folder, path)
     described = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(described | {"model_type": model_type}))
-    with pytest.raises(CheckpointError, match="nobody has compared") as caught:
+    with pytest.raises(CheckpointError, match="no test compares") as caught:
         tower_identity(changed("model_config", model=str(path)))
     assert caught.value.reason == "unproven_family"
