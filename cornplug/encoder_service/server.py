@@ -62,6 +62,9 @@ CPU_BATCH_TOKENS: Final = 2048
 UNREAD_S: Final = 30.0
 """Longest time that a client may leave its answer unread."""
 
+RENEW_S: Final = 5.0
+"""Seconds between two looks at the socket's file, which a cleaner of temporary folders may have removed."""
+
 
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers, which would raise a signal again after the shutdown, and exit with
@@ -149,10 +152,12 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
         task.add_done_callback(reloads.discard)
 
     loop.add_signal_handler(signal.SIGHUP, reload)
+    renewing = asyncio.create_task(_renew(listeners.unix, endpoint))
     serving = asyncio.create_task(web.serve(sockets=[listeners.http]))
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({serving, stopped}, return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
+    renewing.cancel()
     end = loop.time() + drain_s
     endpoint.stop_accepting()
     gate.close()
@@ -165,6 +170,19 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     web.should_exit = True
     await serving
     await endpoint.close()
+
+
+async def _renew(claim: SocketClaim, endpoint: UnixServer) -> None:
+    """Listen at the socket's path as long as no other service does."""
+    while True:
+        await asyncio.sleep(RENEW_S)
+        # On this loop's thread: a socket is made again between two turns, or not at all.
+        listener = claim.renew()
+        if listener is None:
+            log.error("another encoder service serves engines at this socket now: here, only HTTP goes on")
+            endpoint.stop_accepting()
+            return
+        await endpoint.listen_at(listener)
 
 
 def _reload(encoder: EncoderCore) -> None:

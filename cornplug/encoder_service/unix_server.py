@@ -49,7 +49,16 @@ class UnixServer:
 
     async def start(self) -> None:
         """Begin to accept."""
-        self._server = await asyncio.start_unix_server(self._accept, sock=self._listener)
+        # A descriptor for asyncio alone: the claim closes its own when it makes the socket again.
+        self._server = await asyncio.start_unix_server(self._accept, sock=self._listener.dup())
+
+    async def listen_at(self, listener: socket.socket) -> None:
+        """Accept there from now on; open connections go on."""
+        if listener is not self._listener:
+            before, self._listener = self._server, listener
+            await self.start()
+            if before is not None:
+                before.close()
 
     def stop_accepting(self) -> None:
         """Take no new connection; open ones go on."""

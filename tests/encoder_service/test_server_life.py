@@ -22,8 +22,10 @@ import uvicorn
 from PIL import Image
 
 from cornplug.config import Config
+from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.http import head_timeout
-from cornplug.encoder_service.server import web_settings
+from cornplug.encoder_service.server import RENEW_S, web_settings
+from cornplug.private_paths import read_secret
 from devkit.processes import EncoderProcess
 
 from .conftest import eventually, png, sample_image
@@ -111,6 +113,27 @@ def decoding(url: str) -> float:
     text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).text
     name = "cornplug_encoder_preparing_requests"
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.mark.integration
+def test_server_socket_removed_by_a_cleaner_is_made_again(
+    llava_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Engines that start later reach the service, and it still removes its socket at the end."""
+    path = tmp_path / "e.sock"
+    secret_file = tmp_path / "secret"
+    env = {"CORNPLUG_STORE_SECRET_FILE": str(secret_file)}
+    with EncoderProcess([llava_pair[0]], "--no-store", socket=path, env=env) as process:
+        secret = read_secret(secret_file)
+        with SocketEncoder(path, secret) as before:
+            served = before.describe(5)
+            path.unlink()
+            eventually(path.exists, RENEW_S + 5)
+            with SocketEncoder(path, secret) as after:
+                assert after.describe(5) == served
+            assert before.describe(5) == served
+        assert process.stop() == 0
+    assert not path.exists()
 
 
 async def _app(scope: Any, receive: Any, send: Any) -> None:
