@@ -172,7 +172,8 @@ class VllmServer(EngineServer):
     ) -> None:
         port = port or free_port()
         given = {arg.partition("=")[0] for arg in args}
-        command = [str(vllm or _vllm()), "serve", str(model), "--host", "127.0.0.1", "--port", str(port)]
+        command = [str(vllm or vllm_command()), "serve", str(model)]
+        command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--served-model-name", "model", *args]
         for flag, value in _DEFAULTS.items():
             if flag not in given:
@@ -184,7 +185,8 @@ class VllmServer(EngineServer):
         super().__init__(command, port=port, log=log, env=env, ready_s=ready_s)
 
 
-def _vllm() -> str:
+def vllm_command() -> str:
+    """The command `vllm`: of this environment, else on PATH. Raises ProcessFailed where there is none."""
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:

@@ -46,7 +46,7 @@ def bed_environment(name: str | None = None) -> dict[str, str]:
 
     Raises ValueError for an unknown bed, FileNotFoundError where script/setup did not lay its packages.
     """
-    name = name or os.environ.get(VARIABLE, "v1")
+    name = name or bed_of_this_run()
     if name not in BEDS:
         raise ValueError(f"{VARIABLE}={name}: there are {', '.join(BEDS)}")
     variables, packages = BEDS[name]
@@ -57,6 +57,11 @@ def bed_environment(name: str | None = None) -> dict[str, str]:
         **variables,
         "PYTHONPATH": os.pathsep.join([*path, *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
+
+
+def bed_of_this_run() -> str:
+    """The bed of engines that a test puts on no other."""
+    return os.environ.get(VARIABLE, "v1")
 
 
 def next_vllm() -> Path:

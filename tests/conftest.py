@@ -7,10 +7,11 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import support_results
 
 import devkit.processes  # noqa: F401 - notes the environment before a test imports an engine, which changes it
 from cornplug.host import has_gpu
@@ -23,6 +24,7 @@ collect_ignore = [
 ]
 _TESTS = Path(__file__).parent
 _ENGINE_TEST_S = 900
+_results: list[support_results.Result] = []
 
 
 def pytest_configure() -> None:
@@ -49,6 +51,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             for name, value in report.user_properties:
                 if name == "table" and report.when == "call":
                     terminalreporter.write_line(f"\n{report.nodeid}\n{value}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Add a test's results to its report, which xdist carries to the process that keeps them."""
+    report = yield
+    if support_results.wanted():
+        found = support_results.results_of_report(item, report)
+        report.user_properties += [(support_results.PROPERTY, list(result)) for result in found]
+    return report
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Collect results."""
+    for name, value in report.user_properties:
+        if name == support_results.PROPERTY:
+            _results.append(support_results.Result(*value))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep results of this run; a worker of xdist leaves that to its leader."""
+    if _results and not hasattr(session.config, "workerinput"):
+        support_results.keep(_results)
 
 
 @pytest.fixture(scope="session", autouse=True)

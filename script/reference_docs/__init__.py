@@ -1,4 +1,4 @@
-"""The reference pages of docs/, generated from the code."""
+"""The reference pages of docs/, generated from the code and from results of tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from reference_docs import command_line, configuration, http_api, metrics, troubleshooting
+from reference_docs import command_line, configuration, http_api, metrics, support_matrix, troubleshooting
 
 TREE: Final = Path(__file__).parents[2]
 
@@ -15,6 +15,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "metrics.md": metrics.page,
     "http-api.md": http_api.page,
     "command-line.md": command_line.page,
+    "support-matrix.md": support_matrix.page,
     "troubleshooting.md": troubleshooting.page,
 }
 """File of docs/ -> its text."""

@@ -28,11 +28,12 @@ from devkit.engines import (
 )
 from devkit.processes import at_once, together
 from devkit.sglang_engine import SglangServer
+from devkit.vllm_beds import bed_of_this_run
 
 STORE_DEADLINE_S = 0.2
 ENCODER_DEADLINE_S = 3.0
-MACHINE_NOISE_S = 4.0
-"""Time that two busy cores may add to any request, with or without cornplug."""
+MACHINE_NOISE_S = 4.0 if bed_of_this_run() == "v1" else 15.0
+"""Time that two busy cores may add to any request, with or without cornplug: on V2 they interpret kernels."""
 
 PREAMBLE = "You are a careful assistant. " + " ".join(
     f"Rule {i}: answer with facts, name the source, and keep to the question." for i in range(12)

@@ -136,6 +136,7 @@ def same(expected: Answer, answer: Answer) -> None:
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.support("Both engines", "LoRA", engine="vllm sglang")
 @pytest.mark.parametrize(("first", "then"), [("v", "s"), ("s", "v")])
 def test_kv_under_adapter_is_shared_only_under_that_adapter(engines: Engines, first: str, then: str) -> None:
     writer, reader, words = engines.named(first), engines.named(then), WORDS[first]

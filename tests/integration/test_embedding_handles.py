@@ -58,6 +58,7 @@ def rig(request: pytest.FixtureRequest, rigs: Mapping[str, Rig]) -> Rig:
     return rigs[request.param]
 
 
+@pytest.mark.support("Sharing", "an embedding handle in the place of an image")
 def test_request_embedding_handle_answers_as_its_image(rig: Rig) -> None:
     passes = rig.encoder.tower_passes()
     by_handle = rig.ask(rig.encode(0).to_vllm_content_part())

@@ -57,8 +57,14 @@ TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
 
 def lines(engine: str, families: Iterable[str]) -> list[object]:
     """The lines of an engine, "ENGINE-FAMILY"; all but the representatives are stress tests."""
-    names = [f"{engine}-{family}" for family in families]
-    return [pytest.param(name, marks=() if name in REPRESENTATIVES else pytest.mark.stress) for name in names]
+    found = []
+    for family in families:
+        name = f"{engine}-{family}"
+        marks = [pytest.mark.support("Families: embeddings equal the engine's", family, engine=engine)]
+        if name not in REPRESENTATIVES:
+            marks.append(pytest.mark.stress)
+        found.append(pytest.param(name, marks=marks))
+    return found
 
 
 def image(seed: int, size: tuple[int, int]) -> bytes:

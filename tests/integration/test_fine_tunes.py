@@ -123,6 +123,7 @@ def same(one: Answer, other: Answer) -> None:
     assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+@pytest.mark.support("Sharing", "features for a language model of another width")
 def test_tower_llm_of_another_width_shares_features(scene: Scene) -> None:
     # Features are keyed by the tower's input to the last bit, and vLLM normalises Qwen's images
     # differently: so both are asked of engines.
@@ -136,6 +137,7 @@ def test_tower_llm_of_another_width_shares_features(scene: Scene) -> None:
     same(answer, scene.own(wider))
 
 
+@pytest.mark.support("Sharing", "embeddings for a fine-tune with a quantised language model")
 def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> None:
     """Another name, another revision, other and quantised LLM weights, unknown to the service."""
     tuned, passes = scene.engines.get("tuned"), scene.encoder.tower_passes()

@@ -62,6 +62,7 @@ def server(store: StoreProcess, model: Path, name: str, *args: str) -> SglangSer
     )  # fmt: skip
 
 
+@pytest.mark.support("Sharing", "pages of two ranks are read by one", engine="sglang")
 def test_sglang_pages_of_two_ranks_are_read_by_one(
     store: StoreProcess, servers: Mapping[str, SglangServer]
 ) -> None:

@@ -29,6 +29,7 @@ def asked(stack: Stack) -> Stack:
     return stack
 
 
+@pytest.mark.support("Sharing", "one tower pass an image for two models")
 def test_tower_image_of_both_apps_runs_once(asked: Stack) -> None:
     a, b = asked.servers["a"], asked.servers["b"]
     assert count(a, "saved_tower_passes_total", app="a") == len(IMAGES)
@@ -45,6 +46,7 @@ def test_kv_pages_of_two_models_are_not_shared(asked: Stack) -> None:
     assert count(b, "hits_total", app="b", what="kv_page") < stored
 
 
+@pytest.mark.support("Sharing", "pages return when the engine dropped its own prefix cache")
 def test_kv_pages_return_after_prefix_cache_reset(asked: Stack) -> None:
     a = asked.servers["a"]
     saved = count(a, "saved_tokens_total", app="a")
@@ -55,6 +57,7 @@ def test_kv_pages_return_after_prefix_cache_reset(asked: Stack) -> None:
     assert count(a, "saved_tokens_total", app="a") - saved >= 0.9 * shareable
 
 
+@pytest.mark.support("Sharing", "requests of different salts share nothing")
 def test_store_salts_of_two_tenants_share_nothing(asked: Stack) -> None:
     a = asked.servers["a"]
     passes, saved = asked.tower_passes(), count(a, "saved_tokens_total", app="a")
@@ -82,6 +85,7 @@ def test_request_client_uuid_does_not_name_the_image(asked: Stack) -> None:
         assert answer.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
 
 
+@pytest.mark.support("Sharing", "many requests at once")
 def test_engines_many_requests_at_once_answer_as_stock(asked: Stack) -> None:
     jobs = [(name, i) for i in range(len(ASKS)) for name in ("a", "b")] * 2
     with ThreadPoolExecutor(8) as pool:
@@ -134,6 +138,7 @@ def later(asked: Stack) -> Mapping[str, EngineServer]:
     return asked.servers
 
 
+@pytest.mark.support("Sharing", "a fresh engine takes pages and embeddings from the store")
 def test_vllm_fresh_engine_reuses_entries_of_the_first(
     asked: Stack, later: Mapping[str, EngineServer]
 ) -> None:
@@ -149,6 +154,7 @@ def test_vllm_fresh_engine_reuses_entries_of_the_first(
     assert count(fresh, "misses_total", app="fresh", what="embedding") == 0
 
 
+@pytest.mark.support("Sharing", "preempted requests")
 def test_vllm_preempted_requests_answer_as_the_first(asked: Stack, later: Mapping[str, EngineServer]) -> None:
     fresh = later["fresh"]
     before = fresh.metric("vllm:num_preemptions_total")
@@ -168,6 +174,7 @@ def test_vllm_preempted_requests_answer_as_the_first(asked: Stack, later: Mappin
         assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-3)
 
 
+@pytest.mark.support("Sharing", "Qwen2-VL: pages and embeddings")
 def test_vllm_qwen2_vl_answers_as_stock(asked: Stack, later: Mapping[str, EngineServer]) -> None:
     passes, q = asked.tower_passes(), later["q"]
     for i, ask in enumerate(ASKS):

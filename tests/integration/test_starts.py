@@ -120,6 +120,7 @@ def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield engines
 
 
+@pytest.mark.support("Starts", "{quick}")
 @pytest.mark.parametrize("quick", QUICK)
 def test_vllm_command_line_that_stock_accepts_starts(quick: str, engines: Pairs) -> None:
     line, server = LINES[quick], engines.get(quick)
@@ -128,6 +129,7 @@ def test_vllm_command_line_that_stock_accepts_starts(quick: str, engines: Pairs)
 
 
 @pytest.mark.stress
+@pytest.mark.support("Answers as stock", "{name}")
 @pytest.mark.parametrize("name", LINES)
 def test_vllm_command_line_answers_as_stock(name: str, tmp_path: Path) -> None:
     line = LINES[name]

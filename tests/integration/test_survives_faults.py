@@ -8,22 +8,24 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from integration.faults import (
+    UNSEEN,
+    Subject,
+    arena_corrupted,
+    check,
+    encoder_killed,
+    sharing_resumes,
+    store_killed,
+)
 from integration.stack import (
     ASKS,
-    ENCODER_DEADLINE_S,
-    MACHINE_NOISE_S,
-    STORE_DEADLINE_S,
-    Ask,
-    Seen,
     Stack,
     answered,
     count,
-    forget_prefixes,
     stream,
     wait_for_more,
 )
@@ -35,26 +37,10 @@ from cornplug.store.payload import get_payload
 from devkit.engines import EngineServer, photos, wait_until
 from devkit.processes import at_once
 
-UNSEEN = 8
-"""An image that no ask shows."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The engine under test."""
-
-    server: EngineServer
-    model: str
-    stock: str
-    """The name of the stock engine that it has to answer like."""
-    neighbour: str
-    """The engine that is killed beside it, last of all."""
-
-
-EACH_ENGINE = pytest.mark.parametrize("subject", ["vllm", "sglang"], indirect=True, scope="module")
-VLLM_FIRST = pytest.mark.parametrize(
-    "subject", ["vllm", pytest.param("sglang", marks=pytest.mark.stress)], indirect=True, scope="module"
-)
+SGLANG = pytest.param("sglang", marks=pytest.mark.sglang_alone)
+LATE_SGLANG = pytest.param("sglang", marks=[pytest.mark.sglang_alone, pytest.mark.stress])
+EACH_ENGINE = pytest.mark.parametrize("subject", ["vllm", SGLANG], indirect=True, scope="module")
+VLLM_FIRST = pytest.mark.parametrize("subject", ["vllm", LATE_SGLANG], indirect=True, scope="module")
 """For faults that both plugins meet in code that they have in common, the clients of store and service. A
 dead store, a dead service, damaged pages and an engine killed beside it end in each plugin's code:
 EACH_ENGINE."""
@@ -79,41 +65,14 @@ def engine(subject: Subject) -> EngineServer:
     return subject.server
 
 
-def check(stack: Stack, seen: Seen, subject: Subject) -> None:
-    """Every request was answered, with stock's output, in stock's time and the deadlines."""
-    assert not seen.errors, seen.errors[0]
-    assert len(seen.answers) >= 10
-    for index, answer in seen.answers:
-        stack.same_as_stock(subject.stock, index, answer)
-        stock = stack.stock[subject.stock, index].total_s
-        # An image may wait for the encoder once, and each of a few store calls once.
-        images = len(ASKS[index].images)
-        limit = stock + images * ENCODER_DEADLINE_S + 3 * STORE_DEADLINE_S + MACHINE_NOISE_S
-        assert answer.total_s <= limit, f"ask {index}: {answer.total_s:.1f} s, stock {stock:.1f} s"
-
-
-def sharing_resumes(engine: EngineServer, what: str, source: str) -> None:
-    """Hits grow again; only the failed process was restarted."""
-    before = count(engine, "hits_total", what=what, source=source)
-    wait_for_more(engine, "hits_total", above=before, what=what, source=source)
-
-
 @EACH_ENGINE
-def test_engine_store_killed_answers_as_stock(stack: Stack, engine: EngineServer, subject: Subject) -> None:
-    assert stack.store is not None
-    missed = count(engine, "misses_total", reason="store_down")
-    with stream(engine, "store-killed") as seen:
-        answered(seen, 5)
-        stack.store.kill()
-        wait_for_more(engine, "misses_total", above=missed, reason="store_down")
-        answered(seen, 10)
-        stack.start_store()
-        sharing_resumes(engine, "kv_page", "store")
-        answered(seen, 5)
-    check(stack, seen, subject)
+@pytest.mark.support("Faults", "the store is killed", engine="{subject}")
+def test_engine_store_killed_answers_as_stock(stack: Stack, subject: Subject) -> None:
+    store_killed(stack, subject)
 
 
 @VLLM_FIRST
+@pytest.mark.support("Faults", "the store hangs", engine="{subject}")
 def test_engine_store_stopped_answers_as_stock(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     assert stack.store is not None
 
@@ -136,6 +95,7 @@ def test_engine_store_stopped_answers_as_stock(stack: Stack, engine: EngineServe
 
 
 @VLLM_FIRST
+@pytest.mark.support("Faults", "the store is full", engine="{subject}")
 def test_engine_store_full_answers_as_stock(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     assert stack.store is not None
     stack.store.kill()
@@ -152,38 +112,19 @@ def test_engine_store_full_answers_as_stock(stack: Stack, engine: EngineServer, 
 
 
 @EACH_ENGINE
-def test_engine_arena_bytes_corrupted_answers_as_stock(
-    stack: Stack, engine: EngineServer, subject: Subject
-) -> None:
-    assert stack.store is not None
-    for i, ask in enumerate(ASKS):
-        stack.same_as_stock(subject.stock, i, ask.put(engine))
-    corrupt = count(engine, "misses_total", what="kv_page", reason="corrupt")
-    with stream(engine, "corrupt") as seen:
-        answered(seen, 5)
-        flip_everything(stack.store.pid)
-        forget_prefixes(engine)
-        wait_for_more(engine, "misses_total", above=corrupt, what="kv_page", reason="corrupt")
-        answered(seen, 15)
-        sharing_resumes(engine, "kv_page", "store")
-    check(stack, seen, subject)
+@pytest.mark.support("Faults", "stored bytes are damaged", engine="{subject}")
+def test_engine_arena_bytes_corrupted_answers_as_stock(stack: Stack, subject: Subject) -> None:
+    arena_corrupted(stack, subject)
 
 
 @EACH_ENGINE
-def test_engine_encoder_killed_answers_as_stock(stack: Stack, engine: EngineServer, subject: Subject) -> None:
-    down = count(engine, "misses_total", what="embedding", reason="encoder_down")
-    with stream(engine, "encoder-killed") as seen:
-        answered(seen, 5)
-        stack.encoder.kill()
-        wait_for_more(engine, "misses_total", above=down, what="embedding", reason="encoder_down")
-        answered(seen, 10)
-        Ask("What did the engine see itself?", (UNSEEN,)).put(engine)
-        stack.encoder.start()
-        sharing_resumes(engine, "embedding", "service_computed")
-    check(stack, seen, subject)
+@pytest.mark.support("Faults", "the encoder service is killed", engine="{subject}")
+def test_engine_encoder_killed_answers_as_stock(stack: Stack, subject: Subject) -> None:
+    encoder_killed(stack, subject)
 
 
 @EACH_ENGINE
+@pytest.mark.support("Sharing", "an image that the engine encoded is in the store", engine="{subject}")
 def test_engine_publishes_the_embedding_that_the_service_computes(
     stack: Stack, engine: EngineServer, subject: Subject
 ) -> None:
@@ -208,6 +149,7 @@ def test_engine_publishes_the_embedding_that_the_service_computes(
 
 
 @VLLM_FIRST
+@pytest.mark.support("Faults", "the encoder service hangs", engine="{subject}")
 def test_engine_encoder_slow_answers_as_stock(stack: Stack, engine: EngineServer, subject: Subject) -> None:
     late = count(engine, "misses_total", what="embedding", reason="encoder_timeout")
     with stream(engine, "encoder-slow") as seen:
@@ -223,6 +165,7 @@ def test_engine_encoder_slow_answers_as_stock(stack: Stack, engine: EngineServer
 
 
 @VLLM_FIRST
+@pytest.mark.support("Faults", "the encoder service answers random bytes", engine="{subject}")
 def test_engine_encoder_answers_random_bytes_answers_as_stock(
     stack: Stack, engine: EngineServer, subject: Subject
 ) -> None:
@@ -238,6 +181,7 @@ def test_engine_encoder_answers_random_bytes_answers_as_stock(
 
 
 @EACH_ENGINE
+@pytest.mark.support("Faults", "another engine is killed while it writes", engine="{subject}")
 def test_engine_neighbour_killed_with_reservations_answers_as_stock(
     stack: Stack, engine: EngineServer, subject: Subject
 ) -> None:
@@ -256,18 +200,6 @@ def test_engine_neighbour_killed_with_reservations_answers_as_stock(
     check(stack, seen, subject)
     count(engine, "hits_total")
     wait_until(lambda: stack.stat().reservations == 0, deadline_s=30, what="no reservation left")
-
-
-def flip_everything(pid: int) -> None:
-    """Flip a bit in each of the arena's first bytes, through the daemon's own descriptor."""
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        if "memfd:cornplug-store" in os.readlink(link):
-            with link.open("r+b", buffering=0) as arena:
-                data = arena.read(64 << 20)
-                arena.seek(0)
-                arena.write(bytes(byte ^ 1 for byte in data))
-            return
-    raise AssertionError("the store has no arena")
 
 
 @contextlib.contextmanager

@@ -82,6 +82,7 @@ def same(expected: Answer, answer: Answer) -> None:
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
+@pytest.mark.support("Both engines", "each continues the other's prefixes", engine="vllm sglang")
 @pytest.mark.parametrize(("first", "then", "asks"), [("v", "s", FROM_VLLM), ("s", "v", FROM_SGLANG)])
 def test_engine_prefix_of_the_other_engine_is_continued(
     both: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str, asks: Sequence[Ask]
@@ -103,6 +104,7 @@ def test_engine_prefix_of_the_other_engine_is_continued(
     assert both.tower_passes() == passes + len(images)
 
 
+@pytest.mark.support("Both engines", "salts separate tenants", engine="vllm sglang")
 def test_engines_salts_separate_tenants_alike(both: Stack) -> None:
     v, s = both.servers["v"], both.servers["s"]
     ask = Ask(f"{PREAMBLE} Whose is this?", (5,))
@@ -118,6 +120,7 @@ def test_engines_salts_separate_tenants_alike(both: Stack) -> None:
     assert both.tower_passes() == passes + 2
 
 
+@pytest.mark.support("Both engines", "one tower pass an image", engine="vllm sglang")
 def test_encoder_image_asked_by_both_engines_at_once_runs_once(both: Stack) -> None:
     passes = both.tower_passes()
     ask = Ask("Which of us sees it first?", (9,))
@@ -142,6 +145,8 @@ def fresh(both: Stack, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str,
     return both.servers
 
 
+@pytest.mark.sglang_alone
+@pytest.mark.support("Both engines", "two ranks and other page sizes", engine="sglang")
 def test_sglang_small_pages_and_two_ranks_read_pages_of_both(
     both: Stack, cold: Mapping[tuple[str, Ask], Answer], fresh: Mapping[str, EngineServer]
 ) -> None:
@@ -155,6 +160,7 @@ def test_sglang_small_pages_and_two_ranks_read_pages_of_both(
     assert both.tower_passes() == passes
 
 
+@pytest.mark.sglang_alone
 def test_sglang_another_rope_shares_embeddings_and_no_page(
     both: Stack, fresh: Mapping[str, EngineServer]
 ) -> None:
@@ -193,6 +199,7 @@ def drift(one: Answer, other: Answer) -> float:
     return max((abs(a - b) for _, _, a, b in agreed), default=0.0)
 
 
+@pytest.mark.support("Both engines", "bfloat16", engine="vllm sglang")
 @pytest.mark.parametrize(("first", "then"), [("v16", "s16"), ("s16", "v16")])
 def test_engines_in_bfloat16_drift_no_more_than_the_format(
     halves: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str

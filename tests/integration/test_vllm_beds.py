@@ -43,6 +43,7 @@ def bed(
         yield stack
 
 
+@pytest.mark.support("Sharing", "a fresh engine takes pages and embeddings from the store")
 def test_vllm_beds_fresh_engine_answers_as_stock_from_the_store(bed: Stack) -> None:
     second, passes = bed.servers["second"], bed.tower_passes()
     shareable = 0

@@ -1,0 +1,117 @@
+"""Faults that engines of several test files meet, and answers that the engine under test owes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from integration.stack import (
+    ASKS,
+    ENCODER_DEADLINE_S,
+    MACHINE_NOISE_S,
+    STORE_DEADLINE_S,
+    Ask,
+    Seen,
+    Stack,
+    answered,
+    count,
+    forget_prefixes,
+    stream,
+    wait_for_more,
+)
+
+from devkit.engines import EngineServer
+
+UNSEEN = 8
+"""An image that no ask shows."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The engine under test."""
+
+    server: EngineServer
+    model: str
+    stock: str
+    """The name of the stock engine that it has to answer like."""
+    neighbour: str
+    """The engine that is killed beside it, last of all."""
+    noise_s: float = MACHINE_NOISE_S
+    """Time that the machine may add to a request."""
+
+
+def check(stack: Stack, seen: Seen, subject: Subject) -> None:
+    """Every request was answered, with stock's output, in stock's time and the deadlines."""
+    assert not seen.errors, seen.errors[0]
+    assert len(seen.answers) >= 10
+    for index, answer in seen.answers:
+        stack.same_as_stock(subject.stock, index, answer)
+        stock = stack.stock[subject.stock, index].total_s
+        # An image may wait for the encoder once, and each of a few store calls once.
+        images = len(ASKS[index].images)
+        limit = stock + images * ENCODER_DEADLINE_S + 3 * STORE_DEADLINE_S + subject.noise_s
+        assert answer.total_s <= limit, f"ask {index}: {answer.total_s:.1f} s, stock {stock:.1f} s"
+
+
+def sharing_resumes(engine: EngineServer, what: str, source: str) -> None:
+    """Hits grow again; only the failed process was restarted."""
+    before = count(engine, "hits_total", what=what, source=source)
+    wait_for_more(engine, "hits_total", above=before, what=what, source=source)
+
+
+def store_killed(stack: Stack, subject: Subject) -> None:
+    """The store is killed and started again, empty."""
+    assert stack.store is not None
+    missed = count(subject.server, "misses_total", reason="store_down")
+    with stream(subject.server, "store-killed") as seen:
+        answered(seen, 5)
+        stack.store.kill()
+        wait_for_more(subject.server, "misses_total", above=missed, reason="store_down")
+        answered(seen, 10)
+        stack.start_store()
+        sharing_resumes(subject.server, "kv_page", "store")
+        answered(seen, 5)
+    check(stack, seen, subject)
+
+
+def arena_corrupted(stack: Stack, subject: Subject) -> None:
+    """A bit in each byte of the arena flips."""
+    assert stack.store is not None
+    for i, ask in enumerate(ASKS):
+        stack.same_as_stock(subject.stock, i, ask.put(subject.server))
+    corrupt = count(subject.server, "misses_total", what="kv_page", reason="corrupt")
+    with stream(subject.server, "corrupt") as seen:
+        answered(seen, 5)
+        flip_everything(stack.store.pid)
+        forget_prefixes(subject.server)
+        wait_for_more(subject.server, "misses_total", above=corrupt, what="kv_page", reason="corrupt")
+        answered(seen, 15)
+        sharing_resumes(subject.server, "kv_page", "store")
+    check(stack, seen, subject)
+
+
+def encoder_killed(stack: Stack, subject: Subject) -> None:
+    """The encoder service is killed and started again; meanwhile the engine encodes `UNSEEN`."""
+    down = count(subject.server, "misses_total", what="embedding", reason="encoder_down")
+    with stream(subject.server, "encoder-killed") as seen:
+        answered(seen, 5)
+        stack.encoder.kill()
+        wait_for_more(subject.server, "misses_total", above=down, what="embedding", reason="encoder_down")
+        answered(seen, 10)
+        Ask("What did the engine see itself?", (UNSEEN,)).put(subject.server)
+        stack.encoder.start()
+        sharing_resumes(subject.server, "embedding", "service_computed")
+    check(stack, seen, subject)
+
+
+def flip_everything(pid: int) -> None:
+    """Flip a bit in each of the arena's first bytes, through the daemon's own descriptor."""
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        if "memfd:cornplug-store" in os.readlink(link):
+            with link.open("r+b", buffering=0) as arena:
+                data = arena.read(64 << 20)
+                arena.seek(0)
+                arena.write(bytes(byte ^ 1 for byte in data))
+            return
+    raise AssertionError("the store has no arena")
