@@ -23,6 +23,8 @@ import hmac
 import json
 import math
 import struct
+import sys
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -34,15 +36,17 @@ _WIDE_TAG: Final = b"sglang-mm-wide-pad-v1"
 _WIDE_BASE: Final = 1_000_000
 _WIDE_MASK: Final = (1 << 62) - 1
 _U32_MAX: Final = (1 << 32) - 1
+_LINK_BYTES: Final = 4 * LINK_TOKENS
+"""Of a link whose tokens all fit 32 bits."""
 
 
 def digest(domain: str, *parts: bytes) -> bytes:
     """SHA-256 of a domain name and parts, each prefixed by its length as 8 bytes big-endian."""
-    h = hashlib.sha256()
-    for part in (domain.encode(), *parts):
-        h.update(struct.pack(">Q", len(part)))
-        h.update(part)
-    return h.digest()
+    return hashlib.sha256(_framed(domain.encode(), *parts)).digest()
+
+
+def _framed(*parts: bytes) -> bytes:
+    return b"".join([struct.pack(">Q", len(part)) + part for part in parts])
 
 
 def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
@@ -215,6 +219,21 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     """
     if len(tokens) % LINK_TOKENS:
         raise ValueError(f"{len(tokens)} tokens are no whole number of {LINK_TOKENS}-token links")
+    try:
+        packed = array("I", tokens)
+    except OverflowError:
+        return _chain_with_wide_tokens(prior, tokens)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    # A prompt has thousands of links, derived on an engine's own thread: one digest and no Python call each.
+    data, sha256, out = packed.tobytes(), hashlib.sha256, []
+    for start in range(0, len(data), _LINK_BYTES):
+        prior = sha256(prior + data[start : start + _LINK_BYTES]).digest()
+        out.append(prior)
+    return out
+
+
+def _chain_with_wide_tokens(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     out = []
     for start in range(0, len(tokens), LINK_TOKENS):
         link = tokens[start : start + LINK_TOKENS]
@@ -229,7 +248,16 @@ def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -> bytes:
     """Key of the page whose last token ends the link with `chain_value`."""
-    return keyed(secret, "cornplug-page-v3", root, struct.pack(">Q", page_tokens), chain_value)
+    return page_keys(secret, root, page_tokens, (chain_value,))[0]
+
+
+def page_keys(secret: bytes, root: bytes, page_tokens: int, chain_values: Iterable[bytes]) -> list[bytes]:
+    """`page_key` of each of these chain values, which are digests."""
+    # `keyed`, with the bytes that all keys of a root have in common framed once.
+    before = _framed(b"cornplug-page-v3", root, struct.pack(">Q", page_tokens))
+    before += struct.pack(">Q", DIGEST_BYTES)
+    sha256, hmac_sha256 = hashlib.sha256, hmac.digest
+    return [hmac_sha256(secret, sha256(before + value).digest(), "sha256") for value in chain_values]
 
 
 def _salt(salt: str | None) -> bytes:

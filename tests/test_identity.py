@@ -53,6 +53,7 @@ CASES: dict[str, Case] = {
     "chain": lambda: b"".join(identity.chain(b"", list(range(32)))),
     "chain/wide": lambda: b"".join(identity.chain(A, [5, *WIDE * 4][:16])),
     "page_key": lambda: identity.page_key(SECRET, A, 64, B),
+    "page_keys": lambda: b"".join(identity.page_keys(SECRET, A, 64, [B, C])),
     "medium_with_options": lambda: identity.medium_with_options(A, {"max_pixels": 784}),
     "overridden": lambda: identity.overridden(A, {"dtype": "float16"}),
 }
@@ -262,6 +263,32 @@ def test_chain_is_the_published_scheme() -> None:
     assert identity.chain(b"", [*narrow[:15], (1 << 32) - 1]) != identity.chain(b"", [*narrow[:15], 1 << 32])
 
 
+def link_by_definition(prior: bytes, link: list[int]) -> bytes:
+    wide = max(link) >= 1 << 32
+    packed = b"".join(token.to_bytes(8 if wide else 4, "little") for token in link)
+    return hashlib.sha256(prior + (b"\xff" if wide else b"") + packed).digest()
+
+
+@given(
+    st.lists(st.integers(0, (1 << 32) + 1) | st.integers(0, 200_000), min_size=64, max_size=64),
+    st.lists(st.integers(0, 200_000), min_size=64, max_size=64),
+    digests | st.just(b""),
+)
+def test_chain_of_mixed_widths_is_that_of_its_links(mixed: list[int], text: list[int], prior: bytes) -> None:
+    for ids in (text, mixed, text + mixed, mixed + text):
+        expected, last = [], prior
+        for at in range(0, len(ids), 16):
+            last = link_by_definition(last, ids[at : at + 16])
+            expected.append(last)
+        assert identity.chain(prior, ids) == identity.chain(prior, tuple(ids)) == expected
+
+
+@pytest.mark.parametrize("wrong", [-1, 1 << 64])
+def test_chain_refuses_tokens_beyond_64_bits(wrong: int) -> None:
+    with pytest.raises(struct.error):
+        identity.chain(b"", [*range(15), wrong])
+
+
 def test_chain_wants_whole_links() -> None:
     assert identity.chain(A, []) == []
     with pytest.raises(ValueError, match="17 tokens"):
@@ -320,6 +347,14 @@ def test_identity_contradictory_video_has_no_digest(times_s: list[float], frames
 def test_placeholder_tokens_short_lineage_is_an_error(size: int) -> None:
     with pytest.raises(ValueError, match="32 bytes"):
         identity.placeholder_tokens(bytes(size))
+
+
+@given(st.lists(digests, max_size=4), digests)
+def test_page_keys_are_keyed_digests_of_their_parts(values: list[bytes], root: bytes) -> None:
+    expected = [
+        identity.keyed(SECRET, "cornplug-page-v3", root, struct.pack(">Q", 64), value) for value in values
+    ]
+    assert identity.page_keys(SECRET, root, 64, values) == expected
 
 
 def test_page_key_page_size_and_root_enter_it() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Final
 
-from cornplug.engine_common.page_envelope import read_page_header
+from cornplug.engine_common.page_envelope import read_page_checksums
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry, pages_between
@@ -14,7 +15,11 @@ from cornplug.store.base import Lease
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageRead
+from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+
+_FIRST_PAGES: Final = 32
+"""Pages of a lookup's first question. To make so many keys takes about as long as the question."""
 
 
 class LoadOffers:
@@ -55,16 +60,13 @@ class LoadOffers:
         assert tracked.keys is not None
         # The last token is always computed here: it is what the next one is sampled from.
         wanted = pages_between(offer.computed, request.num_tokens - 1, page.page_tokens)
-        keys = tracked.keys.upto(request.all_token_ids, request.num_tokens - 1)[wanted.start :]
+        nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
+        keys = self._stored(tracked.keys, request.all_token_ids, nameable)
+        if len(keys) < len(nameable):
+            self._count_misses("absent", len(wanted) - len(keys))
         if not keys:
             return
         store, config = self._run.store, self._run.config.store
-        present = store.contains(keys, deadline_s=config.deadline_s).find(0)
-        keys = keys if present < 0 else keys[:present]
-        if present >= 0:
-            self._count_misses("absent", len(wanted) - present)
-        if not keys:
-            return
         end_page = wanted.start + len(keys)
         if not self._costs.pays(tokens=end_page * page.page_tokens - offer.computed, pages=len(keys)):
             self._count_misses("cheaper", len(keys))
@@ -80,17 +82,37 @@ class LoadOffers:
         unread = leases[len(offer.reads) :]
         self._store_ops.release([lease.token for lease in unread if lease is not None])
 
+    def _stored(self, keys: PageKeys, token_ids: Sequence[int], pages: range) -> list[bytes]:
+        """Keys of the leading ones of `pages` that the store has.
+
+        Asks for more and more of them at a time: few keys are made beyond the first absent page, and a
+        whole hit takes few calls.
+        """
+        deadline_s = self._run.config.store.deadline_s
+        end_s = time.monotonic() + deadline_s
+        found: list[bytes] = []
+        at, count = pages.start, _FIRST_PAGES
+        while at < pages.stop:
+            asked = keys.of(token_ids, range(at, min(at + count, pages.stop)))
+            present = self._run.store.contains(asked, deadline_s=deadline_s).find(0)
+            if present >= 0:
+                return found + asked[:present]
+            found += asked
+            at, count = at + count, 2 * count
+            deadline_s = max(0.0, end_s - time.monotonic())
+        return found
+
     def _read(self, index: int, lease: Lease | None) -> PageRead | None:
         if lease is None:
             return None
         try:
-            header = read_page_header(lease, self._page)
+            checksums = read_page_checksums(lease, self._page)
         except CodecError as e:
             self._count_misses(e.reason)
             if e.is_damage:
                 self._store_ops.delete(lease.key)
             return None
-        return PageRead(index, lease.key, lease.location, header.checksums)
+        return PageRead(index, lease.key, lease.location, checksums)
 
     def _count_misses(self, reason: str, pages: int = 1) -> None:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)

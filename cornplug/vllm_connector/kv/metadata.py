@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
+import msgspec
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorWorkerMetadata,
@@ -12,18 +14,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from cornplug.store.base import PayloadLocation
 
 
-@dataclass(frozen=True, slots=True)
-class PageRead:
+class PageRead(msgspec.Struct, frozen=True):
     """A leased page of the store: `index` is its place in the request."""
 
     index: int
     key: bytes
     location: PayloadLocation
-    checksums: tuple[int, ...]
+    checksums: array[int]
+    """One a segment. An array, not a tuple: it travels to the workers as one run of bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class PageWrite:
+class PageWrite(msgspec.Struct, frozen=True):
     """A reserved page, named by its reservation's token."""
 
     index: int

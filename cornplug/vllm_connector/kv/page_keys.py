@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_key, placeholder_tokens
+from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_keys, placeholder_tokens
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 
 
@@ -31,11 +31,15 @@ class _Placeholder:
 
 
 class PageKeys:
-    """Keys of a request's whole pages; extends itself, never recomputes."""
+    """Keys of a request's whole pages; extends itself, never recomputes.
+
+    Tokens are chained up to the last page asked for, and keys are made of pages asked for only: a long
+    prompt whose first pages are absent costs those.
+    """
 
     def __init__(self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any]) -> None:
         """`features` are vLLM's MultiModalFeatureSpec of the request, in any order."""
-        self._make: Callable[[bytes], bytes] = lambda value: page_key(secret, root, page_tokens, value)
+        self._secret, self._root = secret, root
         self._page_tokens = page_tokens
         self._placeholders: list[_Placeholder] = []
         self.limit: int | None = None
@@ -51,21 +55,37 @@ class PageKeys:
                 self._placeholders.append(
                     _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
                 )
-        self._last = b""
-        self._keys: list[bytes] = []
+        self._links: list[bytes] = []
+        """The chain's value at the end of each page."""
+        self._keys: dict[int, bytes] = {}
+
+    def pages(self, end: int) -> int:
+        """The number of whole pages within the first `end` tokens that have keys."""
+        return (end if self.limit is None else min(end, self.limit)) // self._page_tokens
 
     def upto(self, token_ids: Sequence[int], end: int) -> list[bytes]:
         """Keys of the whole pages within the first `end` tokens (fewer where `limit` cuts)."""
-        if self.limit is not None:
-            end = min(end, self.limit)
-        first, wanted = len(self._keys), end // self._page_tokens
-        if wanted > first:
-            start = first * self._page_tokens
-            tokens = list(token_ids[start : wanted * self._page_tokens])
-            for placeholder in self._placeholders:
-                placeholder.replace(tokens, start)
-            links = chain(self._last, tokens)
-            self._last = links[-1]
-            per_page = self._page_tokens // LINK_TOKENS
-            self._keys += [self._make(value) for value in links[per_page - 1 :: per_page]]
-        return self._keys[:wanted]
+        return self.of(token_ids, range(self.pages(end)))
+
+    def of(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
+        """Keys of these pages, in ascending order, all below `pages(len(token_ids))`."""
+        if not pages:
+            return []
+        self._advance(token_ids, pages[-1] + 1)
+        new = [page for page in pages if page not in self._keys]
+        made = page_keys(self._secret, self._root, self._page_tokens, [self._links[page] for page in new])
+        self._keys.update(zip(new, made, strict=True))
+        return [self._keys[page] for page in pages]
+
+    def _advance(self, token_ids: Sequence[int], pages: int) -> None:
+        """Chain the tokens of the leading `pages`."""
+        first = len(self._links)
+        if pages <= first:
+            return
+        start = first * self._page_tokens
+        tokens = list(token_ids[start : pages * self._page_tokens])
+        for placeholder in self._placeholders:
+            placeholder.replace(tokens, start)
+        links = chain(self._links[-1] if first else b"", tokens)
+        per_page = self._page_tokens // LINK_TOKENS
+        self._links += links[per_page - 1 :: per_page]

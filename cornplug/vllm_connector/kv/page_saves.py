@@ -57,13 +57,7 @@ class PageSaves:
         if not self._requests.sharing:
             return []
         found = []
-        for tracked in self._requests.running(output.num_scheduled_tokens):
-            request = tracked.request
-            scheduled = output.num_scheduled_tokens[request.request_id]
-            # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
-            end = min(request.num_computed_tokens + scheduled, len(request.all_token_ids))
-            if tracked.own is not None:
-                end = tracked.own.extend(request.num_computed_tokens, end)
+        for tracked, end in self._requests.completing(output.num_scheduled_tokens):
             found += [(tracked, i, key) for i, key in tracked.pages_to_save(end, self._page.page_tokens)]
         return found
 

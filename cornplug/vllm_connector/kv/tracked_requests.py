@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,8 @@ class TrackedRequest:
     loading: LeasedPages | None = None
     load_failed: bool = False
     """A load of it failed once: all further tokens are computed."""
+    tokens_to_page: int = 0
+    """It completes no page before so many of its tokens are scheduled."""
     open_saves: set[int] = field(default_factory=set)
     """Tokens of its reservations that the worker halves are filling."""
     own: OwnTokens | None = None
@@ -70,17 +72,29 @@ class TrackedRequest:
     def save_again_from(self, page: int) -> None:
         """This page and those behind it are computed again, and offered again."""
         self.done_pages = min(self.done_pages, page)
+        self.tokens_to_page = 0
+
+    def computed_after(self, scheduled: int, page_tokens: int) -> int:
+        """The request's known tokens whose KV is there once so many more are computed."""
+        request = self.request
+        computed = request.num_computed_tokens
+        # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
+        end = min(computed + scheduled, request.num_tokens)
+        if self.own is not None:
+            return self.own.extend(computed, end)
+        self.tokens_to_page = (end // page_tokens + 1) * page_tokens - (computed + scheduled)
+        return end
 
     def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
         """(index, key) of pages within the first `end` tokens that are to be offered now."""
         if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
             return []
-        keys = self.keys.upto(self.request.all_token_ids, end)
-        wanted = sorted({*self.refused, *range(self.done_pages, len(keys))})
+        there = self.keys.pages(end)
+        wanted = sorted({i for i in self.refused if i < there}.union(range(self.done_pages, there)))
         # After a preemption a refused page may lie beyond the computed tokens: it is offered once they are.
-        self.refused = {i for i in self.refused if i >= len(keys)}
-        self.saved_until(len(keys))
-        return [(i, keys[i]) for i in wanted if i < len(keys)]
+        self.refused = {i for i in self.refused if i >= there}
+        self.saved_until(there)
+        return list(zip(wanted, self.keys.of(self.request.all_token_ids, wanted), strict=True))
 
 
 class TrackedRequests:
@@ -126,18 +140,28 @@ class TrackedRequests:
                 self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         elif tracked.identifying:
             self._make_keys(tracked)
+        # It is admitted, maybe once more: the engine's own cache or a load puts it anywhere.
+        tracked.tokens_to_page = 0
         return tracked
 
-    def running(self, request_ids: Iterable[str]) -> list[TrackedRequest]:
-        """Those of these requests whose pages have keys by now."""
-        found = []
-        for tracked in map(self._tracked.get, request_ids):
+    def completing(self, scheduled_tokens: Mapping[str, int]) -> list[tuple[TrackedRequest, int]]:
+        """Requests that may complete a page in a step, each with its computed tokens after the step.
+
+        Called once for each step. It looks at every running request in every step: a request that
+        completes no page costs no Python call.
+        """
+        found, tracked_of = [], self._tracked.get
+        for request_id, scheduled in scheduled_tokens.items():
+            tracked = tracked_of(request_id)
             if tracked is None:
+                continue
+            tracked.tokens_to_page -= scheduled
+            if tracked.tokens_to_page > 0 and not tracked.refused:
                 continue
             if tracked.identifying:
                 self._make_keys(tracked)
             if tracked.keys is not None:
-                found.append(tracked)
+                found.append((tracked, tracked.computed_after(scheduled, self._page.page_tokens)))
         return found
 
     def forget_if_over(self, tracked: TrackedRequest) -> None:
