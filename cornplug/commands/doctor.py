@@ -67,6 +67,7 @@ def examine(
     described = describe_encoder(settings)
     yield from encoder(settings.encoder, described)
     for model in models:
+        yield from engine_checks.sharing(model, dtype)
         yield from served(model, dtype, described)
 
 
@@ -228,9 +229,7 @@ def served(
         return
     if report["identity"] is None:
         kind = Checkpoint.open(model).config.get("model_type")
-        yield CheckResult(
-            "ok", "model", f"{model}: {kind}, no tower that we know; KV is shared, embeddings are not"
-        )
+        yield CheckResult("ok", "model", f"{model}: {kind}, no tower that the encoder service serves")
         return
     yield CheckResult(
         "ok", "model", f"{model}: {report['family']}, {report['dtype']}, identity {report['identity'][:16]}"

@@ -21,10 +21,13 @@ import msgspec
 from cornplug import __version__
 from cornplug.engine_common.version_range import VersionRange
 from cornplug.sglang_hooks import compat as sglang
+from cornplug.sharing_verdict import NO_TOWER, verdicts_of
 from cornplug.vllm_connector import compat as vllm
 
 _ENTRY_NAME: Final = "cornplug"
 _PROBE_S: Final = 120.0
+_MODEL_PROBE_S: Final = 900.0
+"""Of a process that reads a checkpoint's weights, besides importing an engine."""
 
 _VLLM_PROBE: Final = """
 import json
@@ -58,6 +61,16 @@ print(json.dumps(answer))
 """
 
 
+_MODEL_PROBE: Final = """
+import sys
+from {plugins} import {load}
+{load}()
+from cornplug.sharing_verdict import last_line
+from cornplug.{room}.sharing_report import describe
+print(last_line(describe(sys.argv[1], sys.argv[2] or None)))
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckResult:
     """One line of the report. `remedy` is empty where nothing need be done."""
@@ -88,7 +101,10 @@ class CheckedEngine:
     """The environment variable that restricts which plugins it loads."""
     supported: VersionRange
     probe: str
-    """A program whose last line of output is an `ProbeAnswer` as JSON."""
+    """A program; the last line of its output is a `ProbeAnswer` as JSON."""
+    model_probe: str
+    """A program with two arguments, a checkpoint and a dtype ("" for the engine's choice). The last line of
+    its output is a list of `SharingVerdict` as JSON."""
 
     @property
     def label(self) -> str:
@@ -102,6 +118,7 @@ VLLM: Final = CheckedEngine(
     "VLLM_PLUGINS",
     vllm.SUPPORTED_VERSIONS,
     _VLLM_PROBE,
+    _MODEL_PROBE.format(plugins="vllm.plugins", load="load_general_plugins", room="vllm_connector"),
 )
 SGLANG: Final = CheckedEngine(
     "sglang",
@@ -109,6 +126,7 @@ SGLANG: Final = CheckedEngine(
     "SGLANG_PLUGINS",
     sglang.SUPPORTED_VERSIONS,
     _SGLANG_PROBE,
+    _MODEL_PROBE.format(plugins="sglang.srt.plugins", load="load_plugins", room="sglang_hooks"),
 )
 
 
@@ -174,13 +192,45 @@ def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
         yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
 
 
+def sharing(model: str, dtype: str | None) -> Iterator[CheckResult]:
+    """The verdicts of each installed engine's own functions on a checkpoint: shared, or the reason."""
+    for engine in (VLLM, SGLANG):
+        version = engine.supported.installed()
+        if version is not None and version in engine.supported:
+            yield from shared_of(engine, model, dtype)
+
+
+def shared_of(engine: CheckedEngine, model: str, dtype: str | None) -> Iterator[CheckResult]:
+    """The same for one engine."""
+    check = f"{engine.name} shares"
+    try:
+        done = _run(engine.model_probe, model, dtype or "", timeout_s=_MODEL_PROBE_S)
+        verdicts = verdicts_of(done.stdout)
+    except subprocess.TimeoutExpired:
+        what = f"{model}: a process that looks at it took over {_MODEL_PROBE_S:g} s"
+        yield CheckResult("warn", check, what, "Ask again: it keeps the fingerprints that it has read.")
+        return
+    except msgspec.DecodeError:
+        why = done.stderr.strip()[-300:] or f"it ended with status {done.returncode}"
+        yield CheckResult("warn", check, f"{model}: no answer: {why}", "Engines log what they share.")
+        return
+    for verdict in verdicts:
+        said = {True: "shared", False: "not shared", None: "shared or not"}[verdict.shared]
+        what = f"{model}: {verdict.what} {said}" + (f": {verdict.why}" if verdict.why else "")
+        fine = verdict.shared or verdict.why == NO_TOWER
+        yield CheckResult("ok" if fine else "warn", check, what, verdict.remedy)
+
+
 def ask(engine: CheckedEngine) -> ProbeAnswer:
     """The statement of one process of the engine. Raises subprocess.TimeoutExpired."""
-    done = subprocess.run(
-        [sys.executable, "-c", engine.probe], capture_output=True, text=True, timeout=_PROBE_S, check=False
-    )
+    done = _run(engine.probe, timeout_s=_PROBE_S)
     last = (done.stdout.strip().splitlines() or [""])[-1]
     try:
         return msgspec.json.decode(last, type=ProbeAnswer)
     except msgspec.DecodeError:
         return ProbeAnswer(done.stderr.strip()[-300:] or f"it ended with status {done.returncode}")
+
+
+def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)

@@ -50,7 +50,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     except _REFUSALS as refused:
         config = _fewer(without, given, refused)
     else:
-        reason = _kv_impossible(config)
+        reason = kv_impossible(config)
         if reason and _is_ours(config.kv_transfer_config):
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", reason)
             config = without("kv_transfer_config")
@@ -135,7 +135,7 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
     return config
 
 
-def _kv_impossible(config: Any) -> str | None:
+def kv_impossible(config: Any) -> str | None:
     """Why an engine of this configuration cannot start with a KV connector, where vLLM checks it too late."""
     if config.model_config.is_encoder_decoder:
         return "vLLM takes no KV connector for encoder-decoder models"

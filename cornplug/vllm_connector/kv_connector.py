@@ -12,13 +12,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import ConfigError, LayoutError
-from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv.cache_geometry import page_geometry, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
@@ -32,53 +31,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
-
-
-def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
-    """The page of this model. Raises LayoutError with the reason why KV cannot be shared.
-
-    Hybrid models (sliding window, Mamba) have several cache groups, and a prefix counts only
-    where every group has it: they run as stock, and the log names the reason.
-    """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
-
-    if len(cache.kv_cache_groups) != 1:
-        raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
-    spec = cache.kv_cache_groups[0].kv_cache_spec
-    if not isinstance(spec, FullAttentionSpec) or isinstance(spec, MLAAttentionSpec):
-        raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
-    if spec.non_causal:
-        raise LayoutError("non-causal attention: KV depends on tokens that follow", reason="attention_kind")
-    if getattr(spec, "head_size_v", spec.head_size) != spec.head_size:
-        raise LayoutError(
-            "keys and values of different width have no page layout yet", reason="attention_kind"
-        )
-    parallel = config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
-    model = config.model_config
-    return PageGeometry(
-        page_tokens=page_tokens,
-        heads=model.get_total_num_kv_heads(),
-        layers=model.get_total_num_hidden_layers(),
-        dim=spec.head_size,
-        dtype=dtype_name(spec.dtype),
-    )
-
-
-def rank_slice(cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
-    """The slice of a page that this worker's rank holds. Raises LayoutError where it is no plain slice."""
-    from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-    from vllm.model_executor.models.utils import extract_layer_index
-
-    heads, writes = tensor_parallel_heads(
-        geometry.heads, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
-    )
-    numbers = sorted(extract_layer_index(name) for name in cache.kv_cache_groups[0].layer_names)
-    layers = range(numbers[0], numbers[-1] + 1)
-    if list(layers) != numbers or layers.stop > geometry.layers:
-        raise LayoutError(f"layers {numbers} are no plain range of {geometry.layers}", reason="layout")
-    return RankSlice(heads=heads, layers=layers, writes=writes)
 
 
 class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
@@ -107,7 +59,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)
             else:
                 block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-                held = rank_slice(kv_cache_config, geometry)
+                held = rank_slice(vllm_config, kv_cache_config, geometry)
                 pages = RankPages(geometry, held, self._runtime.store)
                 self._worker = KVWorker(pages, block_size, self._runtime.background_timeout_s)
         except LayoutError as e:

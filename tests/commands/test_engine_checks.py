@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine, CheckResult
 from cornplug.engine_common.version_range import VersionRange
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, last_line
 
 HERE = [engine for engine in (VLLM, SGLANG) if importlib.util.find_spec(engine.name) is not None]
 
@@ -104,3 +106,46 @@ def test_engine_checks_allocator_without_connectors_fails(
     found = list(engine_checks.allocator({"PYTORCH_CUDA_ALLOC_CONF": segments}))
     assert bool(found) is segments.startswith("expandable")
     assert all(f.status == "warn" and "expandable_segments:True" in f.remedy for f in found)
+
+
+VERDICTS = json.dumps(
+    [
+        {"what": "KV", "shared": False, "why": "2 cache groups", "remedy": "--one-group"},
+        {"what": "embeddings", "shared": True},
+    ]
+)
+
+
+def test_engine_checks_sharing_is_what_the_engine_says() -> None:
+    """A model probe gets model and dtype; what it says is the table, whatever its engine logs before it."""
+    program = f"import sys; print('INFO', sys.argv[1:]); assert sys.argv[2] == ''; print({VERDICTS!r})"
+    kv, embeddings = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", None)
+    assert (kv.status, kv.check, kv.remedy) == ("warn", "vllm shares", "--one-group")
+    assert kv.what == "/m: KV not shared: 2 cache groups"
+    assert (embeddings.status, embeddings.what) == ("ok", "/m: embeddings shared")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "status"),
+    [
+        (SharingVerdict(what="embeddings", shared=False, why=NO_TOWER), "ok"),
+        (SharingVerdict(what="embeddings", shared=False, why="not compared"), "warn"),
+        (SharingVerdict(what="KV", shared=None, why="no meta device"), "warn"),
+    ],
+)
+def test_engine_checks_sharing_warns_of_what_is_lost(verdict: SharingVerdict, status: str) -> None:
+    program = said(last_line([verdict]))
+    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", "float16")
+    assert (finding.status, verdict.why in finding.what) == (status, True)
+
+
+def test_engine_checks_model_probe_that_dies_is_a_warning() -> None:
+    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=said("Segmentation", 3)), "/m", None)
+    assert (finding.status, "no such hook here" in finding.what) == ("warn", True)
+
+
+def test_engine_checks_slow_model_probe_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_checks, "_MODEL_PROBE_S", 0.5)
+    slow = replace(VLLM, model_probe="import time; time.sleep(60)")
+    (finding,) = engine_checks.shared_of(slow, "/m", None)
+    assert (finding.status, "took over 0.5 s" in finding.what) == ("warn", True)

@@ -1,0 +1,46 @@
+"""SGLang's verdicts on sharing a checkpoint, without loading it: for `cornplug doctor --model`.
+
+The functions that a server asks while it resolves its settings are asked here. A server also looks at the
+pools of the loaded model (`late_exclusions.py`); here is none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cornplug import config as settings
+from cornplug.errors import LayoutError
+from cornplug.sglang_hooks.kv import exclusions
+from cornplug.sglang_hooks.model.model_config import describe as engine_model
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked
+
+
+def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
+    """The verdicts on a checkpoint under SGLang's defaults, in this process. Reads weights once."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.server_args import ServerArgs
+
+    server_args = ServerArgs(model_path=model, dtype=dtype or "auto")
+    try:
+        server_args.resolve_once()
+    except (ValueError, OSError, NotImplementedError, RuntimeError, AssertionError) as e:
+        why = f"SGLang does not run it: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+        return [SharingVerdict(what=what, shared=False, why=why) for what in ("KV", "embeddings")]
+    resolved, running = resolved_view(server_args), model_config_of(server_args)
+    kv = asked(
+        "KV",
+        lambda: _check(server_args),
+        lambda: engine_model(resolved, running).kv_identity(),
+    )
+    if not running.is_multimodal:
+        return [kv, SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)]
+    return [kv, asked("embeddings", lambda: engine_model(resolved, running).tower_identity())]
+
+
+def _check(server_args: Any) -> None:
+    """Raise LayoutError with the server's reason for keeping KV to itself."""
+    engine = settings.load().engine
+    if not engine.share_kv:
+        raise LayoutError("engine.share_kv is false", reason="disabled")
+    if why := exclusions.excluded(server_args, engine.page_tokens):
+        raise LayoutError(why)

@@ -1,0 +1,45 @@
+"""Verdicts on sharing a checkpoint, as data: an engine's process says them, the doctor prints them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from cornplug.errors import CornplugError
+
+NO_TOWER: Final = "it has no tower"
+"""The reason of a text model, which has no embeddings to share."""
+
+
+class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Whether KV, or embeddings, of one checkpoint are shared."""
+
+    what: Literal["KV", "embeddings"]
+    shared: bool | None
+    """None where only an engine that runs shows it."""
+    why: str = ""
+    """The reason; "" where it is shared."""
+    remedy: str = ""
+
+
+def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -> SharingVerdict:
+    """The verdict of an engine's own functions: the first that raises CornplugError gives the reason."""
+    try:
+        for question in questions:
+            question()
+    except CornplugError as e:
+        return SharingVerdict(what=what, shared=False, why=str(e))
+    return SharingVerdict(what=what, shared=True)
+
+
+def last_line(verdicts: Sequence[SharingVerdict]) -> str:
+    """The verdicts as one line of JSON, which `verdicts_of` reads."""
+    return msgspec.json.encode(list(verdicts)).decode()
+
+
+def verdicts_of(output: str) -> list[SharingVerdict]:
+    """The verdicts in the last line of a process's output. Raises msgspec.DecodeError for any other line."""
+    last = (output.strip().splitlines() or [""])[-1]
+    return msgspec.json.decode(last, type=list[SharingVerdict])

@@ -1,0 +1,128 @@
+"""vLLM's verdicts on sharing a checkpoint, without loading it: for `cornplug doctor --model`.
+
+The functions that an engine asks at start are asked here. vLLM groups layers by the KV that each layer says
+it keeps, so the model is built on PyTorch's meta device: layers without weights. The last check of an
+engine, which writes a pattern into the cache and reads it back, needs the cache and is not made.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from cornplug import config as settings
+from cornplug.errors import LayoutError
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked
+from cornplug.vllm_connector.connector_config import kv_impossible
+from cornplug.vllm_connector.kv.cache_geometry import page_geometry, rank_slice
+from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+_ONE_MANAGER: Final = "--disable-hybrid-kv-cache-manager"
+# Raised by constructors of models that need more than the meta device has.
+_UNBUILDABLE: Final = (
+    ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
+    TypeError, ValueError,
+)  # fmt: skip
+
+
+def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
+    """The verdicts on a checkpoint under vLLM's defaults, in this process. Reads weights once.
+
+    For a process that runs nothing else: it initialises vLLM's process groups for one rank.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments: dict[str, Any] = {"model": model, "dtype": dtype or "auto"}
+    try:
+        config = EngineArgs(**arguments).create_engine_config()
+    except (ValueError, OSError, NotImplementedError) as e:
+        why = f"vLLM does not run it: {_first_line(e)}"
+        return [SharingVerdict(what=what, shared=False, why=why) for what in ("KV", "embeddings")]
+    return [_kv(config), _embeddings(config)]
+
+
+def _embeddings(config: VllmConfig) -> SharingVerdict:
+    if not config.model_config.is_multimodal_model:
+        return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
+    return asked("embeddings", lambda: tower_identity(config))
+
+
+def _kv(config: VllmConfig) -> SharingVerdict:
+    engine = settings.load().engine
+    if not engine.share_kv:
+        return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
+    if why := kv_impossible(config):
+        return SharingVerdict(what="KV", shared=False, why=why)
+    try:
+        specs = _layer_specs(config)
+    except _UNBUILDABLE as e:
+        why = (
+            f"only a running engine shows it: vLLM did not build the model without weights: {_first_line(e)}"
+        )
+        return SharingVerdict(what="KV", shared=None, why=why)
+    found = asked("KV", lambda: _check(config, specs, engine.page_tokens), lambda: kv_identity(config))
+    if found.shared is False and _one_group_shares(config, specs, engine.page_tokens):
+        remedy = f"{_ONE_MANAGER} shares it; the cache then keeps all tokens of windowed layers."
+        return SharingVerdict(what="KV", shared=False, why=found.why, remedy=remedy)
+    return found
+
+
+def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
+    """Raise LayoutError with an engine's reason for keeping KV of these layers to itself."""
+    groups = _grouped(config, specs)
+    rank_slice(config, groups, page_geometry(config, groups, page_tokens))
+
+
+def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
+    """Whether sharing fails for the several groups of vLLM's hybrid cache manager alone."""
+    if config.scheduler_config.disable_hybrid_kv_cache_manager:
+        return False
+    plain = copy.copy(config)
+    plain.scheduler_config = copy.copy(config.scheduler_config)
+    plain.scheduler_config.disable_hybrid_kv_cache_manager = True
+    try:
+        _check(plain, specs, page_tokens)
+    except (LayoutError, ValueError):  # vLLM refuses to unify some kinds
+        return False
+    return True
+
+
+def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
+    """Layer name -> the KV that it keeps, in the order of construction."""
+    import torch
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+    with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
+        # A second call keeps the groups of the first.
+        init_distributed_environment(1, 0, f"file://{Path(folder, 'group')}", 0, "gloo")
+        ensure_model_parallel_initialized(1, 1)
+        with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
+            initialize_model(vllm_config=config)
+        found: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
+    return found
+
+
+def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
+    """The cache groups that vLLM makes of these layers."""
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    # vLLM writes into the specs where it unifies them.
+    groups = get_kv_cache_groups(config, copy.deepcopy(dict(specs)))
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

@@ -1,0 +1,46 @@
+"""What the doctor says of tiny checkpoints, by SGLang's own resolution."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from sglang.srt.mem_cache import host_memory
+
+from cornplug.sglang_hooks import sharing_report
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict
+from devkit import checkpoints
+
+
+@pytest.fixture(autouse=True)
+def room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory enough for HiCache, whatever this machine has."""
+    monkeypatch.setattr(host_memory, "available_host_memory_bytes", lambda **_: 64 << 30)
+
+
+def test_sharing_report_of_text_is_kv_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = str(checkpoints.qwen2_text(tmp_path / "text"))
+    assert sharing_report.describe(text) == [
+        SharingVerdict(what="KV", shared=True),
+        SharingVerdict(what="embeddings", shared=False, why=NO_TOWER),
+    ]
+    monkeypatch.setenv("CORNPLUG_ENGINE_SHARE_KV", "false")
+    kv, _ = sharing_report.describe(text)
+    assert (kv.shared, kv.why) == (False, "engine.share_kv is false")
+
+
+def test_sharing_report_of_windows_and_a_strange_tower_says_why(tmp_path: Path) -> None:
+    folder = checkpoints.gemma3(tmp_path / "gemma")
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    text["layer_types"] = ["sliding_attention"] * (text["num_hidden_layers"] - 1) + ["full_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    kv, embeddings = sharing_report.describe(str(folder))
+    assert (kv.shared, "hybrid" in kv.why) == (False, True)
+    assert (embeddings.shared, "compared" in embeddings.why) == (False, True)
+
+
+def test_sharing_report_of_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
+    found = sharing_report.describe(str(tmp_path))
+    assert [verdict.shared for verdict in found] == [False, False]
