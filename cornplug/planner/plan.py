@@ -105,7 +105,7 @@ class ReplicaGroup(PlanRecord):
     kv: KVGeometry | None = None
     workload: Literal["online", "semi-online", "offline"] = "online"
     """The most urgent that it serves."""
-    router: str = "least_work"
+    router: str = "power_of_two"
     apps: list[str] = Field(default_factory=list)
     profile: str
     """Source of its times; "roofline ..." is an estimate, never a measurement."""

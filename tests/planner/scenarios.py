@@ -243,11 +243,11 @@ SCENARIOS: dict[str, Table] = {
         [app("tool", [request("call", 20, {"prompt": 1500, "output": 40})], {"e2e_s": 3.0})],
         ["l4", "a100"],
     ),
-    "join shortest queue": tables(
+    "documents, two replicas": tables(
         [llm(QWEN_7B)],
         [app("docs", [request("long", 8, LONG)], {"ttft_s": 2.5, "tpot_s": 0.06})],
         ["a100"],
-        router="join_shortest_queue",
+        router="power_of_two",
     ),
     "random router": tables(
         [llm(QWEN_7B)],

@@ -33,7 +33,7 @@ class CellSpec:
     hardware: CellHardware | None = None
     """None: only a throughput is known."""
     settings: EngineSettings | None = None
-    router: RouterPolicy = "least_work"
+    router: RouterPolicy = "power_of_two"
     simulated_replicas: int = 0
     """Replicas for which the simulator found its capacity; 0: closed forms say it."""
     derating: float = 1.0

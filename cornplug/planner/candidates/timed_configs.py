@@ -40,7 +40,8 @@ class TimedConfig:
             kv_tokens=hardware.kv_tokens if hardware.steps else 1 << 60,
             max_batch=self.footprint.max_batch,
             chunk_tokens=self.footprint.chunk_tokens,
-            router=router,
+            # An encoder service divides its replicas' work itself.
+            router="least_work" if self.service.tasks == "E" else router,
         )
 
 

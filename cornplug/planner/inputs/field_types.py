@@ -27,7 +27,7 @@ Kind = Literal["encoder", "llm", "generator"]
 Engine = Literal["vllm", "sglang"]
 Workload = Literal["online", "semi-online", "offline"]
 Quantisation = Literal["none", "fp8", "awq", "gptq"]
-RouterPolicy = Literal["least_work", "join_shortest_queue", "random"]
+RouterPolicy = Literal["power_of_two", "random"]
 
 
 def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:

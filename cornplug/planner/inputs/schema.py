@@ -223,7 +223,8 @@ class PlanRules(InputTable):
     n_plus_one: bool = True
     """An online application survives the loss of one replica of each of its services."""
     network_utilisation: Share = 0.7
-    router: RouterPolicy = "least_work"
+    router: RouterPolicy = "power_of_two"
+    """Of vllm-router and sglang-router; neither knows the work of a request."""
     split: Literal["fractional", "slices"] = "fractional"
     slices: Count = 1
     """With split = "slices": a request type's rate is served in multiples of rate / slices."""

@@ -24,12 +24,12 @@ from cornplug.planner.launch.group_context import (
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
 
-# Both routers know only the number of requests under way at each server: the less loaded of two random
-# servers is the nearest to "least work" that they have.
 _POLICY: Final = {
+    "power_of_two": "power_of_two",
+    "random": "random",
+    # Of plans that earlier versions made.
     "least_work": "power_of_two",
     "join_shortest_queue": "power_of_two",
-    "random": "random",
 }
 
 

@@ -20,7 +20,7 @@ from cornplug.planner.inputs.demand import SampledRequest
 from cornplug.planner.perf_model.analytic_load import ReplicaLoad
 from cornplug.planner.perf_model.analytic_state import AnalyticState
 from cornplug.planner.perf_model.latency_bound import LatencyBound
-from cornplug.planner.perf_model.queueing import erlang_c
+from cornplug.planner.perf_model.queueing import erlang_c, two_choices
 from cornplug.planner.perf_model.request_costs import RequestCosts, sizes_of
 from cornplug.planner.simulator.stations import Station
 
@@ -56,6 +56,16 @@ def _meets(station: Station, state: AnalyticState, bound: LatencyBound, rate: fl
     return state.slower_than(bound.tpot_s) <= 1 - bound.share
 
 
+def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[float, float]:
+    """Share of requests that wait, and the mean wait of those, in seconds, were times exponential."""
+    load = rate * service_s
+    if router == "power_of_two" and servers > 1:
+        waits, mean = two_choices(load / servers)
+        return waits, mean * service_s / waits if waits else 0.0
+    longer = WAIT_FACTOR[router] if servers > 1 else 1.0
+    return erlang_c(servers, load), longer / (servers / service_s - rate)
+
+
 def _on_time(
     station: Station, state: AnalyticState, bound: LatencyBound, seconds: float, rate: float, burst: float
 ) -> bool:
@@ -69,9 +79,8 @@ def _on_time(
         servers, rate, burst = 1, rate / station.replicas, 1 + (burst - 1) / station.replicas
     if rate * service_s >= servers:
         return False
-    waits = erlang_c(servers, rate * service_s)
-    longer = WAIT_FACTOR[station.router] if servers > 1 else 1.0
-    mean = longer * (burst + cv2) / 2 / (servers / service_s - rate)
+    waits, mean = _waits(station.router, servers, rate, service_s)
+    mean *= (burst + cv2) / 2
     if bound.share is None:
         return float(state.own.mean()) + waits * mean <= seconds
     left = seconds - state.own

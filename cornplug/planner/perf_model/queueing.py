@@ -1,4 +1,4 @@
-"""Erlang's and Allen and Cunneen's waits, by which a cell is screened before it is simulated.
+"""Erlang's, Allen and Cunneen's and Mitzenmacher's waits, by which a cell is screened before it is simulated.
 
 Rates are per second, times seconds, cv2 squared coefficients of variation (1: exponential).
 An overloaded queue has no wait: both functions raise ValueError, which names the rate it carries.
@@ -28,6 +28,21 @@ def wait_mean(
     """
     waits = erlang_c(servers, rate * service_s)
     return waits / (servers / service_s - rate) * (arrival_cv2 + service_cv2) / 2
+
+
+def two_choices(utilisation: float) -> tuple[float, float]:
+    """Share of arrivals that wait, and the mean wait of all in service times, where each takes the shorter of
+    two random queues.
+
+    Source: the supermarket model, M/M/1 queues (Mitzenmacher, "The Power of Two Choices in Randomized Load
+    Balancing", 2001): a share u^(2^k - 1) of the queues has k requests or more. It is of many queues; with
+    few of them waits are shorter.
+    """
+    _refuse_overload(1, utilisation)
+    wait, k = 0.0, 2
+    while (longer := utilisation ** (2**k - 2)) > 1e-6:
+        wait, k = wait + longer, k + 1
+    return utilisation**2, wait
 
 
 def _refuse_overload(servers: int, load: float) -> None:

@@ -1,7 +1,9 @@
 """A station at work: its replicas, and the router that chooses one for each request.
 
-least_work: fewest seconds of work that came and is not done, estimated as the replicas' `load`
-does. join_shortest_queue: fewest requests. random: any. Ties go to the first.
+power_of_two: of two random replicas the one with fewer requests, as vllm-router and sglang-router do.
+random: any. Ties go to the first. Neither router knows more, so the others are bounds to compare with:
+least_work: fewest seconds of work that came and is not done, estimated as the replicas' `load` does.
+join_shortest_queue: fewest requests of all.
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ class RouterDispatch:
             return self._replicas[0]
         if self.station.router == "random":
             return self._replicas[int(self._rng.integers(len(self._replicas)))]
+        if self.station.router == "power_of_two":
+            first, second = self._rng.choice(len(self._replicas), 2, replace=False)
+            return min(self._replicas[first], self._replicas[second], key=lambda replica: replica.outstanding)
         if self.station.router == "join_shortest_queue":
             return min(self._replicas, key=lambda replica: replica.outstanding)
         return self._least_work(now)

@@ -33,7 +33,7 @@ class Station:
     chunk_tokens: int = 8192
     max_patches: int = 16384
     """Of one encoder batch (a larger item is a batch by itself)."""
-    router: Literal["least_work", "join_shortest_queue", "random"] = "least_work"
+    router: Literal["least_work", "join_shortest_queue", "power_of_two", "random"] = "least_work"
     chunked: bool = True
     """False: no prompt is split; one longer than `chunk_tokens` is an iteration by itself."""
 

@@ -9,14 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from cornplug.planner.inputs.field_types import RouterPolicy
 from cornplug.planner.launch.addresses import sites
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files
 from cornplug.planner.launch.routers import routers
 from cornplug.planner.plan import Plan, PlanRoute, QueueForecast, RouteStage
+from cornplug.planner.simulator.stations import Station
 
 from ..plans import Case, matrix, plan
 
@@ -81,6 +83,15 @@ def test_routers_replicas_share_one_address() -> None:
 def test_routers_cache_plan_uses_cache_aware_policy() -> None:
     assert parsed(of(plan(Case(replicas=2)))[0]).policy == "power_of_two"
     assert parsed(of(plan(Case(replicas=2, caches=True)))[0]).policy == "cache_aware"
+
+
+@pytest.mark.parametrize("policy", get_args(RouterPolicy))
+def test_routers_simulated_policy_is_emitted_as_it_is(policy: str) -> None:
+    """Each policy of `rules.router` is the simulator's and both routers' own."""
+    assert policy in get_args(get_type_hints(Station)["router"])
+    made = plan(Case(replicas=2))
+    groups = [g.model_copy(update={"router": policy}) for g in made.groups]
+    assert parsed(of(made.model_copy(update={"groups": groups}))[0]).policy == policy
 
 
 def test_routers_assumed_prefix_hits_use_cache_aware_policy() -> None:

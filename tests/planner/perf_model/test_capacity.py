@@ -118,11 +118,11 @@ def test_capacity_without_bounds_is_rate_of_full_iterations() -> None:
 
 def test_capacity_router_with_less_knowledge_is_lower() -> None:
     draws = drawn(1500, 1)
-    least, shortest, at_random = (
+    least, shortest, two, at_random = (
         capacity(replace(PREFILL, replicas=8, router=router), draws, LatencyBound("p95", 0.5))
-        for router in ("least_work", "join_shortest_queue", "random")
+        for router in ("least_work", "join_shortest_queue", "power_of_two", "random")
     )
-    assert least > shortest > 1.1 * at_random
+    assert least > shortest > 0.99 * two > 1.05 * at_random
 
 
 def test_capacity_of_bursty_arrivals_is_lower() -> None:

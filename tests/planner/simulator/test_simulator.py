@@ -144,6 +144,16 @@ def test_simulate_least_work_router_sees_seconds() -> None:
     assert third["join_shortest_queue"] > 0.9
 
 
+def test_simulate_power_of_two_router_takes_shorter_of_two() -> None:
+    """With two replicas it is the shortest queue."""
+    jobs = [(0.01 * i, draw(1000 if i % 2 else 100)) for i in range(40)]
+    both = [
+        run(Station("p", 2, "P", steps=STEPS, router=router), *jobs).e2e.mean()  # type: ignore[arg-type]
+        for router in ("join_shortest_queue", "power_of_two")
+    ]
+    assert both[0] == pytest.approx(both[1], rel=0.2)
+
+
 def test_simulate_random_router_depends_on_seed() -> None:
     jobs = [StationJob(i * 0.01, 0, draw(100 + i), HERE) for i in range(200)]
     station = Station("p", 4, "P", steps=STEPS, router="random")
@@ -285,7 +295,7 @@ def any_station(tasks: str, replicas: int) -> Station:
     ARRIVALS,
     st.sampled_from(["E", "P", "EP", "D", "PD", "EPD", "G", "PDG", "EPDG"]),
     st.integers(1, 4),
-    st.sampled_from(["least_work", "join_shortest_queue", "random"]),
+    st.sampled_from(["least_work", "join_shortest_queue", "power_of_two", "random"]),
 )
 @settings(deadline=None, max_examples=60)
 def test_simulate_every_job_ends_no_sooner_than_alone(
