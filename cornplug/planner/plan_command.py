@@ -11,13 +11,13 @@ from typing import Final, get_args
 from rich.console import Console
 from rich.text import Text
 
-from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs import toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import explanation, plan_folder, progress
+from cornplug.planner.report import explanation, load_test, plan_folder, progress
 from cornplug.planner.report import terminal as summary
 
 INFEASIBLE: Final = 1
@@ -29,12 +29,14 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     plan_input, digest = read(args.input)
     plan_input = overridden(plan_input, args)
+    folder = args.output or Path(f"{args.input.stem}-plan")
+    if args.check:
+        return _check(plan_input, digest, folder, args.transfer)
     errors = Console(stderr=True)
     try:
         plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons_s=args.explain)
     except (PlanInfeasible, PlanUnfinished) as e:
         return refused("plan", e)
-    folder = args.output or Path(f"{args.input.stem}-plan")
     paths, without = plan_folder.write(plan, folder, transfer=args.transfer)
     if args.json:
         print(plan.model_dump_json(indent=1))
@@ -44,6 +46,15 @@ def main(argv: list[str]) -> int:
         console.print(Text(f"\nWritten: {', '.join(str(p) for p in paths)}", style="dim"))
     if without:
         errors.print(Text(f"No commands.txt: {without}", style="yellow"))
+    return 0
+
+
+def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer) -> int:
+    """Print the load test of the plan in `folder`; ConfigError: it has no plan of this input."""
+    plan = Plan.load(folder / "plan.json")
+    if plan.input_digest != digest:
+        raise ConfigError(f"-o {folder}", "its plan is of another input", "Plan first, without --check.")
+    print(load_test.write(load_test.load_tests(plan_input, plan, transfer=transfer), folder / "load"))
     return 0
 
 
@@ -126,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         choices=get_args(Transfer),
         default="nixl",
         help="how KV moves from prefill to decode engines",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="plan nothing: print `vllm bench serve` lines for the plan in DIR, and the times to expect",
     )
     parser.add_argument("--quiet", action="store_true", help="write the files, print nothing")
     parser.add_argument("--json", action="store_true", help="print plan.json in place of the summary")

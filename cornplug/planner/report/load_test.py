@@ -1,0 +1,136 @@
+"""A plan's load test: its request classes as traces, the commands that replay them, and the times to expect.
+
+`vllm bench serve` replays each trace at its own times, against vLLM and SGLang alike. The traces have the
+input's lengths, bursts and prefix hits. A medium's tokens are text there, so encoders are not loaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from cornplug.planner.inputs import request_sampling
+from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import RequestClass, request_classes
+from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.launch import command_lines, command_list
+from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.plan import Plan
+from cornplug.planner.report import formatting, slo_checks
+from cornplug.planner.simulator import arrivals
+
+SECONDS: Final = 120.0
+FEWEST: Final = 200
+MOST: Final = 5000
+"""Requests of one trace."""
+_CHUNK_TOKENS: Final = 16
+"""Of one hash id: tokens that are drawn together."""
+
+
+@dataclass(frozen=True)
+class LoadTest:
+    """One request class at one address."""
+
+    demand: str
+    file: str
+    trace: str
+    """JSON lines: time, lengths and hash ids of each request."""
+    command: str
+    expected: str
+    """Rate and times of the class, in words."""
+
+
+def load_tests(plan_input: PlanInput, plan: Plan, *, transfer: Transfer = "nixl") -> list[LoadTest]:
+    """One for each class and address of routes.json; classes without a language model's address have none.
+
+    Raises ConfigError for a plan that is not placed.
+    """
+    routes = json.loads(command_lines.files(plan, transfer=transfer)["routes.json"])
+    classes = request_classes(plan_input.applications)
+    return [
+        _load_test(plan_input, plan, classes[name], i, entry["url"], entry["weight"])
+        for name, found in routes.items()
+        for i, entry in enumerate(found["to"], 1)
+    ]
+
+
+def write(tests: Sequence[LoadTest], folder: Path) -> str:
+    """The commands with their expectations; the traces are written into the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for test in tests:
+        (folder / test.file).write_text(test.trace, encoding="utf-8")
+    lines = ["# Run all of them together: the plan's times are of all classes at once."]
+    for test in tests:
+        lines += [
+            "",
+            f"# {test.demand}: {test.expected}",
+            f"{test.command} --dataset-path {command_list.quoted(str(folder / test.file))} &",
+        ]
+    return "\n".join([*lines, "", "wait"])
+
+
+def _load_test(
+    plan_input: PlanInput, plan: Plan, of: RequestClass, number: int, url: str, weight: float
+) -> LoadTest:
+    forecast = next(f for f in plan.latency_forecasts if f"{f.app}/{f.request}" == of.name)
+    rate = forecast.served * weight
+    n = round(min(max(rate * SECONDS, FEWEST), MOST))
+    rng = np.random.default_rng([plan_input.rules.seed, number])
+    hits = request_sampling.HitShares({}, forecast.prefix_hit_rate)
+    requests = request_sampling.sample_requests(of.request, rng, n, patches_per_token={}, hits=hits)
+    at_s = arrivals.times(rate, of.request.burst, n, rng).tolist()
+    return LoadTest(
+        of.name,
+        f"{of.app.name}-{of.request.name}-{number}.jsonl",
+        "".join(json.dumps(line) + "\n" for line in _lines(requests, at_s)),
+        " ".join(map(command_list.quoted, _argv(_model(plan, of), url, n))),
+        f"{formatting.rate(rate)}, {n} requests; {_expected(plan, of.name)}",
+    )
+
+
+def _lines(requests: Sequence[SampledRequest], at_s: Sequence[float]) -> Iterator[dict[str, object]]:
+    """Requests that hit the prefix cache begin with the same hash ids; all others are new."""
+    unused = 1_000_000
+    for request, at in zip(requests, at_s, strict=True):
+        shared = request.cached_tokens // _CHUNK_TOKENS
+        new = -(-request.prompt_tokens // _CHUNK_TOKENS) - shared
+        yield {
+            "at_s": round(at, 4),
+            "prompt_tokens": request.prompt_tokens,
+            "output_tokens": request.output_tokens,
+            "hash_ids": [*range(shared), *range(unused, unused + new)],
+        }
+        unused += new
+
+
+def _argv(model: str, url: str, requests: int) -> list[str]:
+    return [
+        *("vllm", "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
+        *("--base-url", url, "--model", model, "--num-prompts", str(requests), "--ignore-eos"),
+        *("--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,95,99"),
+        *("--dataset-name", "timed_trace", "--self-timed"),
+        *("--timed-trace-chunk-hash-size", str(_CHUNK_TOKENS)),
+        *("--timed-trace-label-timestamp", "at_s", "--timed-trace-label-hash-ids", "hash_ids"),
+        *("--timed-trace-label-input-length", "prompt_tokens"),
+        *("--timed-trace-label-output-length", "output_tokens"),
+    ]
+
+
+def _model(plan: Plan, of: RequestClass) -> str:
+    """As the engines that the class enters call it."""
+    return next(g.model for g in plan.groups if of.app.llm in g.components and "P" in g.tasks)
+
+
+def _expected(plan: Plan, demand: str) -> str:
+    found = []
+    for check in slo_checks.of(plan):
+        if check.demand == demand:
+            bound = "" if check.bound_s is None else f" (bound {formatting.seconds(check.bound_s)})"
+            percentile = check.percentile if check.percentile == "mean" else check.percentile.upper()
+            found.append(f"{percentile} {check.quantity} {formatting.seconds(check.simulated_s)}{bound}")
+    return "expect " + ", ".join(found) if found else "no time is known"
