@@ -122,7 +122,7 @@ def _best_fit(
     bound: LatencyBound,
 ) -> Fit:
     fits = [
-        Fit(stage_budget, e, *_isolated_latency(e.station("least_work", 1), samples, bound))
+        Fit(stage_budget, e, *_isolated_latency(e.station("power_of_two", 1), samples, bound))
         for e in timed_configs
     ]
     return min(fits, key=lambda fit: fit.excess, default=Fit(stage_budget, None, inf, inf))

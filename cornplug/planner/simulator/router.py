@@ -50,8 +50,8 @@ class RouterDispatch:
         if self.station.router == "random":
             return self._replicas[int(self._rng.integers(len(self._replicas)))]
         if self.station.router == "power_of_two":
-            first, second = self._rng.choice(len(self._replicas), 2, replace=False)
-            return min(self._replicas[first], self._replicas[second], key=lambda replica: replica.outstanding)
+            two: list[int] = self._rng.choice(len(self._replicas), 2, replace=False).tolist()
+            return min((self._replicas[i] for i in two), key=lambda replica: replica.outstanding)
         if self.station.router == "join_shortest_queue":
             return min(self._replicas, key=lambda replica: replica.outstanding)
         return self._least_work(now)
