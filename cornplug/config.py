@@ -31,7 +31,7 @@ from pydantic import (
 from cornplug.errors import ConfigError
 from cornplug.private_paths import cache_dir, runtime_dir
 
-STORE_PROTOCOL: Final = 3
+STORE_PROTOCOL: Final = 4
 """The version of the protocol between clients and store. It is in the socket's default name: during a rolling
 upgrade each release has its store, and shares."""
 
@@ -216,6 +216,9 @@ class EngineConfig(_Section):
     """Tokens of one KV page. Engines that share must agree."""
     share_kv: bool = True
     """The engine loads and saves KV pages."""
+    save: Literal["always", "second", "never"] = "always"
+    """KV pages that the engine copies to the store. "always": each page that it computes; "second": a page
+    that a second request has, on this engine or on another one of the store; "never": none."""
     max_open_saves_bytes: int = Field(default=1 << 30, gt=0)
     """Bytes of pages on their way to the store. Further pages are not saved, so that the end of a request
     never waits for a slow store or mover."""

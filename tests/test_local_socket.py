@@ -45,6 +45,7 @@ STORE = {
         store_messages.ReserveRequest(KEY, [65], "app", WriterPart(b"g" * 16, 1, 2)),
         3,
     ),
+    "ReserveRequest, only seen": (store_messages.ReserveRequest(KEY, [65], "app", None, True), 3),
     "CommitRequest": (store_messages.CommitRequest([9], [META]), 4),
     "ReleaseRequest": (store_messages.ReleaseRequest([9, 10]), 0),
     "DeleteRequest": (store_messages.DeleteRequest(KEY), 5),

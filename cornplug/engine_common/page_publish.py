@@ -20,6 +20,8 @@ class PagePublisher:
         deadline_s: of each call of the store.
         part: this process's part of pages that several connections write together; the first part counts
             their outcomes. None: pages are committed whole.
+        only_seen: `reserve` is a request's sighting of its pages, and names each of them once: it gives room
+            for those that an earlier request had, on any engine of the store.
     """
 
     def __init__(
@@ -30,9 +32,11 @@ class PagePublisher:
         *,
         deadline_s: float,
         part: WriterPart | None = None,
+        only_seen: bool = False,
     ) -> None:
         self._run, self._page, self._tally = runtime, page, tally
         self._deadline_s, self._part = deadline_s, part
+        self._only_seen = only_seen
 
     def reserve(
         self, keys: Sequence[bytes], *, deadline_s: float | None = None
@@ -44,7 +48,11 @@ class PagePublisher:
         entries = [(key, self._page.page_bytes) for key in keys]
         try:
             answers = self._run.store.reserve(
-                entries, app=self._run.app, deadline_s=deadline_s or self._deadline_s, part=self._part
+                entries,
+                app=self._run.app,
+                deadline_s=deadline_s or self._deadline_s,
+                part=self._part,
+                only_seen=self._only_seen,
             )
         except CornplugError as e:
             self.count_outcome(e.reason, len(keys))

@@ -34,6 +34,11 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
         "encoder.deadline_s",
         "Longest wait for an image embedding, in seconds; then this server encodes (default: 10).",
     ),
+    "--cornplug-save": (
+        "engine.save",
+        "KV pages that this server copies to the store: 'always' each page, 'second' a page that a second "
+        "request has, 'never' none (default: 'always').",
+    ),
     "--cornplug-page-tokens": (
         "engine.page_tokens",
         "Tokens of one shared KV page, a multiple of 16; equal on all servers that share (default: 64).",

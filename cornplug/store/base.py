@@ -29,6 +29,9 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
 * One connection's leases keep at most three quarters of the store in place (and one entry always);
   beyond that a present key is answered like an absent one.
 * Questions (`contains`, `stat`) change nothing; in particular they do not refresh LRU.
+* `reserve` with `only_seen` gives room for keys that an earlier request named in such a call; the others are
+  refused with FIRST_SIGHT and remembered, for a while, in bounded memory. A request makes one call a key, or
+  one for each part. Calls without `only_seen` neither ask nor leave sightings.
 * A full store evicts unleased entries; when that is not enough it refuses with `FULL`.
 """
 
@@ -90,11 +93,13 @@ class WriterPart(msgspec.Struct, frozen=True, array_like=True):
 
 class ReserveRefusal(enum.Enum):
     """The reason why `reserve` gave no room. Only FULL and TOO_LARGE mean that an entry is lost: GROWING says
-    that room is being made, and a caller that asks again in a moment gets it."""
+    that room is being made, and a caller that asks again in a moment gets it. FIRST_SIGHT: no other request
+    has named this key yet, and the caller wanted room only if one had."""
 
     PRESENT = "present"
     PENDING = "pending"
     GROWING = "growing"
+    FIRST_SIGHT = "first_sight"
     FULL = "full"
     TOO_LARGE = "too_large"
 
@@ -133,6 +138,7 @@ class Store(Protocol):
         app: str,
         deadline_s: float,
         part: WriterPart | None = None,
+        only_seen: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         """Room for each (whole entry's key, size in bytes), charged to `app`, or why not.
 

@@ -121,6 +121,7 @@ class PoolStore:
         app: str,
         deadline_s: float,
         part: WriterPart | None = None,
+        only_seen: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         check_entries(entries)
         check_app(app)
@@ -130,7 +131,8 @@ class PoolStore:
         def some(start: int) -> list[Reservation | str]:
             wanted = entries[start : start + messages.MAX_KEYS]
             keys, sizes = b"".join(key for key, _ in wanted), [size for _, size in wanted]
-            return ask(messages.ReserveRequest(keys, sizes, app, part), messages.ReserveReply).answers
+            request = messages.ReserveRequest(keys, sizes, app, part, only_seen)
+            return ask(request, messages.ReserveReply).answers
 
         answers = self._granted(len(entries), some)
         return [ReserveRefusal(answer) if isinstance(answer, str) else answer for answer in answers]

@@ -28,6 +28,7 @@ class OffStore:
         app: str,
         deadline_s: float,
         part: WriterPart | None = None,
+        only_seen: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         self._raise()
 

@@ -75,13 +75,14 @@ class MemoryConnection:
         app: str,
         deadline_s: float,
         part: WriterPart | None = None,
+        only_seen: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         check_entries(entries)
         check_app(app)
         check_part(part)
         with self._store.lock:
             index, now_s = self._index(), self._store.clock()
-            return index.reserve(self._owner, entries, app=app, part=part, now_s=now_s)
+            return index.reserve(self._owner, entries, app=app, part=part, now_s=now_s, only_seen=only_seen)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:

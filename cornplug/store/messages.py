@@ -63,6 +63,7 @@ class ReserveRequest(msgspec.Struct, frozen=True, array_like=True, tag=3):
     sizes: list[int]
     app: str
     part: WriterPart | None = None
+    only_seen: bool = False
 
 
 class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):

@@ -54,12 +54,13 @@ class FaultyStore:
         app: str,
         deadline_s: float,
         part: WriterPart | None = None,
+        only_seen: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         self._fault("reserve", deadline_s)
         if self.full:
             return [ReserveRefusal.FULL for _ in entries]
         there = entries[: self.growing]
-        answers = self.inner.reserve(there, app=app, deadline_s=deadline_s, part=part)
+        answers = self.inner.reserve(there, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen)
         return answers + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:

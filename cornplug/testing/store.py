@@ -16,6 +16,7 @@ import pytest
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store
 from cornplug.store.payload import get_payload, get_payload_into
+from cornplug.testing.store_sightings import SightingContract
 from cornplug.testing.store_stage import (
     DEADLINE_S,
     StoreStage,
@@ -31,7 +32,7 @@ from cornplug.testing.store_writing import WritingContract
 __all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", "present", "put", "reserve"]
 
 
-class StoreContract(WritingContract):
+class StoreContract(WritingContract, SightingContract):
     """Inherit, set `capacity_bytes` to the store's and give the fixture `stage`."""
 
     capacity_bytes: ClassVar[int] = 1 << 20

@@ -91,6 +91,7 @@ class Controller:
     """What `verify` needs of SGLang's cache controller, with SGLang's own index moves."""
 
     move_indices = HiCacheController.move_indices
+    write_policy = "write_through"
 
     def __init__(self, device: Any, host: Any) -> None:
         self.mem_pool_device, self.mem_pool_host = device, host
@@ -149,6 +150,7 @@ class Engine:
     latent: bool = False
     group: bytes = b"one engine's ranks"
     identity: bytes = b"model"
+    only_seen: bool = False
 
     def __post_init__(self) -> None:
         size, rank = self.tp
@@ -167,7 +169,9 @@ class Engine:
         mine = RankPages(self.geometry, held, self.faulty)
         part = None if self.latent else part_of(self.geometry, size, rank, self.group)
         self.reader = PageReader(self.run, self.roots, self.index, mine, self.pages, self.tally)
-        self.writer = PageWriter(self.run, self.reader, self.index, mine, self.pages, part, self.tally)
+        self.writer = PageWriter(
+            self.run, self.reader, self.index, mine, self.pages, part, self.tally, only_seen=self.only_seen
+        )
 
     def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)

@@ -152,6 +152,23 @@ def test_hicache_config_keeps_given_settings(text: str) -> None:
     assert extra["class_name"] == "CornplugStorage"
 
 
+@pytest.mark.parametrize(
+    ("args", "policy"),
+    [
+        ([], "write_through"),
+        (["--cornplug-save", "never"], "write_through"),
+        (["--cornplug-save", "second"], "write_through_selective"),
+        (["--cornplug-save", "second", "--hicache-write-policy", "write_back"], "write_back"),
+    ],
+)
+def test_hicache_config_second_sight_is_sglangs_selective_policy(
+    text: str, args: list[str], policy: str
+) -> None:
+    found = resolved(text, "--enable-cornplug", *args)
+    assert shares_kv(found)
+    assert found["hicache_write_policy"] == policy
+
+
 def test_hicache_config_accepts_backend_given_by_hand(text: str) -> None:
     by_hand = json.dumps(hicache_config.BACKEND)
     args = (

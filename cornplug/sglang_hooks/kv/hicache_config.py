@@ -29,6 +29,9 @@ BACKEND: Final = {
 }
 """Names of `CornplugStorage` for SGLang's "dynamic" storage."""
 
+SECOND_SIGHT: Final = "write_through_selective"
+"""SGLang's write policy under which its tree offers a page at the second request that has it."""
+
 _EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
 
 # (ServerArgs field, what it is when not given, its flag): the other owners of the KV's host side.
@@ -94,7 +97,16 @@ def settle(server_args: Any) -> None:
         enable_hierarchical_cache=True,
         hicache_storage_backend="dynamic",
         hicache_storage_backend_extra_config=json.dumps(extra),
+        hicache_write_policy=_write_policy(settled.hicache_write_policy, config),
     )
+
+
+def _write_policy(resolved: str, config: Config) -> str:
+    """SGLang's write policy under `engine.save`. "write_through_selective" copies a page to host memory, and
+    offers it to the storage, once a second request has it; "write_back" stays the operator's choice."""
+    if config.engine.save == "second" and resolved == "write_through":
+        return SECOND_SIGHT
+    return resolved
 
 
 def _no_compiler() -> str:

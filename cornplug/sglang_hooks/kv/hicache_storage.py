@@ -30,7 +30,7 @@ from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
-from cornplug.sglang_hooks.kv.hicache_config import compile_hash
+from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
@@ -124,7 +124,11 @@ class CornplugStorage(HiCacheStorage):
         if ranks > 1 and not group:
             raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
-        self._writer = PageWriter(self._run, self._reader, index, mine, pages, part, self._tally)
+        # Pages that SGLang's own tree offers at their second request need no other one.
+        only_seen = self._run.config.engine.save == "second" and self._controller.write_policy != SECOND_SIGHT
+        self._writer = PageWriter(
+            self._run, self._reader, index, mine, pages, part, self._tally, only_seen=only_seen
+        )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
             " %d, verified by writing",
@@ -223,7 +227,8 @@ class CornplugStorage(HiCacheStorage):
         Always True: SGLang would log each page that a full or absent store did not take, for
         ever, and does nothing else with the answer. The metrics count the outcomes.
         """
-        if self._writer is not None and not self._off and not weights_guard.replaced():
+        saves = self._run.config.engine.save != "never"
+        if saves and self._writer is not None and not self._off and not weights_guard.replaced():
             self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
 

@@ -63,6 +63,7 @@ class PageWriter:
 
     Args:
         part: this rank's, None where it writes pages whole, or none.
+        only_seen: as `PagePublisher`'s.
     """
 
     def __init__(
@@ -74,11 +75,18 @@ class PageWriter:
         host: HostPages,
         part: WriterPart | None,
         tally: Tally,
+        *,
+        only_seen: bool = False,
     ) -> None:
         self._run, self._reader, self._index = runtime, reader, index
         self._mine, self._host = mine, host
         self._publisher = PagePublisher(
-            runtime, mine.page, tally, deadline_s=runtime.background_timeout_s, part=part
+            runtime,
+            mine.page,
+            tally,
+            deadline_s=runtime.background_timeout_s,
+            part=part,
+            only_seen=only_seen,
         )
         self._memory = mine.memory()
         self._tails: OrderedDict[str, torch.Tensor] = OrderedDict()

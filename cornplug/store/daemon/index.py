@@ -33,6 +33,7 @@ from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.lease_limits import LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
+from cornplug.store.daemon.sightings import Sightings
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128
@@ -69,6 +70,7 @@ class StoreIndex:
         self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._drop)
         self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
+        self._sightings = Sightings()
         self._entries: dict[bytes, StoredEntry] = {}
         self._open_entries = OpenEntries(
             quarantine_s=quarantine_s,
@@ -135,6 +137,7 @@ class StoreIndex:
         now_s: float,
         part: WriterPart | None = None,
         cut_looks: int | None = None,
+        only_seen: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         """Room for each (key, size), growing and evicting as needed, or why not; for the first
         ones only, and at least one, where making room took more than `cut_looks`."""
@@ -144,7 +147,7 @@ class StoreIndex:
         for key, size in entries:
             if cut_looks is not None and self.placement.looks > cut_looks:
                 break
-            open_entry = self._join_or_open(key, size, app, part, now_s)
+            open_entry = self._join_or_open(key, size, app, part, now_s, only_seen=only_seen)
             if isinstance(open_entry, OpenEntry):
                 out.append(self._open_entries.join(open_entry, owner, self._new_token(owner), part))
             else:
@@ -234,7 +237,7 @@ class StoreIndex:
         return largest
 
     def _join_or_open(
-        self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float
+        self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float, *, only_seen: bool
     ) -> OpenEntry | ReserveRefusal:
         """The open entry that this writer may join, begun if need be."""
         if key in self._entries:
@@ -242,6 +245,8 @@ class StoreIndex:
         found = self._open_entries.find(key, size, part)
         if found is not None:
             return found
+        if only_seen and not self._sightings.again(key, part):
+            return ReserveRefusal.FIRST_SIGHT
         room = align_up(size)
         if room > self.capacity_bytes:
             self._refusals += 1

@@ -210,13 +210,19 @@ class StoreServer:
                 asked = messages.split_keys(keys)
                 leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=messages.BATCH_BYTES)
                 return messages.LeaseReply(leases)
-            case messages.ReserveRequest(keys, sizes, app, part):
+            case messages.ReserveRequest(keys, sizes, app, part, only_seen):
                 wanted = list(zip(messages.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
                 check_app(app)
                 check_part(part)
                 answers = index.reserve(
-                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=messages.CUT_LOOKS
+                    owner,
+                    wanted,
+                    app=app,
+                    part=part,
+                    now_s=now_s,
+                    cut_looks=messages.CUT_LOOKS,
+                    only_seen=only_seen,
                 )
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]

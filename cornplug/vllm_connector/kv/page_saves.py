@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 class PageSaves:
-    """One per scheduler half; used by the engine's thread."""
+    """One per scheduler half; used by the engine's thread.
+
+    A request offers each of its pages once: also those that it has from the engine's own prefix cache, as
+    their blocks are valid while it runs, so a prefix that only this engine serves is stored too.
+    """
 
     def __init__(
         self,
@@ -33,6 +37,7 @@ class PageSaves:
         self._publisher = publisher
         self._store_ops = store_ops
         self._most_open = runtime.config.engine.max_open_saves_bytes // page.page_bytes
+        self._saves = runtime.config.engine.save != "never"
         self._open: dict[int, OpenSave] = {}
         self.manager: KVCacheManager | None = None
 
@@ -54,11 +59,12 @@ class PageSaves:
 
     def _new_pages(self, output: SchedulerOutput) -> list[tuple[TrackedRequest, int, bytes]]:
         """(request, page index, key) of pages that this step's forward completes."""
-        if not self._requests.sharing:
+        if not (self._saves and self._requests.sharing):
             return []
         found = []
         for tracked, end in self._requests.completing(output.num_scheduled_tokens):
-            found += [(tracked, i, key) for i, key in tracked.pages_to_save(end, self._page.page_tokens)]
+            offered = tracked.pages_to_save(end, self._page.page_tokens)
+            found += [(tracked, i, key) for i, key in offered if i not in tracked.unseen]
         return found
 
     def _reserve(self, wanted: list[tuple[TrackedRequest, int, bytes]]) -> list[PageSave]:
@@ -75,6 +81,8 @@ class PageSaves:
             if answer is ReserveRefusal.GROWING:
                 self._publisher.count_outcome(answer.value)
                 tracked.refused.add(index)
+            elif answer is ReserveRefusal.FIRST_SIGHT:
+                tracked.unseen.add(index)
             if not isinstance(answer, Reservation):
                 continue
             request_id = tracked.request.request_id

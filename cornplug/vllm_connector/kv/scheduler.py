@@ -32,7 +32,13 @@ class KVScheduler:
         self._app = runtime.app
         self._tally = tally
         self._finishing: list[str] = []
-        publisher = PagePublisher(runtime, geometry, tally, deadline_s=runtime.deadline_s)
+        publisher = PagePublisher(
+            runtime,
+            geometry,
+            tally,
+            deadline_s=runtime.deadline_s,
+            only_seen=runtime.config.engine.save == "second",
+        )
         self._store_ops = DeferredStoreOps(runtime, publisher)
         self._costs = LoadCosts(runtime.config.store, geometry)
         self._requests = TrackedRequests(config, runtime, geometry, tally)

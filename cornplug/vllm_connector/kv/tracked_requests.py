@@ -54,6 +54,8 @@ class TrackedRequest:
     """Leading pages that need no save: offered to the store, known to be there, or not worth it."""
     refused: set[int] = field(default_factory=set)
     """Pages below `done_pages` that a growing store refused: they are offered again at the next step."""
+    unseen: set[int] = field(default_factory=set)
+    """Pages that no other request had when this one offered them: it offers them once."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
     load_failed: bool = False

@@ -15,6 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName,
 from sglang.srt.mem_cache.storage import StorageBackendFactory
 
 from cornplug.engine_common import weights_guard
+from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
@@ -113,6 +114,26 @@ def test_storage_pages_load_after_restart() -> None:
     assert backend.batch_get_v1(hashes, slots) == [True] * 8
     after = torch.cat([host_pages(host).page(int(slot)) for slot in slots[::64]], dim=3)
     assert torch.equal(after, torch.cat(before, dim=3))
+
+
+@pytest.mark.parametrize(
+    ("save", "write_policy", "stored"),
+    [
+        ("always", "write_through", 8),
+        ("never", "write_through", 0),
+        ("second", "write_through_selective", 8),  # SGLang offers pages at their second request
+        ("second", "write_back", 0),
+    ],
+)
+def test_storage_saves_what_engine_save_says(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, save: str, write_policy: str, stored: int
+) -> None:
+    activation.runtime().config = settings({"engine.app": "test", "engine.save": save})
+    monkeypatch.setattr(Controller, "write_policy", write_policy)
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    assert backend.batch_set_v1(hashes, slots) == [True] * 8
+    assert store.stat(deadline_s=1).entries == stored
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "slow_s"])

@@ -179,6 +179,19 @@ def test_kv_store_faults_raise_nothing_and_leave_nothing(store: MemoryStore, fau
     assert (stat.leases, stat.reservations) == (0, 0)
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_kv_save_of_seen_pages_only_copies_at_second_offer(store: MemoryStore, size: int) -> None:
+    ranks = [Engine(store.connect(), tp=(size, rank), only_seen=True) for rank in range(size)]
+    kv = sequence(ranks[0].geometry, 256)
+    for outcome in ("first_sight", "stored"):
+        for rank in ranks:
+            rank.save(TOKENS[:256], kv)
+        assert ranks[0].counts()["cornplug_saves_total", outcome] == 4
+        assert store.connect().stat(deadline_s=1).entries == (4 if outcome == "stored" else 0)
+    found = Engine(store.connect()).load(TOKENS[:256])
+    assert torch.equal(found, kv)
+
+
 def test_kv_save_of_late_rank_completes_pages(store: MemoryStore) -> None:
     """A rank that comes seconds later, at start or in the middle, makes the page whole when it comes."""
     engines = [Engine(store.connect(), tp=(2, rank)) for rank in range(2)]
