@@ -96,13 +96,14 @@ class Stage:
     def stock(self, model: Path, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(model, engine, *extra)
 
-    def cornplug(self, model: Path, app: str, engine: str = VLLM) -> EngineServer:
+    def cornplug(self, model: Path, app: str, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(
             model, engine, *(("--kv-connector", "cornplug") if engine == VLLM else ()),
             "--cornplug-app", app,
             "--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder_socket),
             # A tower pass of CLIP-L takes seconds on a CPU; the default is for GPUs.
             "--cornplug-encoder-deadline", "120",
+            *extra,
         )  # fmt: skip
 
     def _engine(self, model: Path, engine: str, *extra: str) -> EngineServer:
@@ -126,7 +127,7 @@ def stage(*, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = ()
         yield Stage(Path(folder), flags, kv_gib, sglang_flags)
 
 
-def cpu_s(process: EngineServer) -> float:
+def cpu_s(process: EngineServer | StoreProcess) -> float:
     """CPU seconds that a process and its descendants have used so far."""
     ticks = 0
     for pid in process.pids():

@@ -1,0 +1,72 @@
+"""`engine.save = "second"` on real engines: a first use copies nothing, and every second use is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask, Stack, count, forget_prefixes, services
+
+from devkit import checkpoints
+from devkit.engines import EngineServer, wait_until
+
+SECOND = ("--cornplug-save", "second")
+IDLE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def thrifty(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """A store, two vLLMs and an SGLang of one text model that save on second sight."""
+    folder = tmp_path_factory.mktemp("thrifty")
+    models = {"t": checkpoints.qwen2_text(folder / "t")}
+    with services(folder, models, {}) as stack:
+        names = ("v", "w")
+        engines: dict[str, EngineServer] = {name: stack.vllm(name, "t", *SECOND) for name in names}
+        stack.start(**engines, s=stack.sglang("s", "t", *SECOND))
+        yield stack
+
+
+def stored(stack: Stack, pages: int) -> None:
+    """Wait, as idle engines do, until the store has so many pages."""
+    wait_until(
+        lambda: stack.stat().entries >= pages,
+        deadline_s=IDLE_S + MACHINE_NOISE_S,
+        what=f"{pages} pages in the store",
+    )
+
+
+def shareable(prompt_tokens: int) -> int:
+    """Tokens of a prompt in whole pages that another engine can take."""
+    return (prompt_tokens - 1) // 64 * 64
+
+
+@pytest.mark.parametrize("name", ["v", "s"])
+def test_engine_prefix_used_twice_reaches_another_engine(thrifty: Stack, name: str) -> None:
+    engine, reader = thrifty.servers[name], thrifty.servers["w"]
+    before = thrifty.stat().entries
+    text = f"To {name}: {PREAMBLE}"
+    first = Ask(f"{text} What is a cache?").put(engine)
+    count(engine, "saves_total")
+    assert thrifty.stat().entries == before, "an unshared prompt is not copied"
+    # Its pages are in the engine's own prefix cache, and of this prompt only the end is computed.
+    Ask(f"{text} What is a page?").put(engine)
+    prefix = shareable(first.prompt_tokens - 40)  # without its own end
+    stored(thrifty, before + prefix // 64)
+    forget_prefixes(reader)
+    taken = count(reader, "saved_tokens_total", app="w")
+    Ask(f"{text} What is a key?").put(reader)
+    assert count(reader, "saved_tokens_total", app="w") - taken >= 0.9 * prefix
+
+
+def test_engine_prefix_of_two_engines_is_stored(thrifty: Stack) -> None:
+    v, w = thrifty.servers["v"], thrifty.servers["w"]
+    before = thrifty.stat().entries
+    ask = Ask(f"Once here, once there. {PREAMBLE}")
+    expected = ask.put(v)
+    prefix = shareable(expected.prompt_tokens)
+    assert ask.put(w).token_ids == expected.token_ids
+    stored(thrifty, before + prefix // 64)
+    forget_prefixes(v)
+    taken = count(v, "saved_tokens_total", app="v")
+    assert ask.put(v).token_ids == expected.token_ids
+    assert count(v, "saved_tokens_total", app="v") - taken >= 0.9 * prefix
