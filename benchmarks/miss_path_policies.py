@@ -3,7 +3,7 @@
     python benchmarks/miss_path_policies.py [--quick] [--sglang] [--out DIR]
 
 Instances of one engine differ by 10 to 20 % on a small machine, so each side has several, which run one after
-the other in a random order, each a fresh process. Every instance answers prompts of its own, of equal lengths:
+the other in a random order, each a fresh process. Every instance answers new prompts, of equal lengths:
 first as many at a time as it takes, then as they come (Poisson) at 0.8 of a stock instance's rate.
 """
 
