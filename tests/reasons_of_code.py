@@ -64,7 +64,7 @@ class Reasons:
             for inner in ast.walk(node):
                 if isinstance(inner, ast.Return) and inner.value is not None:
                     yield from _strings(inner.value)
-        elif isinstance(node, ast.ClassDef) and node.name == "Refusal":
+        elif isinstance(node, ast.ClassDef) and node.name == "ReserveRefusal":
             for inner in node.body:
                 if isinstance(inner, ast.Assign):
                     yield from _strings(inner.value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 import xxhash
 
@@ -113,8 +113,7 @@ def put_payload(
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
     answer = reserve_retry.reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
     if isinstance(answer, ReserveRefusal):
-        assert answer is not ReserveRefusal.FIRST_SIGHT  # only calls with `only_seen` get it
-        return answer.value
+        return cast(Outcome, answer.value)  # FIRST_SIGHT answers calls with `only_seen`
     with contextlib.ExitStack() as on_error:
         on_error.callback(_give_up, store, answer, deadline_s)
         target = store.view(answer.location, writable=True)

@@ -24,6 +24,7 @@ ALL = [
     "--kv-connector", "cornplug", "--cornplug-app", "chat", "--cornplug-store", "/run/s.sock",
     "--cornplug-store-size", "1073741824", "--cornplug-encoder", "/run/e.sock",
     "--cornplug-store-deadline", "0.2", "--cornplug-encoder-deadline", "3", "--cornplug-page-tokens", "128",
+    "--cornplug-save", "second",
 ]  # fmt: skip
 
 
@@ -89,7 +90,7 @@ def test_flags_all_reach_their_settings() -> None:
     assert config.store.size_bytes == 1 << 30
     assert config.encoder.socket == Path("/run/e.sock")
     assert (config.store.deadline_s, config.encoder.deadline_s) == (0.2, 3.0)
-    assert config.engine.page_tokens == 128
+    assert (config.engine.page_tokens, config.engine.save) == (128, "second")
 
 
 def test_kv_connector_unknown_name_is_argparse_error(capsys: pytest.CaptureFixture[str]) -> None:
