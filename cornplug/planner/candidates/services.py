@@ -65,12 +65,16 @@ def canonical_encoders(components: Iterable[Component]) -> dict[str, Component]:
 def paths(
     classes: Mapping[str, RequestClass], components: Sequence[Component]
 ) -> dict[str, tuple[PathTemplate, ...]]:
-    """Request class -> its paths: its own, and those through engines that other classes' media need."""
+    """Request class -> its paths: its own, and those through engines that other classes' media need.
+
+    Among these are engines with the towers of all classes: one service in place of one for each medium.
+    """
     encoders, by_name = canonical_encoders(components), {c.name: c for c in components}
     own = {name: tuple(_own_paths(c, by_name, encoders)) for name, c in classes.items()}
     known = tuple(
         dict.fromkeys(s for paths_of in own.values() for path in paths_of for s in path.stages if s.llm)
     )
+    known = tuple(dict.fromkeys([*known, *_unions(known)]))
     return {
         name: tuple(dict.fromkeys(w for path in paths_of for w in _with_replacements(path, known)))
         for name, paths_of in own.items()
@@ -135,6 +139,23 @@ def _stages(
         engines = (Service(e + "PD", llm, inside),)
     last = (Service("G", generator=generator),) if generator and separate else ()
     return encoders + engines + last
+
+
+def _unions(known: Sequence[Service]) -> list[Service]:
+    """For each engine with towers the one of its model and tasks that has the towers of all such engines."""
+    towers: dict[tuple[str, str], dict[str, Component]] = {}
+    for s in known:
+        if s.llm and s.towers and s.generator is None:
+            towers.setdefault((s.llm.name, s.tasks), {}).update({t.name: t for t in s.towers})
+    llms = {s.llm.name: s.llm for s in known if s.llm}
+    return [
+        Service(tasks, llms[llm], tuple(of.values()))
+        for (llm, tasks), of in towers.items()
+        if not any(
+            s.llm and (s.llm.name, s.tasks) == (llm, tasks) and {t.name for t in s.towers} == of.keys()
+            for s in known
+        )
+    ]
 
 
 def _with_replacements(path: PathTemplate, known: tuple[Service, ...]) -> list[PathTemplate]:

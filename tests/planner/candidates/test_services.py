@@ -56,6 +56,17 @@ def test_services_text_may_use_engines_with_tower() -> None:
     assert found["chat/one"] == {"monolith: llm/PD", "monolith: llm+vit/EPD"}
 
 
+def test_services_classes_of_different_media_may_share_engine_with_all_towers() -> None:
+    """One service with one spare replica, in place of one for images and one for sound."""
+    found = ways(
+        app("see", sees("vit"), structures=["monolith"]), app("hear", sees("ears"), structures=["monolith"])
+    )
+    assert found == {
+        "see/one": {"monolith: llm+vit/EPD", "monolith: llm+vit+ears/EPD"},
+        "hear/one": {"monolith: llm+ears/EPD", "monolith: llm+vit+ears/EPD"},
+    }
+
+
 def test_services_encoders_of_equal_fingerprint_are_one() -> None:
     found = ways(app("a", sees("vit"), structures=["E+PD"]), app("b", sees("vit-again"), structures=["E+PD"]))
     assert found["a/one"] == found["b/one"] == {"E+PD: vit/E > llm/PD"}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planner.made_inputs import two_apps
+from planner.made_inputs import QWEN_7B, QWEN_VIT, two_apps
 
 from cornplug.errors import ConfigError, PlanInfeasible
 from cornplug.planner.inputs.schema import PlanInput
@@ -169,3 +169,38 @@ def test_plan_simulated_end_to_end_keeps_its_bounds() -> None:
         assert o.ttft.p95 is not None
         assert o.slo_ttft_s is not None
         assert o.ttft.p95 <= o.slo_ttft_s * 1.02
+
+
+def test_decide_small_classes_of_two_media_share_engine_and_its_spare() -> None:
+    """Apart they would be four replicas: two services, each with one to spare."""
+    slo = {"ttft_s": 5.0, "tpot_s": 0.2}
+    classes = [
+        {
+            "name": name,
+            "llm": "qwen",
+            "slo": slo,
+            "structures": ["monolith"],
+            "requests": [
+                {
+                    "name": "r",
+                    "rate": 0.2,
+                    "prompt": 100,
+                    "output": 20,
+                    "media": [{"encoder": name, "tokens": 64}],
+                }
+            ],
+        }
+        for name in ("eyes", "ears")
+    ]
+    given = PlanInput.model_validate(
+        {
+            "components": [
+                {"name": "qwen", "kind": "llm", "shape": QWEN_7B, "tp": [1], "engines": ["vllm"]},
+                *({"name": name, "kind": "encoder", "shape": QWEN_VIT} for name in ("eyes", "ears")),
+            ],
+            "applications": classes,
+            "pool": [{"name": "a100", "gpu": "A100-80", "gpus": 1, "price_per_hour": 2.0}],
+            "rules": {"simulate": False},
+        }
+    )
+    assert replicas(decided(given)) == {("qwen+eyes+ears/EPD", "A100-80"): 2}
