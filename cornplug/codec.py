@@ -60,6 +60,12 @@ def checksum(payload: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
+def checksums(payload: memoryview, step: int) -> list[int]:
+    """`checksum` of each `step` bytes. A KV page has hundreds: one call does them all."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(payload[i : i + step]) for i in range(0, len(payload), step)]
+
+
 def encode_header(header: PayloadHeader) -> bytes:
     """The header's bytes. Raises CodecError when a field does not fit the format."""
     name = header.dtype.encode()

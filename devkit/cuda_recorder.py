@@ -73,14 +73,15 @@ def record_cuda(recorder: CudaRecorder) -> Iterator[None]:
     lend_device_guard()
     here = threading.local()
 
-    def event() -> Any:
+    def event(*, blocking: bool = False) -> Any:
         return SimpleNamespace(
             record=lambda stream: recorder.note("event recorded on", stream.name),
             synchronize=lambda: recorder.note("event waited for"),
         )
 
-    def stream(device: Any) -> Any:
-        return SimpleNamespace(name="ours", wait_event=lambda mark: recorder.note("our stream waits"))
+    def stream(device: Any, priority: int = 0) -> Any:
+        name = "ours, urgent" if priority < 0 else "ours"
+        return SimpleNamespace(name=name, wait_event=lambda mark: recorder.note("our stream waits"))
 
     @contextmanager
     def on(of: Any) -> Iterator[None]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.codec import checksum
+from cornplug.codec import checksums as checksums_of
 from cornplug.engine_common.page_envelope import read_page_header
 from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, RankSlice
@@ -59,7 +59,8 @@ class RankPages:
         arena = self._arena(self.store.view(location))
         for head, here, there in zip(self.held.heads, _rows(into), arena, strict=True):
             np.copyto(here, there)
-            if any(checksums[segment] != value for segment, value in self._sums(here, head).items()):
+            segments = self._segments(head)
+            if list(checksums[segments.start : segments.stop]) != self._sums(here):
                 raise CodecError("a page is corrupt", reason="corrupt")
 
     def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
@@ -71,7 +72,7 @@ class RankPages:
         sums: dict[int, int] = {}
         arena = self._arena(self.store.view(location, writable=True))
         for head, here, there in zip(self.held.heads, _rows(source), arena, strict=True):
-            sums |= self._sums(here, head)
+            sums |= zip(self._segments(head), self._sums(here), strict=True)
             np.copyto(there, here)
         return sums
 
@@ -91,13 +92,14 @@ class RankPages:
         heads = whole[self.held.heads.start : self.held.heads.stop]
         return heads[:, layers.start * step : layers.stop * step]
 
-    def _sums(self, row: Bytes, head: int) -> dict[int, int]:
-        """Segment -> checksum, of one head's bytes of this rank's layers."""
-        step, data, first = self.page.segment_bytes, row.data, head * self.page.layers
-        return {
-            first + layer: checksum(data[i * step : (i + 1) * step])
-            for i, layer in enumerate(self.held.layers)
-        }
+    def _segments(self, head: int) -> range:
+        """The segments of one head that this rank holds."""
+        first, layers = head * self.page.layers, self.held.layers
+        return range(first + layers.start, first + layers.stop)
+
+    def _sums(self, row: Bytes) -> list[int]:
+        """Checksums of one head's bytes, a segment each."""
+        return checksums_of(row.data, self.page.segment_bytes)
 
 
 def _rows(part: torch.Tensor) -> Bytes:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.vllm_connector.kv.block_copies import BlockCopies, CudaSide, kernel_table
+from cornplug.vllm_connector.kv.block_copies import BlockCopies, kernel_table
+from cornplug.vllm_connector.kv.copy_sides import CudaSide
 from cornplug.vllm_connector.kv.layout import derive
 
 pytestmark = pytest.mark.gpu
@@ -59,6 +60,11 @@ def copies(of: list[Any]) -> BlockCopies:
     return BlockCopies(of, layouts, (HEADS, LAYERS, 2, PAGE, DIM))
 
 
+def arrived(out: BlockCopies, table: Any, pages: list[int]) -> Any:
+    """Host memory with these pages, once they are there."""
+    return out.begin_out([(table, page) for page in pages], out.side.mark()).arrived()
+
+
 def page_of(values: Any, page: int) -> Any:
     return values[page * PAGE : (page + 1) * PAGE].permute(3, 1, 2, 0, 4)
 
@@ -70,13 +76,15 @@ def test_pages_come_and_go(order: tuple[int, ...], dtype: torch.dtype) -> None:
     values = filled(source)
     out, into = copies(source), copies(target)
     assert isinstance(out.side, CudaSide)
-    assert out.host(1).is_pinned()
+    assert out.slab(1).host.is_pinned()
     table = kernel_table(TABLE, BLOCK, BLOCK)
-    host = out.copy_out(table, [0, 1, 3], out.side.mark())
+    host = arrived(out, table, [0, 1, 3])
     for row, page in enumerate((0, 1, 3)):
         assert torch.equal(host[row], page_of(values, page))
-    into.host(2).copy_(out.copy_out(table, [1, 2], out.side.mark()))
-    into.copy_in(table, 1, 2, PAGE + 5, 3 * PAGE - 7, into.side.mark())
+    slab = into.slab(2)
+    slab.host.copy_(arrived(out, table, [1, 2]))
+    into.begin_in(slab, table, 1, 2, (PAGE + 5, 3 * PAGE - 7), into.side.mark())
+    into.settle()
     expected = caches(order, dtype)
     slots = torch.tensor(TABLE, device="cuda").repeat_interleave(BLOCK) * BLOCK
     slots = (slots + torch.arange(len(slots), device="cuda") % BLOCK)[PAGE + 5 : 3 * PAGE - 7]
@@ -91,12 +99,12 @@ def test_block_copies_wait_for_the_engines_forward() -> None:
     of = caches(ORDERS["LBNHC"])
     out = copies(of)
     table = kernel_table(TABLE, BLOCK, BLOCK)
-    out.copy_out(table, [0], out.side.mark())
+    arrived(out, table, [0])
     for value in range(1, 6):
         torch.cuda._sleep(50_000_000)  # cycles: tens of milliseconds
         for cache in of:
             cache.fill_(value)
-        assert (out.copy_out(table, [0, 1], out.side.mark()) == value).all()
+        assert (arrived(out, table, [0, 1]) == value).all()
 
 
 def test_block_copies_beside_busy_stream_are_complete() -> None:
@@ -112,7 +120,7 @@ def test_block_copies_beside_busy_stream_are_complete() -> None:
         out.side.enter_thread()
         for i in range(2000):
             page = i % 4
-            host = out.copy_out(table, [page], mark)
+            host = out.begin_out([(table, page)], mark).arrived()
             if not torch.equal(host[0], page_of(values, page)):
                 wrong.append(i)
             host.fill_(-9)
@@ -135,8 +143,10 @@ def test_copies_cross_at_a_good_part_of_the_bus(record_property: Any) -> None:
     of = list(whole.permute(0, 1, 3, 2, 4))
     layouts = [derive(of[0], heads, BLOCK, dim, write)] * layers
     out = BlockCopies(of, layouts, (heads, layers, 2, PAGE, dim))
-    pages, table = list(range(out.slab_pages)), np.random.default_rng(1).permutation(blocks)
-    plain = torch.empty_like(out.host(len(pages)), device="cuda")
+    table = np.random.default_rng(1).permutation(blocks)
+    slabs = [[(table, at + i) for i in range(out.slab_pages)] for at in range(0, 32, out.slab_pages)]
+    host = out.slab(out.slab_pages).host
+    plain = torch.empty_like(host, device="cuda")
 
     def seconds(work: Any) -> float:
         work()
@@ -152,9 +162,17 @@ def test_copies_cross_at_a_good_part_of_the_bus(record_property: Any) -> None:
             times.append(begin.elapsed_time(end) / 1e3)
         return sorted(times)[len(times) // 2]
 
-    size = out.host(len(pages)).nbytes
-    ours = seconds(lambda: out.copy_out(table, pages, out.side.mark()))
-    bus = seconds(lambda: out.host(len(pages)).copy_(plain, non_blocking=True))
+    def move() -> None:
+        for slab in slabs:
+            out.begin_out(slab, out.side.mark())
+        out.settle()
+
+    def cross() -> None:
+        for _ in slabs:
+            host.copy_(plain, non_blocking=True)
+
+    size = host.nbytes * len(slabs)
+    ours, bus = seconds(move), seconds(cross)
     record_property("gather and copy, GB/s", round(size / ours / 1e9, 2))
     record_property("plain copy, GB/s", round(size / bus / 1e9, 2))
     print(f"gather and copy {size / ours / 1e9:.1f} GB/s, plain copy {size / bus / 1e9:.1f} GB/s")

@@ -24,12 +24,12 @@ class LateDevice(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._hosts: list[torch.Tensor] = []
-        self._pending: list[Callable[[], Any]] = []
-        self._being_read: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._pending: list[tuple[int, Callable[[], Any]]] = []
+        self._ends = 0
         self.pageable = 0
         """Copies that PyTorch led through a temporary."""
 
-    # -- a `kv_copies.Side` -----------------------------------------------------------------
+    # -- a `CopySide` -----------------------------------------------------------------
 
     def enter_thread(self) -> None:
         return None
@@ -48,14 +48,22 @@ class LateDevice(TorchDispatchMode):
         self._hosts.append(memory)
         return memory
 
+    def begun(self) -> int:
+        self._ends += 1
+        return self._ends
+
+    def wait(self, end: int) -> None:
+        """What was begun before this `end` has happened, later copies have not."""
+        for _, happen in [one for one in self._pending if one[0] < end]:
+            happen()
+        self._pending = [one for one in self._pending if one[0] >= end]
+
     def finish(self) -> None:
         """The stream has been waited for."""
-        for copy in self._pending:
-            copy()
-        self._pending.clear()
-        for source, before in self._being_read:
-            assert torch.equal(source, before), "host memory was changed while the device read it"
-        self._being_read.clear()
+        self.wait(self.begun())
+
+    def _later(self, happen: Callable[[], Any]) -> None:
+        self._pending.append((self._ends, happen))
 
     # -- what happens -----------------------------------------------------------------------
 
@@ -68,14 +76,19 @@ class LateDevice(TorchDispatchMode):
             # As `copy_requires_temporaries` of ATen/native/cuda/Copy.cu.
             if target.is_contiguous() and source.is_contiguous():
                 now = source.clone()
-                self._pending.append(lambda: target.copy_(now))
+                self._later(lambda: target.copy_(now))
             else:
                 self.pageable += 1
             return target.fill_(STALE)
         if late and self._at_host(source):
-            self._being_read.append((source, source.clone()))
+            before = source.clone()
+            self._later(lambda: _unchanged(source, before))
         return func(*args, **(kwargs or {}))
 
     def _at_host(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage().data_ptr()
         return any(one.untyped_storage().data_ptr() == storage for one in self._hosts)
+
+
+def _unchanged(source: torch.Tensor, before: torch.Tensor) -> None:
+    assert torch.equal(source, before), "host memory was changed while the device read it"

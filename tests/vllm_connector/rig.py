@@ -268,10 +268,11 @@ class Engine:
         connector.register_kv_caches(dict(reversed(caches.items())))
         worker: Any = connector._worker
         if self.accelerator:
-            mapped = worker._copies
-            worker._copies = BlockCopies(
-                mapped._caches, mapped._layouts, mapped._shape, direct=False, side=LateDevice()
-            )
+            for way in ("_out", "_in"):
+                of = getattr(worker, way)
+                if of is not None:
+                    late = BlockCopies(of._caches, of._layouts, of._shape, direct=False, side=LateDevice())
+                    setattr(worker, way, late)
         rank = Rank(connector, heads, layers, caches, self.kernel_block)
         if self.second_runner:
             with (

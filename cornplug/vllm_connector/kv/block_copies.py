@@ -1,100 +1,37 @@
 """Copies of this rank's KV between vLLM's blocks and host memory, a slab of pages at a time.
 
-On a CPU planes are copied straight. On an accelerator a slab is gathered into one contiguous
-buffer there, in the page's own order, and crosses in one contiguous copy to or from pinned
-memory: any other copy goes through a pageable temporary of PyTorch's, which it reads while the
-transfer may still be filling it. Host memory is touched only after the stream's event.
+On a CPU planes are copied straight. On an accelerator a slab, pages of one request or of many, is
+gathered into one contiguous buffer there, in the page's own order, and crosses in one contiguous copy
+to or from pinned memory: any other copy goes through a pageable temporary of PyTorch's, which it reads
+while the transfer may still be filling it. Two buffers take turns, so that one slab crosses while the
+host reads or fills the other. Host memory is touched only after the slab's event.
 
 Needs torch and nothing of vLLM.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide, CudaSide
 from cornplug.vllm_connector.kv.layout import BlockLayout, BlockPlane, TokenPlaces
 
+Table = NDArray[np.int64]
 _DIRECT_TOKENS = 128
 """Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
-_STAGED_BYTES = 32 << 20
-"""A slab on an accelerator: big enough to hide some launches, small beside the memory that vLLM leaves."""
-
-
-class CopySide(Protocol):
-    """Where copies run beside the engine's own work."""
-
-    def enter_thread(self) -> None:
-        """Make the device this thread's own; before anything else of that thread."""
-
-    def mark(self) -> Any:
-        """The point that the engine's work has reached now."""
-
-    def after(self, mark: Any) -> AbstractContextManager[None]:
-        """A context whose copies begin once the engine's work has reached `mark`."""
-
-    def finish(self) -> None:
-        """Wait until everything begun within `after` has happened."""
-
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device's copies reach by themselves."""
-
-
-class CpuSide:
-    """A device without streams: everything happens at once."""
-
-    def enter_thread(self) -> None:
-        """There is no device to choose."""
-
-    def mark(self) -> None:
-        return None
-
-    @contextmanager
-    def after(self, mark: None) -> Iterator[None]:
-        yield
-
-    def finish(self) -> None:
-        return None
-
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-
-class CudaSide:
-    """A stream beside the engine's; `mark` is a point of the engine's stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._done = torch.cuda.Event()
-
-    def enter_thread(self) -> None:
-        # A thread begins on device 0: a rank of another one would make itself a context there.
-        torch.cuda.set_device(self._device)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    @contextmanager
-    def after(self, mark: torch.cuda.Event) -> Iterator[None]:
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(mark)
-            yield
-
-    def finish(self) -> None:
-        self._done.record(self._stream)
-        self._done.synchronize()
-
-    def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+_STAGED_BYTES = 16 << 20
+"""A slab on an accelerator: big enough to hide some launches; four of them (two each way) are small beside
+the memory that vLLM leaves."""
 
 
 @dataclass(frozen=True)
@@ -131,10 +68,67 @@ class _IndexedPart:
         self.plane.scatter(self.cache, blocks, slots, values[:, 0, :, 0])
 
 
+class _Staging:
+    """Memory of a slab on its way: on the host, on the device, and where its tokens lie. Made at its first
+    use and kept: new memory would cost a page fault for every 4 KiB copied."""
+
+    def __init__(self, side: CopySide, shape: Sequence[int], dtype: torch.dtype) -> None:
+        """`shape` of the whole slab: (pages, heads, layers, planes, tokens, dim)."""
+        self._side, self._shape, self._dtype = side, shape, dtype
+        self.end: Any = None
+        """Of the last copies that use it; None where they have happened."""
+        self._there: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @cached_property
+    def host(self) -> torch.Tensor:
+        return self._side.host(self._shape, self._dtype)
+
+    @cached_property
+    def _index(self) -> torch.Tensor:
+        return self._side.host((2 * self._shape[0] * self._shape[4],), torch.int64)
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(slab, index) on the device; made within `after`, so that the allocator knows their stream."""
+        if self._there is None:
+            slab = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
+            self._there = slab, torch.empty_like(self._index, device=device)
+        return self._there
+
+    def send_index(self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device) -> Any:
+        """(block, slot) of each token on the device, both of shape (n,)."""
+        n, there = len(blocks), self.on(to)[1]
+        here = self._index[: 2 * n]
+        here.copy_(torch.from_numpy(np.concatenate([blocks, slots])))
+        there[: 2 * n].copy_(here, non_blocking=True)
+        return there[:n], there[n : 2 * n]
+
+    def settle(self) -> None:
+        """Wait until its copies have happened."""
+        if self.end is not None:
+            end, self.end = self.end, None
+            self._side.wait(end)
+
+
+class Slab:
+    """Pages on their way; from `BlockCopies.begin_out` or `BlockCopies.slab`."""
+
+    def __init__(self, staging: _Staging, pages: int) -> None:
+        self._staging, self._pages = staging, pages
+
+    @property
+    def host(self) -> torch.Tensor:
+        """Host memory of the pages, shape (pages, heads, layers, planes, tokens, dim)."""
+        return self._staging.host[: self._pages]
+
+    def arrived(self) -> torch.Tensor:
+        """`host`, once every byte has arrived there."""
+        self._staging.settle()
+        return self.host
+
+
 class BlockCopies:
-    """One rank's, used by one thread. `shape` is that of this rank's part of a page:
-    (heads, layers, planes, page_tokens, dim); `table` in every call is `blocks` of a request
-    through `kernel_table`."""
+    """One rank's, one way, used by one thread. `shape` is that of this rank's part of a page:
+    (heads, layers, planes, page_tokens, dim); a table is `blocks` of a request through `kernel_table`."""
 
     def __init__(
         self,
@@ -144,6 +138,7 @@ class BlockCopies:
         *,
         side: CopySide | None = None,
         direct: bool | None = None,
+        urgent: bool = False,
     ) -> None:
         """`side` and `direct` follow from the caches' device; tests set them."""
         self._caches, self._layouts, self._shape = caches, layouts, shape
@@ -152,11 +147,14 @@ class BlockCopies:
         self._slots = layouts[0].block_size
         affine = all(p.strides is not None for at in layouts for p in (at.keys, at.values))
         self._direct = (self._device.type == "cpu" and affine) if direct is None else direct
-        self.side = side or (CpuSide() if self._device.type == "cpu" else CudaSide(self._device))
+        if side is None:
+            side = CpuSide() if self._device.type == "cpu" else CudaSide(self._device, urgent=urgent)
+        self.side = side
         self._parts = () if self._direct else tuple(_parts(caches, layouts))
-        self._host: torch.Tensor | None = None
-        self._slab: torch.Tensor | None = None
-        self._index: torch.Tensor | None = None
+        stagings = 1 if self._direct else 2
+        self._stagings = deque(
+            _Staging(side, (self.slab_pages, *shape), self._dtype) for _ in range(stagings)
+        )
 
     @property
     def slab_pages(self) -> int:
@@ -166,67 +164,81 @@ class BlockCopies:
             return max(1, _DIRECT_TOKENS // tokens)
         return max(1, _STAGED_BYTES // (heads * layers * planes * tokens * dim * self._dtype.itemsize))
 
-    def host(self, pages: int) -> torch.Tensor:
-        """Host memory of a slab, shape (pages, *shape): whole after `copy_out`, read by `copy_in`.
+    @property
+    def ahead(self) -> int:
+        """Slabs that may be on their way while the host works on another."""
+        return len(self._stagings) - 1
 
-        Kept from slab to slab: new memory would cost a page fault for every 4 KiB copied.
+    def slab(self, pages: int) -> Slab:
+        """Host memory of a slab of at most `slab_pages` pages. It is free: earlier copies have ended."""
+        self._stagings.rotate(-1)
+        staging = self._stagings[-1]
+        staging.settle()
+        return Slab(staging, pages)
+
+    def begin_out(self, pages: Sequence[tuple[Table, int]], mark: Any) -> Slab:
+        """Begin to copy pages out, each named by its request's table and its place in it.
+
+        The slab's memory is used again after `ahead` further slabs.
         """
-        if self._host is None or len(self._host) < pages:
-            self._host = self.side.host((pages, *self._shape), self._dtype)
-        return self._host[:pages]
-
-    def copy_out(self, table: NDArray[np.int64], pages: Sequence[int], mark: Any) -> torch.Tensor:
-        """`host` with these pages of a request, by their places in it; every byte has arrived."""
-        host, size = self.host(len(pages)), self._shape[3]
-        with self._settled(mark):
+        slab, size = self.slab(len(pages)), self._shape[3]
+        with self._begun(slab, mark):
             if self._direct:
-                for row, page in enumerate(pages):
+                for host, (table, page) in zip(slab.host, pages, strict=True):
                     places = TokenPlaces(table, page * size, (page + 1) * size, self._slots)
-                    for plane, cache, part in self._planes(host[row]):
+                    for plane, cache, part in self._planes(host):
                         plane.copy_out(cache, places, part)
             else:
-                slab = self._slab_of(len(pages))
-                starts = np.asarray(pages, np.int64)[:, None] * size
-                blocks, slots = self._where(table, (starts + np.arange(size)).ravel())
+                staging = slab._staging
+                there = staging.on(self._device)[0][: len(pages)]
+                blocks, slots = staging.send_index(*self._where_pages(pages), self._device)
                 for one in self._parts:
                     values = one.gather(blocks, slots).unflatten(0, (len(pages), size))
-                    slab[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
-                host.copy_(slab, non_blocking=True)
-        return host
+                    there[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
+                slab.host.copy_(there, non_blocking=True)
+        return slab
 
-    def copy_in(
-        self, table: NDArray[np.int64], first_page: int, pages: int, start: int, end: int, mark: Any
+    def begin_in(
+        self, slab: Slab, table: Table, first_page: int, pages: int, tokens: tuple[int, int], mark: Any
     ) -> None:
-        """Tokens [start, end) of a request from `host`, which holds its `pages` from `first_page`
-        on. They are in the blocks, and `host` is free again, when this returns."""
-        host, size = self.host(pages), self._shape[3]
+        """Begin to copy the `tokens` (from, to) of a request from `slab`, whose host memory begins with so
+        many of its pages from `first_page` on. They are in the blocks once `settle` has returned."""
+        host, size = slab.host[:pages], self._shape[3]
         first = first_page * size
-        start, end = max(start, first), min(end, first + pages * size)
-        with self._settled(mark):
+        start, end = max(tokens[0], first), min(tokens[1], first + pages * size)
+        if start >= end:
+            return
+        with self._begun(slab, mark):
             if self._direct:
-                for row in range(pages):
+                for row, part_of in enumerate(host):
                     at = first + row * size
                     low, high = max(start, at), min(end, at + size)
                     if low < high:
                         places = TokenPlaces(table, low, high, self._slots)
-                        for plane, cache, part in self._planes(host[row, :, :, :, low - at : high - at]):
+                        for plane, cache, part in self._planes(part_of[:, :, :, low - at : high - at]):
                             plane.copy_in(cache, places, part)
-            elif start < end:
-                slab = self._slab_of(pages)
-                slab.copy_(host, non_blocking=True)
-                blocks, slots = self._where(table, np.arange(start, end))
+            else:
+                staging = slab._staging
+                there = staging.on(self._device)[0][:pages]
+                there.copy_(host, non_blocking=True)
+                blocks, slots = staging.send_index(*self._where(table, np.arange(start, end)), self._device)
                 for one in self._parts:
-                    values = slab[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
+                    values = there[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
                     one.scatter(blocks, slots, values[start - first : end - first])
 
+    def settle(self) -> None:
+        """Wait until every copy begun has happened."""
+        for staging in self._stagings:
+            staging.settle()
+
     @contextmanager
-    def _settled(self, mark: Any) -> Iterator[None]:
-        """A context whose copies have all ended when it is left, by an exception too."""
+    def _begun(self, slab: Slab, mark: Any) -> Iterator[None]:
+        """A context whose copies are the slab's, those too that an exception cuts short."""
         try:
             with self.side.after(mark):
                 yield
         finally:
-            self.side.finish()
+            slab._staging.end = self.side.begun()
 
     def _planes(self, host: torch.Tensor) -> Iterator[tuple[BlockPlane, torch.Tensor, torch.Tensor]]:
         """(plane, its cache, its part of `host`), `host` of shape (heads, layers, 2, n, dim)."""
@@ -234,23 +246,19 @@ class BlockCopies:
             yield layout.keys, cache, host[:, i, 0]
             yield layout.values, cache, host[:, i, 1]
 
-    def _slab_of(self, pages: int) -> torch.Tensor:
-        if self._slab is None or len(self._slab) < pages:
-            self._slab = torch.empty((pages, *self._shape), dtype=self._dtype, device=self._device)
-        return self._slab[:pages]
+    def _where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
+        """(block, slot) of each token of these pages; neighbours of one request are looked up at once."""
+        size, found = self._shape[3], []
+        for _, group in itertools.groupby(pages, lambda page: id(page[0])):
+            of_request = list(group)
+            starts = np.asarray([page for _, page in of_request], np.int64)[:, None] * size
+            found.append(self._where(of_request[0][0], (starts + np.arange(size)).ravel()))
+        blocks, slots = zip(*found, strict=True)
+        return np.concatenate(blocks), np.concatenate(slots)
 
-    def _where(
-        self, table: NDArray[np.int64], tokens: NDArray[np.int64]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block, slot) of each token on the device, both of shape (n,)."""
-        n = len(tokens)
-        if self._index is None or len(self._index) < 2 * n:
-            self._index = self.side.host((2 * n,), torch.int64)
-        index = self._index[: 2 * n]
-        at = np.concatenate([table[tokens // self._slots], tokens % self._slots])
-        index.copy_(torch.from_numpy(at))
-        there = index.to(self._device, non_blocking=True)
-        return there[:n], there[n:]
+    def _where(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
+        """(block, slot) of each token of a request, both of shape (n,)."""
+        return table[tokens // self._slots], tokens % self._slots
 
 
 def kernel_table(blocks: Sequence[int], block_size: int, slots: int) -> NDArray[np.int64]:

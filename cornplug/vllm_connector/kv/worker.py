@@ -1,7 +1,8 @@
 """The worker half of the KV connector: bytes between vLLM's blocks and pages in the store.
 
-Copies run on a separate thread (and, on an accelerator, a separate stream), so the forward pass does not
-wait. A block is stable while it is read: full blocks of a running request never change, and a finished
+Copies run on a separate thread (and, on an accelerator, on two separate streams, the loads' before the
+saves'), so the forward pass does not wait. All pages that a step saves are one job, whichever requests they
+belong to. A block is stable while it is read: full blocks of a running request never change, and a finished
 request's blocks stay until `finished_sending`. Those of a preempted request are given away at once, and
 vLLM's second model runner overwrites them before it reports the preemption: saves of them that are not
 acknowledged by then are given up, as their bytes may be wrong.
@@ -10,20 +11,21 @@ acknowledged by then are given up, as their bytes may be wrong.
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.block_copies import BlockCopies, CpuSide, kernel_table
+from cornplug.vllm_connector.kv.block_copies import BlockCopies, Slab, Table, kernel_table
+from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
 from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVWorkerMetadata,
@@ -34,15 +36,25 @@ from cornplug.vllm_connector.kv.metadata import (
 )
 from cornplug.vllm_connector.kv.mover import Job, KVMover
 
-Table = NDArray[np.int64]
-
 
 @dataclass(eq=False, slots=True)
 class _Saving:
     """A save that is under way."""
 
     save: PageSave
+    left: set[int]
+    """Reservation tokens of the pages that are not acknowledged yet."""
     given_up: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _SavedPage:
+    """A page of a step's saves."""
+
+    saving: _Saving
+    target: PageWrite
+    place: tuple[Table, int]
+    """Some of its request's blocks through `kernel_table`, and the page's place in them."""
 
 
 class KVWorker:
@@ -54,11 +66,12 @@ class KVWorker:
         self._pages = pages
         self._background_timeout_s = background_timeout_s
         self._block_size = block_size
-        self._copies: BlockCopies | None = None
+        self._out: BlockCopies | None = None
+        self._in: BlockCopies | None = None
         self._slots = block_size
         """Tokens of one block of the caches; one of the engine's may be several of the kernels'."""
         self._mover = KVMover(lambda: self._side.enter_thread())
-        self._side: Any = CpuSide()
+        self._side: CopySide = CpuSide()
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
@@ -98,8 +111,9 @@ class KVWorker:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             self._acks.unusable = e.reason
             return
-        self._copies = BlockCopies(list(caches.values()), layouts, self._pages.shape)
-        self._slots, self._side = layouts[0].block_size, self._copies.side
+        self._out = BlockCopies(list(caches.values()), layouts, self._pages.shape)
+        self._in = BlockCopies(list(caches.values()), layouts, self._pages.shape, urgent=True)
+        self._slots, self._side = layouts[0].block_size, self._out.side
         compat.logger.info(
             "cornplug: KV layout verified by writing it: %d layers, heads %d to %d of %d",
             len(layouts),
@@ -123,12 +137,13 @@ class KVWorker:
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Begin to copy out pages that this step's forward has computed."""
-        mark = self._side.mark() if saves else None
-        for save in saves:
-            saving = _Saving(save)
-            with self._lock:
-                self._saving.setdefault(save.request_id, []).append(saving)
-            self._mover.submit(self._save(saving, mark), urgent=False)
+        if not saves:
+            return
+        savings = [_Saving(save, {page.token for page in save.pages}) for save in saves]
+        with self._lock:
+            for saving in savings:
+                self._saving.setdefault(saving.save.request_id, []).append(saving)
+        self._mover.submit(self._save(savings, self._side.mark()), urgent=False)
 
     def stepped(self, number: int) -> None:
         """Acknowledge the end of a timed step, with the next acknowledgements."""
@@ -181,25 +196,36 @@ class KVWorker:
         return acks
 
     def close(self) -> None:
-        """Finish the slab that is being copied; drop all others."""
+        """Finish the slabs that are being copied; drop all others."""
         self._mover.close()
+        for copies in (self._out, self._in):
+            if copies is not None:
+                copies.settle()
 
     # -- the mover's thread -----------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> Job:
         # Whatever happens here, the request must be told that its load is over.
-        done, reason = 0, "load_error"
+        done, reason, settled = 0, "load_error", False
         began = time.monotonic()
         try:
-            table = self._table(load.blocks)
-            for slab in self._slabs(load.pages):
-                if time.monotonic() > asked + load.deadline_s:
-                    raise StoreUnavailable("a load took too long", reason="load_timeout")
-                whole = self._read_slab(load, slab, table, mark)
-                done += whole
-                if whole < len(slab):
-                    raise CodecError(f"page {slab[whole].index} is corrupt", reason="corrupt")
-                yield
+            copies = self._mapped(self._in)
+            try:
+                table = kernel_table(load.blocks, self._block_size, self._slots)
+                for i in range(0, len(load.pages), copies.slab_pages):
+                    if time.monotonic() > asked + load.deadline_s:
+                        raise StoreUnavailable("a load took too long", reason="load_timeout")
+                    pages = load.pages[i : i + copies.slab_pages]
+                    slab = copies.slab(len(pages))
+                    whole = self._verified(pages, slab.host)
+                    copies.begin_in(slab, table, pages[0].index, whole, (load.start, load.end), mark)
+                    done += whole
+                    if whole < len(pages):
+                        raise CodecError(f"page {pages[whole].index} is corrupt", reason="corrupt")
+                    yield
+            finally:
+                copies.settle()
+                settled = True
             reason = ""
         except CornplugError as e:
             reason = e.reason
@@ -208,6 +234,7 @@ class KVWorker:
                 damaged = [page.key for page in load.pages[done:]]
                 self._pages.discard(damaged, deadline_s=self._background_timeout_s)
         finally:
+            done = done if settled else 0
             first_bad = (
                 load.pages[done].index * self._page.page_tokens if done < len(load.pages) else load.end
             )
@@ -219,73 +246,90 @@ class KVWorker:
                 self._acks.loading_s += time.monotonic() - began
                 self._loaded.add(load.request_id)
 
-    def _save(self, saving: _Saving, mark: Any) -> Job:
-        save, written = saving.save, set[int]()
+    def _verified(self, pages: Sequence[PageRead], host: torch.Tensor) -> int:
+        """Copy this rank's part of pages to `host`. Returns how many were whole, up to the first damaged."""
+
+        def whole(source: PageRead, target: torch.Tensor) -> bool:
+            try:
+                self._pages.copy(source.location, source.checksums, target)
+            except CodecError:
+                return False
+            return True
+
+        return sum(1 for _ in itertools.takewhile(bool, map(whole, pages, host)))
+
+    def _save(self, savings: Sequence[_Saving], mark: Any) -> Job:
+        copies = self._out if self._mine.writes else None
+        pages = itertools.chain.from_iterable(map(self._pages_of, savings))
+        pending = deque[tuple[list[_SavedPage], Slab]]()
         try:
-            table = self._table(save.blocks)
-            for slab in self._slabs(save.pages) if self._mine.writes else ():
-                if saving.given_up:
+            while copies is not None:
+                while len(pending) <= copies.ahead:
+                    wanted = (page for page in pages if not page.saving.given_up)
+                    slab = list(itertools.islice(wanted, copies.slab_pages))
+                    if not slab:
+                        break
+                    pending.append((slab, copies.begin_out([page.place for page in slab], mark)))
+                if not pending:
                     break
-                try:
-                    sums = self._write_slab(slab, table, mark)
-                    self._acknowledge(saving, sums)
-                    written |= sums.keys()
-                except CornplugError as e:
-                    compat.logger.debug("cornplug: save of %s failed: %s", save.request_id, e)
+                slab, moving = pending.popleft()
+                for page, source in zip(slab, moving.arrived(), strict=True):
+                    self._write(page, source)
                 yield
         finally:
-            missing = [page.token for page in save.pages if page.token not in written]
-            with self._lock:
-                if self._mine.writes:
-                    self._acks.failed_writes |= dict.fromkeys(missing, self._pages.segments)
-                self._saving[save.request_id].remove(saving)
-                if not self._saving[save.request_id]:
-                    del self._saving[save.request_id]
+            try:
+                if copies is not None:
+                    copies.settle()
+            finally:
+                with self._lock:
+                    for saving in savings:
+                        self._failed(saving.left)
+                        self._over(saving)
 
-    def _acknowledge(self, saving: _Saving, sums: Mapping[int, dict[int, int]]) -> None:
-        with self._lock:
-            if saving.given_up:
-                self._acks.failed_writes |= dict.fromkeys(sums, self._pages.segments)
-            else:
-                self._acks.written |= sums
-                self._unsent |= dict.fromkeys(sums, saving.save.request_id)
+    def _pages_of(self, saving: _Saving) -> Iterator[_SavedPage]:
+        """The pages of one request, with only those of its blocks that hold them: it may have thousands."""
+        save, size = saving.save, self._page.page_tokens
+        # A page and a block both begin at a multiple of it.
+        unit = math.lcm(size, self._block_size)
+        first = min(page.index for page in save.pages) * size // unit * unit
+        last = max(page.index for page in save.pages) * size + size
+        blocks = save.blocks[first // self._block_size : -(-last // self._block_size)]
+        table = kernel_table(blocks, self._block_size, self._slots)
+        for page in save.pages:
+            yield _SavedPage(saving, page, (table, page.index - first // size))
 
-    def _mapped(self) -> BlockCopies:
-        if self._copies is None:
-            raise LayoutError("this cache is not mapped", reason="layout")
-        return self._copies
-
-    def _table(self, blocks: Sequence[int]) -> Table:
-        return kernel_table(blocks, self._block_size, self._slots)
-
-    def _slabs(self, pages: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        step = self._copies.slab_pages if self._copies is not None else 1
-        for i in range(0, len(pages), step):
-            yield pages[i : i + step]
-
-    def _write_slab(self, pages: Sequence[PageWrite], table: Table, mark: Any) -> dict[int, dict[int, int]]:
-        """Copy neighbouring pages out; reservation token -> segment -> checksum of the source."""
-        host = self._mapped().copy_out(table, [page.index for page in pages], mark)
-        return {
-            target.token: dict(self._pages.write(source, target.location))
-            for target, source in zip(pages, host, strict=True)
-        }
-
-    def _read_slab(self, load: PageLoad, pages: Sequence[PageRead], table: Table, mark: Any) -> int:
-        """Copy neighbouring pages in, each segment verified in host memory first. Returns how many were
-        whole, up to the first damaged one."""
-        copies = self._mapped()
-        host = copies.host(len(pages))
-        each = range(len(pages))
-        whole = len(list(itertools.takewhile(lambda row: self._copied(pages[row], host[row]), each)))
-        if whole:
-            copies.copy_in(table, pages[0].index, whole, load.start, load.end, mark)
-        return whole
-
-    def _copied(self, source: PageRead, target: torch.Tensor) -> bool:
-        """Copy this rank's part of a page to host memory. Returns whether its checksums hold."""
+    def _write(self, page: _SavedPage, source: torch.Tensor) -> None:
+        """Copy this rank's part of a page to the store, and acknowledge it."""
+        saving, token = page.saving, page.target.token
+        sums: dict[int, int] = {}
         try:
-            self._pages.copy(source.location, source.checksums, target)
-        except CodecError:
-            return False
-        return True
+            if not saving.given_up:
+                sums = dict(self._pages.write(source, page.target.location))
+        except CornplugError as e:
+            compat.logger.debug("cornplug: save of %s failed: %s", saving.save.request_id, e)
+        with self._lock:
+            if sums and not saving.given_up:
+                self._acks.written[token] = sums
+                self._unsent[token] = saving.save.request_id
+            else:
+                self._failed([token])
+            saving.left.discard(token)
+            if not saving.left:
+                self._over(saving)
+
+    def _failed(self, tokens: Collection[int]) -> None:
+        if self._mine.writes:
+            self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
+
+    def _over(self, saving: _Saving) -> None:
+        """Its blocks are not read any more."""
+        of_request = self._saving.get(saving.save.request_id, [])
+        if saving in of_request:
+            of_request.remove(saving)
+            if not of_request:
+                del self._saving[saving.save.request_id]
+
+    def _mapped(self, copies: BlockCopies | None) -> BlockCopies:
+        if copies is None:
+            raise LayoutError("this cache is not mapped", reason="layout")
+        return copies

@@ -21,7 +21,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv import layout as kv_layout
-from cornplug.vllm_connector.kv.block_copies import BlockCopies, CudaSide, kernel_table
+from cornplug.vllm_connector.kv.block_copies import BlockCopies, kernel_table
+from cornplug.vllm_connector.kv.copy_sides import CudaSide
 from cornplug.vllm_connector.kv.layout import derive
 from cornplug.vllm_connector.kv.mover import KVMover
 from devkit.cuda_recorder import CudaRecorder, record_cuda
@@ -84,7 +85,7 @@ def test_block_copies_round_trip_every_vllm_layout(
     side = None if direct else LateDevice()
     table = kernel_table(TABLE, BLOCK, slots)
     out = copies(source, slots, direct=direct, side=side)
-    host = out.copy_out(table, [0, 2], None)
+    host = out.begin_out([(table, 0), (table, 2)], None).arrived()
     assert torch.equal(host[0], page_of(values, 0))
     assert torch.equal(host[1], page_of(values, 2))
 
@@ -92,9 +93,11 @@ def test_block_copies_round_trip_every_vllm_layout(
     for cache in target:
         cache.fill_(5)
     into = copies(target, slots, direct=direct, side=LateDevice() if side else None)
-    into.host(2).copy_(torch.stack([page_of(values, 1), page_of(values, 2)]))
+    slab = into.slab(2)
+    slab.host.copy_(torch.stack([page_of(values, 1), page_of(values, 2)]))
     start, end = PAGE + 3, 3 * PAGE - 5
-    into.copy_in(table, 1, 2, start, end, None)
+    into.begin_in(slab, table, 1, 2, (start, end), None)
+    into.settle()
     tokens = torch.arange(len(TABLE) * BLOCK)
     at, slot = torch.from_numpy(table)[tokens // slots], tokens % slots
     expected = caches(layout, slots, dtype)
@@ -116,7 +119,7 @@ def test_block_copies_separate_allocations_are_parts() -> None:
     values = fill(source, BLOCK)
     out = copies(source, BLOCK, direct=False)
     assert len(out._parts) == LAYERS
-    assert torch.equal(out.copy_out(np.array(TABLE), [1], None)[0], page_of(values, 1))
+    assert torch.equal(out.begin_out([(np.array(TABLE), 1)], None).arrived()[0], page_of(values, 1))
 
 
 def test_derive_layout_across_blocks_is_refused_unallocated(
@@ -152,28 +155,70 @@ def test_block_copies_on_late_device_wait_for_data() -> None:
     source = caches(KVCacheLayout.LBNHC)
     values = fill(source, BLOCK)
     out = copies(source, BLOCK, direct=False, side=device)
+    table = np.array(TABLE)
     for pages in ([0, 1, 2], [2], [1, 0]):
-        host = out.copy_out(np.array(TABLE), pages, None)
+        host = out.begin_out([(table, page) for page in pages], None).arrived()
         for row, page in enumerate(pages):
             assert torch.equal(host[row], page_of(values, page))
     assert device.pageable == 0
 
 
-def test_block_copies_failed_slab_finishes_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_block_copies_pages_of_several_requests_are_one_slab() -> None:
+    device = LateDevice()
+    source = caches(KVCacheLayout.LBNHC)
+    values = fill(source, BLOCK)
+    out = copies(source, BLOCK, direct=False, side=device)
+    whole, end = np.array(TABLE), np.array(TABLE[2:])
+    host = out.begin_out([(end, 0), (whole, 0), (whole, 2), (end, 1)], None).arrived()
+    for row, page in enumerate((1, 0, 2, 2)):
+        assert torch.equal(host[row], page_of(values, page))
+
+
+def test_block_copies_slab_ahead_leaves_first_slab_whole() -> None:
+    """The host reads one slab while the next one is on its way, and each waits for its event only."""
+    device = LateDevice()
+    source = caches(KVCacheLayout.LBNHC)
+    values = fill(source, BLOCK)
+    out, table = copies(source, BLOCK, direct=False, side=device), np.array(TABLE)
+    first = out.begin_out([(table, 0)], None)
+    for page in (1, 2, 0, 1):
+        following = out.begin_out([(table, page)], None)
+        before = following.host.clone()
+        assert torch.equal(first.arrived()[0], page_of(values, (page - 1) % 3))
+        assert torch.equal(following.host, before), "waited for more than its event"
+        first = following
+    assert torch.equal(first.arrived()[0], page_of(values, 1))
+
+
+def test_block_copies_slab_into_blocks_is_free_only_after_end() -> None:
+    """`LateDevice` notices host memory that changes while the device reads it."""
+    device = LateDevice()
+    target = caches(KVCacheLayout.LBNHC)
+    into, table = copies(target, BLOCK, direct=False, side=device), np.array(TABLE)
+    for page in (0, 1, 2, 0):
+        slab = into.slab(1)
+        slab.host.fill_(page)
+        into.begin_in(slab, table, page, 1, (0, 3 * PAGE), None)
+    into.settle()
+    assert {float(target[0][block].unique()) for block in TABLE[:6]} == {0, 1, 2}
+
+
+def test_block_copies_failed_slab_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device = LateDevice()
     out = copies(caches(KVCacheLayout.LBNHC), BLOCK, direct=False, side=device)
-    finished = []
-    monkeypatch.setattr(device, "finish", lambda: finished.append(True))
+    ends: list[int] = []
+    monkeypatch.setattr(device, "wait", ends.append)
     monkeypatch.setattr(out, "_parts", [None])
     with pytest.raises(AttributeError):
-        out.copy_in(np.array(TABLE), 0, 1, 0, PAGE, None)
-    assert finished
+        out.begin_in(out.slab(1), np.array(TABLE), 0, 1, (0, PAGE), None)
+    out.settle()
+    assert ends == [1]
 
 
 # -- CUDA without a GPU -----------------------------------------------------------------------
 
 
-def on_cuda() -> tuple[CudaRecorder, BlockCopies]:
+def on_cuda(*, urgent: bool = False) -> BlockCopies:
     """Copies over fake CUDA caches in the order of FlashAttention's."""
     block = HEADS * BLOCK * 2 * DIM
     whole = torch.empty(LAYERS * BLOCKS * block, dtype=torch.bfloat16, device="cuda:0")
@@ -183,7 +228,7 @@ def on_cuda() -> tuple[CudaRecorder, BlockCopies]:
     with real():
         like = torch.zeros(LAYERS * BLOCKS * block, dtype=torch.bfloat16).as_strided(of[0].shape, order)
         layout = derive(like, HEADS, BLOCK, DIM, side_by_side)
-    return BlockCopies(of, [layout] * LAYERS, (HEADS, LAYERS, 2, PAGE, DIM))
+    return BlockCopies(of, [layout] * LAYERS, (HEADS, LAYERS, 2, PAGE, DIM), urgent=urgent)
 
 
 @pytest.mark.parametrize("pages", [[0], [0, 1, 2]])
@@ -192,7 +237,7 @@ def test_copy_out_on_cuda_is_one_pinned_copy_and_event(pages: list[int]) -> None
     with record_cuda(events):
         out = on_cuda()
         mark = out.side.mark()
-        out.copy_out(np.array(TABLE), pages, mark)
+        out.begin_out([(np.array(TABLE), page) for page in pages], mark).arrived()
     assert events.events == [
         ("event recorded on", "the engine's"),
         ("our stream waits",),
@@ -207,14 +252,14 @@ def test_copy_out_on_cuda_is_one_pinned_copy_and_event(pages: list[int]) -> None
 def test_copy_in_on_cuda_is_one_pinned_copy_and_wait() -> None:
     events = CudaRecorder()
     with record_cuda(events):
-        into = on_cuda()
-        into.host(2)
-        into.copy_in(np.array(TABLE), 0, 2, 3, 60, into.side.mark())
+        into = on_cuda(urgent=True)
+        into.begin_in(into.slab(2), np.array(TABLE), 0, 2, (3, 60), into.side.mark())
+        into.settle()
     assert events.events[2:] == [
         ("cpu to cuda", "late", "whole", "pinned"),
         ("cpu to cuda", "late", "whole", "pinned"),
         ("index_put_",),
-        ("event recorded on", "ours"),
+        ("event recorded on", "ours, urgent"),
         ("event waited for",),
     ]
 

@@ -421,7 +421,7 @@ def slow_views(monkeypatch: pytest.MonkeyPatch, engine: Engine, seconds: float) 
     """Every copy of the engine's workers takes so long."""
     for rank in engine.ranks:
         worker = rank.connector._worker
-        for name in ("_write_slab", "_read_slab"):
+        for name in ("_write", "_verified"):
             original = getattr(worker, name)
 
             def slow(*args: Any, original: Any = original) -> Any:
@@ -834,7 +834,7 @@ def test_kv_copy_error_ends_load_and_save(
     def out_of_memory(*args: Any) -> Any:
         raise RuntimeError("CUDA out of memory")
 
-    for name in ("_write_slab", "_read_slab"):
+    for name in ("_write", "_verified"):
         monkeypatch.setattr(second.ranks[0].connector._worker, name, out_of_memory)
     request = second.run("b", PROMPT)
     assert request.failed
@@ -855,14 +855,14 @@ def test_kv_reservation_stays_until_slowest_rank_wrote(
     def fails(*args: Any) -> Any:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(broken, "_write_slab", fails)
-    original = slow._write_slab  # type: ignore[union-attr]
+    monkeypatch.setattr(broken, "_write", fails)
+    original = slow._write  # type: ignore[union-attr]
 
     def waits(*args: Any) -> Any:
         time.sleep(0.2)
         return original(*args)
 
-    monkeypatch.setattr(slow, "_write_slab", waits)
+    monkeypatch.setattr(slow, "_write", waits)
     first.add("a", PROMPT[:40])
     for _ in range(5):
         first.step()

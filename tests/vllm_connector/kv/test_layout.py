@@ -50,7 +50,7 @@ def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: i
     at = torch.from_numpy(table)[tokens // size], tokens % size
     for direct in (True, False) if layout.keys.strides is not None else (False,):
         copies = BlockCopies([cache], [layout], (heads, 1, 2, page_tokens, dim), direct=direct)
-        host = copies.copy_out(table, pages, None)
+        host = torch.cat([copies.begin_out([(table, page)], None).arrived().clone() for page in pages])
         for i, plane in enumerate((layout.keys, layout.values)):
             found = host[:, :, 0, i].transpose(1, 2).flatten(0, 1)
             assert torch.equal(found, plane.gather(cache, *at))
@@ -61,8 +61,11 @@ def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: i
             plane.scatter(cache, at[0][start:end], at[1][start:end], new)
         theirs = cache.clone()
         cache.copy_(before)
-        host += 1
-        copies.copy_in(table, 0, 2, start, end, None)
+        for page in pages:
+            slab = copies.slab(1)
+            slab.host.copy_(host[page : page + 1] + 1)
+            copies.begin_in(slab, table, page, 1, (start, end), None)
+        copies.settle()
         assert torch.equal(cache, theirs)
         cache.copy_(before)
 
