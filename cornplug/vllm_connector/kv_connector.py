@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.engine_common.store_size import log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
@@ -57,6 +58,10 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             geometry = page_geometry(vllm_config, kv_cache_config, engine.page_tokens)
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)
+                own_tokens = (
+                    kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                )
+                log_store_size(self._runtime, geometry, own_tokens, compat.logger)
             else:
                 block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
                 held = rank_slice(vllm_config, kv_cache_config, geometry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,13 +46,15 @@ PLAIN = CacheNamespace(None, None)
 HOST_TOKENS = 1024
 
 
-def device_pool(page_size: int, *, heads: int = HEADS, dtype: torch.dtype = torch.bfloat16) -> Any:
+def device_pool(
+    page_size: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = torch.bfloat16
+) -> Any:
     return MHATokenToKVPool(
         size=256,
         page_size=page_size,
         dtype=dtype,
         head_num=heads,
-        head_dim=DIM,
+        head_dim=dim,
         layer_num=LAYERS,
         device="cpu",
         enable_memory_saver=False,
@@ -97,6 +100,7 @@ class Controller:
         self.mem_pool_device, self.mem_pool_host = device, host
         self.io_backend = "kernel" if host.layout in ("page_first", "page_head") else "direct"
         self.device = torch.device("cpu")
+        self.storage_stop_event = threading.Event()
 
 
 class Another(FaultyStore):
@@ -151,11 +155,18 @@ class Engine:
     group: bytes = b"one engine's ranks"
     identity: bytes = b"model"
     only_seen: bool = False
+    dim: int = DIM
+    stopping: bool = False
+    """SGLang waits for the end of its storage threads."""
 
     def __post_init__(self) -> None:
         size, rank = self.tp
         per_rank = max(1, HEADS // size)
-        device = latent_pool(self.page_size) if self.latent else device_pool(self.page_size, heads=per_rank)
+        device = (
+            latent_pool(self.page_size)
+            if self.latent
+            else device_pool(self.page_size, heads=per_rank, dim=self.dim)
+        )
         self.host = host_pool(device, self.layout)
         self.pages: HostPages = host_pages(self.host)
         self.geometry = page_geometry(self.pages, page_tokens=self.page_tokens, heads=HEADS, layers=LAYERS)
@@ -168,7 +179,9 @@ class Engine:
         held = RankSlice(heads=self.heads, layers=range(LAYERS), writes=writes)
         mine = RankPages(self.geometry, held, self.faulty)
         part = None if self.latent else part_of(self.geometry, size, rank, self.group)
-        self.reader = PageReader(self.run, self.roots, self.index, mine, self.pages, self.tally)
+        self.reader = PageReader(
+            self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping
+        )
         self.writer = PageWriter(
             self.run, self.reader, self.index, mine, self.pages, part, self.tally, only_seen=self.only_seen
         )

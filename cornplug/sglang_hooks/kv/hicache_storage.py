@@ -23,6 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, miss
+from cornplug.engine_common.store_size import log_store_size
 from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.kv_page import RankSlice
 from cornplug.sglang_hooks import activation
@@ -116,7 +117,8 @@ class CornplugStorage(HiCacheStorage):
         token_bytes = mine.size_bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
-        self._reader = PageReader(self._run, roots, index, mine, pages, self._tally)
+        stopping = self._controller.storage_stop_event.is_set
+        self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stopping)
         self._ahead = EarlyLookup(index, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
@@ -144,6 +146,8 @@ class CornplugStorage(HiCacheStorage):
             "request with beam_width",
             self.mem_pool_host.kv_buffer.nbytes / (1 << 30),
         )
+        if self._config.tp_rank == 0:
+            log_store_size(self._run, page, self._controller.mem_pool_device.size, logger)
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason

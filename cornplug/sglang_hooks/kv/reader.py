@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import torch
@@ -19,7 +19,11 @@ from cornplug.store.base import Lease
 
 
 class PageReader:
-    """One a rank. Called from SGLang's storage threads; no call raises for want of the store."""
+    """One a rank. Called from SGLang's storage threads; no call raises for want of the store.
+
+    Args:
+        stopping: whether SGLang waits for its storage threads' end: it ends its server after 10 s.
+    """
 
     def __init__(
         self,
@@ -29,9 +33,11 @@ class PageReader:
         mine: RankPages,
         host: HostPages,
         tally: Tally,
+        stopping: Callable[[], bool],
     ) -> None:
         self._run, self._roots, self._index = runtime, roots, index
         self._mine, self._host, self._tally = mine, host, tally
+        self.stopping = stopping
         self._asking = runtime.another_connection()
 
     def close(self) -> None:
@@ -111,6 +117,8 @@ class PageReader:
             with self._leased([key for parts in plan for _, keys in parts for key in keys]) as leases:
                 copies = _Copies(self._mine, leases)
                 for parts, slot in zip(plan, slots, strict=False):
+                    if self.stopping():
+                        return done
                     target = self._host.page(slot)
                     for part, keys in parts:
                         source = copies.of(keys)

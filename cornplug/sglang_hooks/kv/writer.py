@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -31,9 +31,10 @@ _TAIL_BYTES: Final = 64 << 20
 """Small pages kept until the store's page that they begin is complete."""
 _ROUND_BYTES: Final = 64 << 20
 """Bytes reserved by one call: a young store grows by so much in one answer, for which others wait."""
-_SAVE_S: Final = 4.0
-"""Longest for one call: SGLang ends its server where this thread does not stop within 10 s."""
+_SAVE_S: Final = 30.0
+"""Longest for one call. Until it returns SGLang keeps the pages in its host pool in place."""
 _FIRST_PAUSE_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class PageWriter:
         only_seen: bool = False,
     ) -> None:
         self._run, self._reader, self._index = runtime, reader, index
-        self._mine, self._host = mine, host
+        self._mine, self._host, self._stopping = mine, host, reader.stopping
         self._publisher = PagePublisher(
             runtime,
             mine.page,
@@ -96,15 +97,7 @@ class PageWriter:
         """Offer pages to the store. `slots` are their first slots in the host pool."""
         if not self._mine.held.writes:
             return
-        began = time.monotonic()
-        refused = self._offer(self._wanted(hashes, slots), began + _SAVE_S)
-        pause_s = _FIRST_PAUSE_S
-        # A young store grows during the pause; SGLang offers no page twice.
-        while refused and time.monotonic() + pause_s < began + self._run.background_timeout_s:
-            time.sleep(pause_s)
-            pause_s *= 2
-            refused = self._offer(refused, began + _SAVE_S)
-        self._publisher.count_outcome(ReserveRefusal.GROWING.value, len(refused))
+        self._offer(self._wanted(hashes, slots))
         self._keep_tails(hashes, slots)
 
     # -- complete pages of the store -----------------------------------------------------------
@@ -169,32 +162,44 @@ class PageWriter:
 
     # -- writing them ---------------------------------------------------------------------------
 
-    def _offer(self, wanted: _Wanted, end_s: float) -> dict[bytes, list[_Piece]]:
-        """Write pages, some at a time. Returns those that a growing store refused."""
-        refused: dict[bytes, list[_Piece]] = {}
-        for keys in self._rounds(list(wanted)):
-            deadline_s = min(self._run.background_timeout_s, end_s - time.monotonic())
-            if deadline_s <= 0:
-                self._publisher.count_outcome("late", len(keys))
-                continue
-            reserved = []
-            for key, answer in zip(keys, self._publisher.reserve(keys, deadline_s=deadline_s), strict=True):
-                if isinstance(answer, Reservation):
-                    reserved.append(answer)
-                elif answer is ReserveRefusal.GROWING:
-                    refused[key] = wanted[key]
-            self._fill(wanted, reserved)
-        return refused
+    def _offer(self, wanted: _Wanted) -> None:
+        """Write pages, some at a time and the first ones first: a reader stops at the first that is lacking.
 
-    def _rounds(self, keys: list[bytes]) -> Iterator[list[bytes]]:
-        step = max(1, _ROUND_BYTES // self._mine.page.page_bytes)
-        for start in range(0, len(keys), step):
-            yield keys[start : start + step]
+        SGLang offers no page twice, so pages that a growing store refuses are asked for again while it grows.
+        """
+        left, step = list(wanted), max(1, _ROUND_BYTES // self._mine.page.page_bytes)
+        moved_s = time.monotonic()
+        end_s, pause_s = moved_s + _SAVE_S, _FIRST_PAUSE_S
+        while left:
+            now_s = time.monotonic()
+            if now_s >= end_s or self._stopping():
+                self._publisher.count_outcome("late", len(left))
+                return
+            if now_s >= moved_s + self._run.background_timeout_s:
+                self._publisher.count_outcome(ReserveRefusal.GROWING.value, len(left))
+                return
+            asked, refused = left[:step], self._write(wanted, left[:step], end_s - now_s)
+            left[:step] = refused
+            if len(refused) < len(asked):
+                moved_s, pause_s = time.monotonic(), _FIRST_PAUSE_S
+            else:
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
-        """Write this rank's heads of the reserved pages, and commit them."""
+    def _write(self, wanted: _Wanted, keys: Sequence[bytes], left_s: float) -> list[bytes]:
+        """Reserve pages, write this rank's heads, commit. Returns those that a growing store refused."""
+        reserved, refused = [], []
+        answers = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
+        for key, answer in zip(keys, answers, strict=True):
+            if isinstance(answer, Reservation):
+                reserved.append(answer)
+            elif answer is ReserveRefusal.GROWING:
+                refused.append(key)
         written, broken = [], []
-        for reservation in reserved:
+        for i, reservation in enumerate(reserved):
+            if self._stopping():
+                self._publisher.give_up(reserved[i:], "late")
+                break
             sums = self._written(wanted[reservation.key], reservation.location)
             if sums is None:
                 broken.append(reservation)
@@ -202,6 +207,7 @@ class PageWriter:
                 written.append((reservation, sums))
         self._publisher.give_up(broken, "write_failed")
         self._publisher.commit(written)
+        return refused
 
     def _written(self, pieces: list[_Piece], location: PayloadLocation) -> Mapping[int, int] | None:
         """Segment -> checksum of this rank's part, None where it could not be written."""
