@@ -224,6 +224,10 @@ class EngineConfig(_Section):
     never waits for a slow store or mover."""
     share_embeddings: bool = True
     """The engine loads and saves embeddings, and asks the encoder service."""
+    sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
+    """Place where a GPU server of SGLang decodes and resizes images. "cpu": as vLLM and the encoder service,
+    which then share them. "device": SGLang's own, the GPU; its servers share among themselves only. "auto":
+    "cpu" where an encoder service answers at `encoder.socket` when the server starts, else "device"."""
     embeddings_by_value: bool = False
     """The engine takes the rows of an embedding from a request. vLLM's `--enable-mm-embeds` sets it."""
 

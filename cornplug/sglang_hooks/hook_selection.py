@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, Final
 
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
 _ROOM: Final = "cornplug.sglang_hooks"
@@ -24,6 +25,7 @@ _MODULES: Final = {
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
     "lora": ("model.lora_adapters",),
     "images": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
+    "cpu_images": ("mm.cpu_preprocessing",),
     "llava": ("mm.media_digests:LLAVA_HOOKS",),
     "encoder": ("mm.epd", "mm.epd_fallback"),
 }
@@ -36,6 +38,7 @@ def needed(server_args: Any) -> frozenset[str]:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
     from cornplug.sglang_hooks.kv import hicache_config
+    from cornplug.sglang_hooks.mm import cpu_preprocessing
 
     settled = resolved_view(server_args)
     found = {"weights"}
@@ -51,7 +54,10 @@ def needed(server_args: Any) -> frozenset[str]:
     if model.is_multimodal:
         found.add("images")
         # LLaVA's processor decodes images in processes of its own.
-        found |= {"llava"} if "llava" in str(model.hf_config.model_type) else set()
+        family = str(model.hf_config.model_type)
+        if cpu_preprocessing.wanted(activation.config(), device=str(settled.device), family=family):
+            found.add("cpu_images")
+        found |= {"llava"} if "llava" in family else set()
         encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder
         found |= {"encoder"} if encoder else set()
     return frozenset(found)

@@ -33,6 +33,8 @@ _ROUND_BYTES: Final = 64 << 20
 """Bytes reserved by one call: a young store grows by so much in one answer, for which others wait."""
 _SAVE_S: Final = 30.0
 """Longest for one call. Until it returns SGLang keeps the pages in its host pool in place."""
+_STOP_S: Final = 3.0
+"""Longest once SGLang waits for this thread's end: it ends its server after 10 s."""
 _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.1
 
@@ -80,7 +82,8 @@ class PageWriter:
         only_seen: bool = False,
     ) -> None:
         self._run, self._reader, self._index = runtime, reader, index
-        self._mine, self._host, self._stopping = mine, host, reader.stopping
+        self._mine, self._host = mine, host
+        self._stops_s: float | None = None
         self._publisher = PagePublisher(
             runtime,
             mine.page,
@@ -172,7 +175,7 @@ class PageWriter:
         end_s, pause_s = moved_s + _SAVE_S, _FIRST_PAUSE_S
         while left:
             now_s = time.monotonic()
-            if now_s >= end_s or self._stopping():
+            if now_s >= end_s or self._has_to_stop():
                 self._publisher.count_outcome("late", len(left))
                 return
             if now_s >= moved_s + self._run.background_timeout_s:
@@ -197,7 +200,7 @@ class PageWriter:
                 refused.append(key)
         written, broken = [], []
         for i, reservation in enumerate(reserved):
-            if self._stopping():
+            if self._has_to_stop():
                 self._publisher.give_up(reserved[i:], "late")
                 break
             sums = self._written(wanted[reservation.key], reservation.location)
@@ -208,6 +211,15 @@ class PageWriter:
         self._publisher.give_up(broken, "write_failed")
         self._publisher.commit(written)
         return refused
+
+    def _has_to_stop(self) -> bool:
+        """Whether SGLang has waited for this thread's end for `_STOP_S`."""
+        now_s = time.monotonic()
+        if not self._reader.stopping():
+            self._stops_s = None
+        elif self._stops_s is None:
+            self._stops_s = now_s + _STOP_S
+        return self._stops_s is not None and now_s >= self._stops_s
 
     def _written(self, pieces: list[_Piece], location: PayloadLocation) -> Mapping[int, int] | None:
         """Segment -> checksum of this rank's part, None where it could not be written."""

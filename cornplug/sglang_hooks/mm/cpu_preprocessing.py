@@ -1,0 +1,74 @@
+"""Images of a GPU server decoded and resized on the CPU, as vLLM and the encoder service do.
+
+On CUDA SGLang decodes JPEGs by nvJPEG and resizes in float32; Pillow and torchvision on a CPU give other
+pixels. With SGLang's own way a server shares images with its like only (`preprocessing_probe.py` finds out),
+and the tower runs once for it and once for all others. SGLang's authors measured 9.3 full-page images a
+second on a GB300 with preprocessing there and one worker, 8.8 on its CPU with two
+(`BaseMultimodalProcessor._resolve_auto_mm_processor_worker_num`).
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+from cornplug.config import Config
+from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES, Hook, logger
+
+_ANSWER_S: Final = 0.5
+
+
+def wanted(config: Config, *, device: str, family: str) -> bool:
+    """Whether a server on `device` preprocesses images of `family` on its CPU. Logs its decision."""
+    # ROCm's device has this name too. On other devices SGLang's own choice stays.
+    if device != "cuda" or not config.engine.share_embeddings or family not in VALIDATED_FAMILIES:
+        return False
+    how = config.engine.sglang_preprocessing
+    if how == "auto":
+        how = "cpu" if _answers(config.encoder.socket) else "device"
+    if how == "cpu":
+        logger.info(
+            "cornplug: images are decoded and resized on the CPU, as by vLLM and the encoder service, which "
+            'share them. engine.sglang_preprocessing = "device" leaves that to the GPU'
+        )
+    else:
+        logger.warning(
+            "cornplug: the GPU decodes and resizes images, to other pixels than vLLM and the encoder service "
+            'have: they share none with this server. engine.sglang_preprocessing = "cpu" shares them'
+        )
+    return how == "cpu"
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(_ANSWER_S)
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return False
+    return True
+
+
+def _device(original: Callable[..., Any], this: Any, processor: Any) -> str:
+    return "cpu"
+
+
+def _competes(original: Callable[..., Any], this: Any) -> bool:
+    """False: SGLang then takes two workers, as on every CPU."""
+    return False
+
+
+def _making(this: Any, *_args: Any, **_kwargs: Any) -> None:
+    # SGLang reads it from the class: one process serves one model.
+    type(this).gpu_image_decode = False
+
+
+_BASE: Final = "sglang.srt.multimodal.processors.base_processor.BaseMultimodalProcessor"
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(f"{_BASE}.__init__", "before", _making),
+    Hook(f"{_BASE}._fast_image_processor_device", "around", _device),
+    Hook(f"{_BASE}._preprocessing_competes_with_the_scheduler", "around", _competes),
+)
