@@ -6,7 +6,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Final
 
-from reference_docs import command_line, configuration, http_api, metrics, support_matrix, troubleshooting
+from reference_docs import (
+    command_line,
+    configuration,
+    http_api,
+    metrics,
+    sglang_kinds,
+    support_matrix,
+    troubleshooting,
+)
 
 TREE: Final = Path(__file__).parents[2]
 
@@ -15,6 +23,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "metrics.md": metrics.page,
     "http-api.md": http_api.page,
     "command-line.md": command_line.page,
+    "sglang-kinds.md": sglang_kinds.page,
     "support-matrix.md": support_matrix.page,
     "troubleshooting.md": troubleshooting.page,
 }

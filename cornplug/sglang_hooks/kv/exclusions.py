@@ -7,7 +7,7 @@ Properties of the loaded model are checked before the host pools are made (`late
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import ITEM_BYTES
@@ -18,29 +18,51 @@ from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 _LEAST_ROOM_BYTES: Final = 1 << 30
 """Least memory for all host pools: less shares little, and the loading of the model may take it."""
 
-# (field, its widest value that still shares KV, flag): pages are of whole sequences and all layers.
-_DEPLOYMENTS: Final = (
-    ("pp_size", 1, "--pp-size"),
-    ("nnodes", 1, "--nnodes"),
-    ("dcp_size", 1, "--dcp-size"),
-    ("attn_cp_size", 1, "--attn-cp-size"),
-    ("attn_dp_size", 1, "--attn-dp-size"),
-    ("disaggregation_mode", "null", "--disaggregation-mode"),
-    ("speculative_algorithm", None, "--speculative-algorithm"),
-    ("dllm_algorithm", None, "--dllm-algorithm"),
-    ("enable_prefill_cp", False, "--enable-prefill-cp"),
-    ("encoder_only", False, "--encoder-only"),
-    ("is_embedding", False, "--is-embedding"),
-    ("enable_dp_attention", False, "--enable-dp-attention"),
-    ("use_ray", False, "--use-ray"),  # its actors do not inherit that this server shares
-    # With these SGLang refuses HiCache or its storage, and does not start.
-    ("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding"),
-    ("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint"),
-    ("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel"),
-    ("enable_amd_monokernel", False, "--enable-amd-monokernel"),
+
+class ExcludedFlag(NamedTuple):
+    """A setting of SGLang that excludes the sharing of KV."""
+
+    field: str
+    plain: object
+    """The field's only value that does not."""
+    flag: str
+    why: str
+
+
+_HALF_PAGES: Final = "a rank holds a part of each page that is neither a range of heads nor whole"
+_OTHERS_KV: Final = "ranks hold KV of different requests"
+_REFUSES: Final = "with it SGLang refuses HiCache and does not start"
+DEPLOYMENTS: Final = (
+    ExcludedFlag("pp_size", 1, "--pp-size", "a rank's host pool holds a part of the layers"),
+    ExcludedFlag("nnodes", 1, "--nnodes", "the store is the memory of one host"),
+    ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
+    ExcludedFlag("attn_cp_size", 1, "--attn-cp-size", _HALF_PAGES),
+    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _OTHERS_KV),
+    ExcludedFlag(
+        "disaggregation_mode",
+        "null",
+        "--disaggregation-mode",
+        "not tested beside SGLang's own transfer of KV",
+    ),
+    ExcludedFlag(
+        "speculative_algorithm",
+        None,
+        "--speculative-algorithm",
+        "host pools hold a draft's layers too; no kind is tested",
+    ),
+    ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it was written"),
+    ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
+    ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
+    ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: a request is one prefill"),
+    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _OTHERS_KV),
+    ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit that this server shares"),
+    ExcludedFlag("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding", _REFUSES),
+    ExcludedFlag("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint", _REFUSES),
+    ExcludedFlag("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel", _REFUSES),
+    ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
 # Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
-_HYBRID_FIELDS: Final = (
+HYBRID_FIELDS: Final = (
     "attention_chunk_size",
     "attn_type_list",
     "full_attention_interval",
@@ -103,9 +125,9 @@ def is_free(server_args: Any) -> bool:
 
 def deployment(settings: Any) -> str:
     """The flag and value of the deployment that exclude sharing; "" where none does."""
-    for field, plain, flag in _DEPLOYMENTS:
+    for field, plain, flag, why in DEPLOYMENTS:
         if (value := getattr(settings, field)) != plain:
-            return f"{flag} {value}"
+            return f"{flag} {value} ({why})"
     if settings.load_format not in READS_SAFETENSORS:
         return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
     return ""
@@ -117,7 +139,7 @@ def _checkpoint(settled: Any) -> str:
     except CheckpointError:
         return ""  # A model that cannot be identified later is not shared.
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    hybrid = [name for name in _HYBRID_FIELDS if text.get(name)]
+    hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
     return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
 

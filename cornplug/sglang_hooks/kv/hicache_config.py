@@ -35,7 +35,7 @@ SECOND_SIGHT: Final = "write_through_selective"
 _EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
 
 # (ServerArgs field, what it is when not given, its flag): the other owners of the KV's host side.
-_RIVALS: Final = (
+RIVALS: Final = (
     ("disable_radix_cache", False, "--disable-radix-cache"),
     ("enable_unified_cache_external_linker", False, "--enable-unified-cache-external-linker"),
     ("enable_lmcache", False, "--enable-lmcache"),
@@ -129,7 +129,7 @@ def is_ours(server_args: Any) -> bool:
 
 
 def _refuse_rivals(server_args: Any) -> None:
-    for field, plain, flag in _RIVALS:
+    for field, plain, flag in RIVALS:
         if getattr(server_args, field) != plain:
             _conflict(flag, "which needs SGLang's hierarchical cache", f"Drop {flag}")
     backend = server_args.hicache_storage_backend

@@ -94,10 +94,11 @@ def test_kv_save_and_load_end_when_sglang_stops_its_threads(monkeypatch: pytest.
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", engine.geometry.page_bytes)
     monkeypatch.setattr(kv_writer, "_STOP_S", 0.25)
     engine.faulty.slow_s, engine.stopping = 0.1, True
-    engine.save(TOKENS, sequence(engine.geometry, len(TOKENS)))
+    pages = engine.knows(TOKENS), engine.put(sequence(engine.geometry, len(TOKENS)), 0, 8)
+    engine.writer.save(*pages)
     assert engine.counts()["cornplug_saves_total", "late"] >= 6
     # The next batches of the same operation too.
-    engine.save(TOKENS, sequence(engine.geometry, len(TOKENS)))
+    engine.writer.save(*pages)
     assert engine.counts()["cornplug_saves_total", "late"] == 8
     engine.faulty.slow_s = 0
     assert engine.load(TOKENS).shape[3] == 0

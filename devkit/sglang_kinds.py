@@ -1,0 +1,47 @@
+"""Kinds of SGLang servers, each with flags that make one, and whether its KV is shared."""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class ServerKind(NamedTuple):
+    """A kind of server."""
+
+    name: str
+    args: tuple[str, ...]
+    excluded_by: str = ""
+    """The flag or field that excludes sharing; "" where KV is shared."""
+    remark: str = ""
+
+
+KINDS: Final = (
+    ServerKind("tensor parallelism", ("--tp-size", "2"), remark="all ranks of a page write it together"),
+    ServerKind("replicas", ("--dp-size", "2"), remark="each is an engine of its own to the store"),
+    ServerKind("several tokenizers", ("--tokenizer-worker-num", "2"), remark="KV, but no images"),
+    ServerKind("LoRA", ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj")),
+    ServerKind("mixed chunks", ("--enable-mixed-chunk",)),
+    ServerKind("no overlap", ("--disable-overlap-schedule",)),
+    ServerKind("other page sizes", ("--page-size", "16")),
+    ServerKind("HiCache by hand", ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")),
+    ServerKind("pipeline parallelism", ("--pp-size", "2"), "--pp-size"),
+    ServerKind(
+        "data parallel attention",
+        ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
+        "--attn-dp-size",
+    ),
+    ServerKind("prefill of a PD pair", ("--disaggregation-mode", "prefill"), "--disaggregation-mode"),
+    ServerKind("decode of a PD pair", ("--disaggregation-mode", "decode"), "--disaggregation-mode"),
+    ServerKind("speculation by n-grams", ("--speculative-algorithm", "NGRAM"), "--speculative-algorithm"),
+    ServerKind(
+        "speculation by a draft model (EAGLE)",
+        (
+            "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1",
+            "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
+        ),
+        "--speculative-algorithm",
+    ),
+    ServerKind("embeddings", ("--is-embedding",), "--is-embedding"),
+    ServerKind("fp8 KV cache", ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype"),
+    ServerKind("dummy weights", ("--load-format", "dummy"), "--load-format"),
+)  # fmt: skip
