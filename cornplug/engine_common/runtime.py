@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from typing import Final
 
 from cornplug.config import Config
-from cornplug.errors import ConfigError, CornplugError
+from cornplug.errors import ConfigError, CornplugError, StoreUnavailable
+from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
@@ -64,3 +65,29 @@ def miss(tally: Tally, app: str, what: str) -> Iterator[None]:
         yield
     except CornplugError as e:
         tally.count("cornplug_misses_total", app, what, e.reason)
+
+
+def log_store_size(
+    runtime: EngineRuntime, page: PageGeometry, own_tokens: int, logger: logging.Logger
+) -> None:
+    """Log at an engine's start how many tokens of its model the store holds.
+
+    A warning where those are fewer than `own_tokens`, which the engine's own KV cache holds: pages that leave
+    this cache have then left the store before. Waits for the store's answer for `background_timeout_s`.
+    """
+    try:
+        stat = runtime.store.stat(deadline_s=runtime.background_timeout_s)
+    except StoreUnavailable as e:
+        logger.info("cornplug: store: its size in tokens of this model is unknown: %s", e)
+        return
+    tokens = stat.capacity_bytes // page.page_bytes * page.page_tokens
+    size = f"{stat.capacity_bytes / (1 << 30):.1f} GiB = {tokens:,} tokens of this model"
+    if tokens >= own_tokens:
+        logger.info("cornplug: store: %s", size)
+        return
+    logger.warning(
+        "cornplug: store: %s, fewer than the %s tokens of this engine's own KV cache. Raise store.size_bytes "
+        "(cornplug serve-store --size) to share more than the most recent prompts.",
+        size,
+        f"{own_tokens:,}",
+    )

@@ -13,8 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.engine_common.store_size import log_store_size
+from cornplug.engine_common.runtime import EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat

@@ -43,7 +43,7 @@ def test_server_kind_that_stock_resolves_shares_or_equals_stock(kind: ServerKind
     assert f"only embeddings: {kind.excluded_by}" in warning.call_args.args[0] % warning.call_args.args[1:]
 
 
-def test_excluded_flags_are_fields_of_sglang(model: str) -> None:
+def test_exclusions_of_deployments_have_sglang_defaults_as_plain_values(model: str) -> None:
     stock = resolved(model)
     assert {each.field: stock[each.field] for each in exclusions.DEPLOYMENTS if each.field in stock} == {
         each.field: each.plain for each in exclusions.DEPLOYMENTS if each.field in stock

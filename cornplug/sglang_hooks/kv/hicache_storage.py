@@ -22,8 +22,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import KV_PAGE, miss
-from cornplug.engine_common.store_size import log_store_size
+from cornplug.engine_common.runtime import KV_PAGE, log_store_size, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.kv_page import RankSlice
 from cornplug.sglang_hooks import activation

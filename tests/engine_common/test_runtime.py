@@ -7,8 +7,7 @@ import logging
 import pytest
 
 from cornplug.config import Config
-from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.engine_common.store_size import log_store_size
+from cornplug.engine_common.runtime import EngineRuntime, log_store_size
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Store
 from cornplug.store.disabled import OffStore
