@@ -9,8 +9,8 @@ import msgspec
 
 from cornplug.errors import CornplugError
 
-NO_TOWER: Final = "it has no tower"
-"""The reason of a text model, which has no embeddings to share."""
+NO_TOWER: Final = "the engine runs no tower for it"
+"""The reason of a text model, and of one that runs as text: there are no embeddings to share."""
 
 
 class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):

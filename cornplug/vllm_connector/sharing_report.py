@@ -62,13 +62,16 @@ def _kv(config: VllmConfig) -> SharingVerdict:
         return SharingVerdict(what="KV", shared=False, why=why)
     try:
         specs = _layer_specs(config)
+        _grouped(config, specs)
     except _UNBUILDABLE as e:
         why = (
             f"only a running engine shows it: vLLM did not build the model without weights: {_first_line(e)}"
         )
         return SharingVerdict(what="KV", shared=None, why=why)
-    found = asked("KV", lambda: _check(config, specs, engine.page_tokens), lambda: kv_identity(config))
-    if found.shared is False and _one_group_shares(config, specs, engine.page_tokens):
+    found = asked("KV", lambda: _check(config, specs, engine.page_tokens))
+    if found.shared:
+        return asked("KV", lambda: kv_identity(config))
+    if _one_group_shares(config, specs, engine.page_tokens):
         remedy = f"{_ONE_MANAGER} shares it; the cache then keeps all tokens of windowed layers."
         return SharingVerdict(what="KV", shared=False, why=found.why, remedy=remedy)
     return found
@@ -118,6 +121,9 @@ def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheCon
     from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+    if config.cache_config.kv_cache_layout is None:
+        # An engine core asks its workers; the choice decides how groups share memory, not which there are.
+        config.cache_config.kv_cache_layout = "LBNHC"
     # vLLM writes into the specs where it unifies them.
     groups = get_kv_cache_groups(config, copy.deepcopy(dict(specs)))
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)

@@ -30,15 +30,19 @@ def test_sharing_report_of_text_is_kv_alone(tmp_path: Path, monkeypatch: pytest.
     assert (kv.shared, kv.why) == (False, "engine.share_kv is false")
 
 
-def test_sharing_report_of_windows_and_a_strange_tower_says_why(tmp_path: Path) -> None:
+def test_sharing_report_of_windows_says_why(tmp_path: Path) -> None:
     folder = checkpoints.gemma3(tmp_path / "gemma")
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
     text["layer_types"] = ["sliding_attention"] * (text["num_hidden_layers"] - 1) + ["full_attention"]
     (folder / "config.json").write_text(json.dumps(config))
-    kv, embeddings = sharing_report.describe(str(folder))
+    kv, _ = sharing_report.describe(str(folder))
     assert (kv.shared, "hybrid" in kv.why) == (False, True)
-    assert (embeddings.shared, "compared" in embeddings.why) == (False, True)
+
+
+def test_sharing_report_of_a_compared_tower_is_embeddings_too(tmp_path: Path) -> None:
+    _, embeddings = sharing_report.describe(str(checkpoints.qwen2_vl(tmp_path / "vl")))
+    assert embeddings == SharingVerdict(what="embeddings", shared=True)
 
 
 def test_sharing_report_of_no_checkpoint_is_an_answer(tmp_path: Path) -> None:

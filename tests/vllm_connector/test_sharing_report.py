@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -39,7 +40,11 @@ def test_sharing_report_of_text_is_kv_alone(tmp_path: Path) -> None:
 
 
 def test_sharing_report_of_windows_names_a_remedy(tmp_path: Path) -> None:
-    found = said(checkpoints.gemma3(tmp_path / "gemma"))
+    folder = checkpoints.gemma3(tmp_path / "gemma")
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"]["layer_types"] = ["sliding_attention", "full_attention"]
+    (folder / "config.json").write_text(json.dumps(config))
+    found = said(folder)
     assert found["embeddings"].shared
     assert (found["KV"].shared, "KV cache groups" in found["KV"].why) == (False, True)
     assert "--disable-hybrid-kv-cache-manager" in found["KV"].remedy
@@ -48,10 +53,17 @@ def test_sharing_report_of_windows_names_a_remedy(tmp_path: Path) -> None:
 def test_sharing_report_of_a_strange_tower_says_why(tmp_path: Path) -> None:
     found = said(checkpoints.qwen2_audio(tmp_path / "audio"))
     assert found["KV"].shared
-    assert (found["embeddings"].shared, "compared" in found["embeddings"].why) == (False, True)
+    assert (found["embeddings"].shared, "compares" in found["embeddings"].why) == (False, True)
 
 
 def test_sharing_report_of_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
     found = said(tmp_path)
     assert [verdict.shared for verdict in found.values()] == [False, False]
     assert all("does not run it" in verdict.why for verdict in found.values())
+
+
+def test_sharing_report_of_unreadable_weights_names_no_remedy_for_windows(tmp_path: Path) -> None:
+    text = checkpoints.qwen2_text(tmp_path / "text")
+    (text / "consolidated.safetensors").symlink_to("model.safetensors")
+    kv = said(text)["KV"]
+    assert (kv.shared, "consolidated" in kv.why, kv.remedy) == (False, True, "")
