@@ -22,6 +22,7 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 
+from cornplug.errors import ProcessFailed
 from cornplug.host import has_gpu
 from devkit import vllm_beds
 from devkit.engines import vllm_command
@@ -83,7 +84,10 @@ def results_of_report(item: Any, report: pytest.TestReport) -> list[Result]:
         return []
     params = item.callspec.params if hasattr(item, "callspec") else {}
     engines = mark.kwargs.get("engine", "vllm")
-    return results_of(item.nodeid, mark.args, engines, params, passed=report.passed, release=installed)
+    try:
+        return results_of(item.nodeid, mark.args, engines, params, passed=report.passed, release=installed)
+    except (OSError, ProcessFailed, subprocess.CalledProcessError):
+        return []  # The engine is not installed, so it has no release to name.
 
 
 @cache

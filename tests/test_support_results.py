@@ -127,6 +127,17 @@ def test_support_results_of_report_follow_its_outcome(
     assert results_of_report(Item(None), report) == []
 
 
+def test_support_results_of_missing_engine_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the hook would end the whole run."""
+
+    def missing(engine: str, coming: bool) -> str:
+        raise FileNotFoundError("bin/vllm is missing. Run: script/setup")
+
+    monkeypatch.setattr(support_results, "installed", missing)
+    report = pytest.TestReport(THIS, ("", 0, ""), {}, "failed", None, "setup")
+    assert results_of_report(Item(pytest.mark.support("Sharing", "pages").mark), report) == []
+
+
 def test_support_matrix_results_are_of_marked_tests_that_exist() -> None:
     for result in read():
         assert exists(result.test), result.test
