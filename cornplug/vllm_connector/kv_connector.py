@@ -17,7 +17,7 @@ from cornplug.engine_common.runtime import EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.cache_geometry import page_geometry, rank_slice
+from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
@@ -74,10 +74,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     # -- worker half ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        from vllm.model_executor.models.utils import extract_layer_index
-
-        if self._worker is not None:
-            ordered = {n: kv_caches[n] for n in sorted(kv_caches, key=extract_layer_index)}
+        if isinstance(self._worker, KVWorker):
+            ordered = in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
             self._worker.register(ordered, self._vllm_config.compilation_config.static_forward_context)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:

@@ -177,16 +177,18 @@ class Engine:
         policy: str = "recompute",
         context_parallel: int = 1,
         extra_layers: int = 0,
+        draft: int = 0,
         kernel_block: int = 0,
         accelerator: bool = False,
         second_runner: bool = False,
         **fields: Any,
     ) -> None:
-        """`kernel_block`: the caches are in smaller blocks than the engine counts. `accelerator`: the
-        workers copy as on one, with copies that arrive late. `second_runner`: vLLM's V2 model runner
-        calls the workers, the default on a GPU."""
+        """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
+        numbers from 0 again. `kernel_block`: the caches are in smaller blocks than the engine counts.
+        `accelerator`: the workers copy as on one, with copies that arrive late. `second_runner`: vLLM's V2
+        model runner calls the workers, the default on a GPU."""
         self.second_runner = second_runner
-        self.block_size, self.tp, self.pp = block_size, tp, pp
+        self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = list(range(blocks))
         self.requests: dict[str, Request] = {}
@@ -220,7 +222,16 @@ class Engine:
                 get_total_num_kv_heads=lambda: HEADS, get_total_num_hidden_layers=lambda: LAYERS
             ),
             parallel_config=SimpleNamespace(
-                decode_context_parallel_size=context_parallel, prefill_context_parallel_size=1
+                decode_context_parallel_size=context_parallel,
+                prefill_context_parallel_size=1,
+                pipeline_parallel_size=self.pp,
+                tensor_parallel_size=self.tp,
+            ),
+            speculative_config=SimpleNamespace(
+                uses_draft_kv_cache=lambda: bool(self.draft),
+                uses_dynamic_speculative_decoding=lambda: False,
+                draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+                draft_parallel_config=SimpleNamespace(tensor_parallel_size=self.tp),
             ),
             cache_config=SimpleNamespace(block_size=self.block_size),
             compilation_config=SimpleNamespace(static_forward_context={}),
@@ -231,8 +242,14 @@ class Engine:
         spec = FullAttentionSpec(
             block_size=self.block_size, num_kv_heads=heads, head_size=DIM, dtype=torch.float32
         )
-        group = KVCacheGroupSpec([f"model.layers.{i}.attn" for i in layers], spec)
+        group = KVCacheGroupSpec(self._names(layers), spec)
         return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[group])
+
+    def _names(self, layers: range) -> list[str]:
+        """vLLM's names of a model's layers, and of its draft's behind them."""
+        return [f"model.layers.{i}.attn" for i in layers] + [
+            f"draft_model.layers.{i}.attn" for i in range(self.draft)
+        ]
 
     @contextmanager
     def _patched(self, shard: int) -> Iterator[None]:
@@ -255,12 +272,14 @@ class Engine:
             heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
         with self._patched(shard):
             connector = CornplugConnector(config, KVConnectorRole.WORKER, self._cache_config(layers, blocks))
+        names = self._names(layers)
+        layers = range(layers.start, layers.stop + self.draft)
         caches = {
-            f"model.layers.{i}.attn": torch.full(
+            name: torch.full(
                 (blocks * self.block_size // self.kernel_block, len(heads), self.kernel_block, 2 * DIM),
                 POISON,
             )
-            for i in layers
+            for name in names
         }
         config.compilation_config.static_forward_context.update(
             {name: SimpleNamespace(impl=backend) for name in caches}

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
+from cornplug.vllm_connector.model.model_config import drafts_with_kv
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
@@ -29,10 +32,48 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     return PageGeometry(
         page_tokens=page_tokens,
         heads=model.get_total_num_kv_heads(),
-        layers=model.get_total_num_hidden_layers(),
+        layers=_layers(config, cache),
         dim=spec.head_size,
         dtype=dtype_name(spec.dtype),
     )
+
+
+def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
+    """Layers of a page: the model's with a cache of their own, then a draft model's."""
+    total = config.model_config.get_total_num_hidden_layers()
+    if config.parallel_config.pipeline_parallel_size > 1:
+        # This plan may be of one stage alone. Where layers share caches, the ranks find out.
+        if drafts_with_kv(config) is not None:
+            raise LayoutError("a draft model beside pipeline parallelism", reason="speculative")
+        return total
+    target, drafts = _split(config, cache)
+    if len(target) > total:
+        raise LayoutError(f"{len(target)} KV caches for {total} layers", reason="layout")
+    return len(target) + len(drafts)
+
+
+def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
+    """Names of the group's layers: the model's by their numbers, then its draft's as vLLM has them.
+
+    vLLM loads a draft after its target and appends its layers, under numbers that go on or begin again.
+    Raises LayoutError for drafts whose KV lies otherwise than the target's.
+    """
+    names, speculative = cache.kv_cache_groups[0].layer_names, drafts_with_kv(config)
+    count = len(names)
+    if speculative is not None:
+        model, parallel = config.model_config, config.parallel_config
+        draft, draft_parallel = speculative.draft_model_config, speculative.draft_parallel_config
+        if speculative.uses_dynamic_speculative_decoding():
+            # Its KV has gaps where the engine was too busy to draft.
+            raise LayoutError("a number of drafts that follows the load", reason="speculative")
+        heads = draft.get_total_num_kv_heads(), draft_parallel.tensor_parallel_size
+        if heads != (model.get_total_num_kv_heads(), parallel.tensor_parallel_size):
+            raise LayoutError("a draft model with other KV heads than its target", reason="speculative")
+        count = min(count, model.get_total_num_hidden_layers())
+    target = sorted(names[:count], key=_number)
+    if [_number(name) for name in target] != list(range(count)):
+        raise LayoutError(f"layers {target} are not the first {count} of the model", reason="layout")
+    return target, names[count:]
 
 
 def _plain(spec: Any) -> FullAttentionSpec:
@@ -62,13 +103,41 @@ def _plain(spec: Any) -> FullAttentionSpec:
 def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
     """The slice of a page that this worker's rank holds. Raises LayoutError where it is no plain slice."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
-    from vllm.model_executor.models.utils import extract_layer_index
 
     heads, writes = tensor_parallel_heads(
         geometry.heads, get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
     )
-    numbers = sorted(extract_layer_index(name) for name in cache.kv_cache_groups[0].layer_names)
+    if config.parallel_config.pipeline_parallel_size == 1:
+        return RankSlice(heads=heads, layers=range(geometry.layers), writes=writes)
+    numbers = sorted(_number(name) for name in cache.kv_cache_groups[0].layer_names)
     layers = range(numbers[0], numbers[-1] + 1)
     if list(layers) != numbers or layers.stop > geometry.layers:
         raise LayoutError(f"layers {numbers} are no plain range of {geometry.layers}", reason="layout")
     return RankSlice(heads=heads, layers=layers, writes=writes)
+
+
+def in_page_order(
+    config: VllmConfig, cache: KVCacheConfig, kv_caches: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """This rank's caches in the order of a page's layers.
+
+    A layer that reads and writes another's cache is left out: the page has that cache already. Beside
+    pipeline parallelism it stays, as the page then has no room for fewer layers: the worker refuses it.
+    """
+    if config.parallel_config.pipeline_parallel_size > 1:
+        names = sorted(kv_caches, key=_number)
+    else:
+        target, drafts = _split(config, cache)
+        names = [*target, *drafts]
+    # Where vLLM registers fewer, the worker refuses them.
+    return {name: kv_caches[name] for name in names if name in kv_caches}
+
+
+def _number(name: str) -> int:
+    """The layer's number in its name. Raises LayoutError for a name with none, or with several."""
+    from vllm.model_executor.models.utils import extract_layer_index
+
+    try:
+        return int(extract_layer_index(name))
+    except (AssertionError, ValueError) as e:
+        raise LayoutError(f"layer {name} has no single number", reason="layout") from e

@@ -14,7 +14,7 @@ from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
 
 
 # vLLM notes the counts of heads, which the config gives elsewhere, for the quantised kernels of its
@@ -39,7 +39,36 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
     Raises CheckpointError.
     """
     overrides = (of_everything(config) | of_kv(config)).overrides_or_raise()
-    return _engine_model(config, overrides).kv_identity()
+    fingerprint, spec = _engine_model(config, overrides).kv_identity()
+    draft = _draft_identity(config)
+    return fingerprint, spec if draft is None else {**spec, "draft": draft}
+
+
+def drafts_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
+    """The speculation of a model that keeps KV for itself (EAGLE, MTP, a draft model); None for others."""
+    speculative = getattr(config, "speculative_config", None)
+    return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
+
+
+def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
+    """What the KV of a draft model, which pages hold behind their model's, is computed from; else None.
+
+    A draft's KV changes how many of its proposals its model accepts, and no accepted token: so its settings
+    are not judged as the model's are. Reads weights once. Raises CheckpointError.
+    """
+    speculative = drafts_with_kv(config)
+    if speculative is None:
+        return None
+    draft = speculative.draft_model_config
+    folder = getattr(config.load_config, "download_dir", None)
+    checkpoint = Checkpoint.open(draft.model, draft.revision, cache_dir=folder)
+    return {
+        "method": str(speculative.method),
+        "weights": checkpoint.fingerprint("language_model").hex(),
+        "config": checkpoint.kv_spec(),
+        "dtype": dtype_name(draft.dtype),
+        "quantization": str(draft.quantization),
+    }
 
 
 def embedding_width(config: VllmConfig) -> int:

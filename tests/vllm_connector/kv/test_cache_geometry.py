@@ -19,11 +19,16 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv.cache_geometry import page_geometry
+from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 CONFIG: Any = SimpleNamespace(
-    parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1),
+    parallel_config=SimpleNamespace(
+        decode_context_parallel_size=1,
+        prefill_context_parallel_size=1,
+        pipeline_parallel_size=1,
+        tensor_parallel_size=1,
+    ),
     model_config=SimpleNamespace(
         get_total_num_kv_heads=lambda: 2, get_total_num_hidden_layers=lambda: 2, dtype=torch.bfloat16
     ),
@@ -72,3 +77,74 @@ def test_page_geometry_of_other_layers_is_refused(specs: list[Any], reason: str)
     with pytest.raises(LayoutError) as error:
         page_geometry(CONFIG, planned(*specs), 64)
     assert error.value.reason == reason
+
+
+def speculating(*, dynamic: bool = False, heads: int = 2, tp: int = 1, pp: int = 1) -> Any:
+    """`CONFIG` with a draft model of KV of its own."""
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**{**vars(CONFIG.parallel_config), "pipeline_parallel_size": pp}),
+        model_config=CONFIG.model_config,
+        speculative_config=SimpleNamespace(
+            uses_draft_kv_cache=lambda: True,
+            uses_dynamic_speculative_decoding=lambda: dynamic,
+            draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: heads),
+            draft_parallel_config=SimpleNamespace(tensor_parallel_size=tp),
+        ),
+    )
+
+
+def named(*names: str) -> KVCacheConfig:
+    """A cache of one group of layers under these names."""
+    group = KVCacheGroupSpec([f"{name}.self_attn.attn" for name in names], FullAttentionSpec(**SIZES))
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+
+
+TARGET = ("model.layers.1", "model.layers.0")
+
+
+@pytest.mark.parametrize("draft", ["model.layers.2", "draft_model.model.layers.0", "mtp.layers.0"])
+def test_page_order_is_the_model_then_its_draft(draft: str) -> None:
+    """EAGLE and DeepSeek's MTP number on, a draft model and others begin again."""
+    cache = named(*TARGET, draft)
+    assert page_geometry(speculating(), cache, 64).layers == 3
+    ordered = in_page_order(speculating(), cache, dict.fromkeys(cache.kv_cache_groups[0].layer_names))  # type: ignore[arg-type]
+    assert [name.removesuffix(".self_attn.attn") for name in ordered] == [
+        "model.layers.0",
+        "model.layers.1",
+        draft,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("config", "cache", "reason"),
+    [
+        (speculating(dynamic=True), named(*TARGET, "model.layers.2"), "speculative"),
+        (speculating(heads=4), named(*TARGET, "model.layers.2"), "speculative"),
+        (speculating(tp=2), named(*TARGET, "model.layers.2"), "speculative"),
+        (speculating(pp=2), named(*TARGET), "speculative"),
+        (speculating(), named("model.layers.2", *TARGET), "layout"),
+        (CONFIG, named(*TARGET, "model.layers.2"), "layout"),
+        (CONFIG, named("model.layers.1"), "layout"),
+        # LongCat-Flash has two attentions a layer.
+        (CONFIG, named("model.layers.0.self_attn.0", "model.layers.0.self_attn.1"), "layout"),
+    ],
+)
+def test_page_geometry_of_a_draft_that_lies_otherwise_is_refused(
+    config: Any, cache: KVCacheConfig, reason: str
+) -> None:
+    with pytest.raises(LayoutError) as error:
+        page_geometry(config, cache, 64)
+    assert error.value.reason == reason
+
+
+def test_page_geometry_leaves_out_layers_that_use_anothers_cache() -> None:
+    """vLLM plans no cache for them, and registers their target's once more under their names."""
+    cache = named("model.layers.0")
+    assert page_geometry(CONFIG, cache, 64).layers == 1
+    caches: Any = dict.fromkeys(["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"])
+    assert list(in_page_order(CONFIG, cache, caches)) == ["model.layers.0.self_attn.attn"]
+
+
+def test_page_order_without_a_planned_cache_is_shorter() -> None:
+    """The worker compares it with its layers, and refuses."""
+    assert in_page_order(speculating(), named(*TARGET, "model.layers.2"), {}) == {}

@@ -806,6 +806,30 @@ def test_kv_layout_with_extra_layer_fails_load_and_save(engine: Make, store: Mem
     assert open_in(store) == (0, 0)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+def test_kv_draft_layers_travel_with_their_model(engine: Make, tp: int) -> None:
+    """Otherwise a draft would read blocks of other requests behind a loaded prefix, and propose badly."""
+    engine(draft=1).run("a", PROMPT)
+    second = engine(draft=1, tp=tp)
+    second.run("b", PROMPT)
+    assert second.requests["b"].external_tokens == len(PROMPT) // 32 * 32
+
+
+def test_kv_engine_without_the_draft_shares_none_of_its_pages(engine: Make) -> None:
+    engine(draft=1).run("a", PROMPT)
+    second = engine()
+    second.run("b", PROMPT)
+    assert second.requests["b"].external_tokens == 0
+    third = engine()
+    third.run("c", PROMPT)
+    assert third.requests["c"].external_tokens > 0
+
+
+def test_kv_draft_beside_pipeline_parallelism_shares_nothing(engine: Make, store: MemoryStore) -> None:
+    engine(draft=1, pp=2).run("a", PROMPT)
+    assert store.connect().stat(deadline_s=1).entries == 0
+
+
 def test_kv_context_parallel_engine_shares_nothing(engine: Make, store: MemoryStore) -> None:
     first = engine(context_parallel=2)
     first.run("a", PROMPT)

@@ -78,6 +78,40 @@ def test_tower_identity_with_quantised_llm_is_unchanged(resolved: Any, folder: P
     assert kv_key(config) != kv_key(resolved)
 
 
+def test_kv_identity_names_the_draft_whose_kv_pages_hold(
+    changed: Callable[..., Any], resolved: Any, tmp_path: Path
+) -> None:
+    """Another draft of the same model would find pages that it did not compute, and propose badly."""
+
+    def speculating(draft: Path, dtype: torch.dtype = torch.float32, quantization: str | None = None) -> Any:
+        config = changed("model_config")
+        config.speculative_config = SimpleNamespace(
+            method="draft_model",
+            uses_draft_kv_cache=lambda: True,
+            draft_model_config=SimpleNamespace(
+                model=str(draft), revision=None, dtype=dtype, quantization=quantization
+            ),
+        )
+        return config
+
+    one, other = (checkpoints.qwen2_text(tmp_path / str(seed), llm_seed=seed) for seed in (1, 2))
+    keys = {
+        kv_key(config)
+        for config in (
+            resolved,
+            speculating(one),
+            speculating(other),
+            speculating(one, dtype=torch.bfloat16),
+            speculating(one, quantization="fp8"),
+        )
+    }
+    assert len(keys) == 5
+    assert kv_key(speculating(one)) in keys
+    ngram = changed("model_config")
+    ngram.speculative_config = SimpleNamespace(method="ngram", uses_draft_kv_cache=lambda: False)
+    assert kv_key(ngram) == kv_key(resolved)
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_field_tables_hold_each_field_once(name: str) -> None:
     """Fails with the names of what a release of vLLM has added."""

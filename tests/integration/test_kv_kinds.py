@@ -1,0 +1,123 @@
+"""Kinds of KV beyond plain full attention: a fresh engine of each answers as stock, from the store.
+
+Each kind is three engines: stock without anything, one that fills the store, one that finds it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import pytest
+from integration.stack import PREAMBLE, count
+
+from devkit import checkpoints
+from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
+from devkit.processes import at_once
+
+PAGE: Final = 64
+ASKED: Final = (f"{PREAMBLE} What is a cache?", f"{PREAMBLE} {PREAMBLE} Say it again.")
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A kind of KV: its checkpoint, and the flags of every engine of it."""
+
+    model: Callable[[Path], Path]
+    flags: Callable[[Path], Sequence[str]] = lambda model: ()
+    stock: Sequence[str] | None = None
+    """Stock's flags where they are not those: of a draft model the answers do not depend."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def _speculates(model: Path) -> Sequence[str]:
+    """The model drafts for itself: with all KV in place every proposal is right."""
+    return "--speculative-config", json.dumps(
+        {"method": "draft_model", "model": str(model), "num_speculative_tokens": 3}
+    )
+
+
+KINDS: Final[Mapping[str, Kind]] = {
+    "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=()),
+    "blocks of 256": Kind(checkpoints.qwen2_text, lambda _: ("--block-size", "256")),
+    "windows in one group": Kind(checkpoints.gemma3, lambda _: ("--disable-hybrid-kv-cache-manager",)),
+    "two stages": Kind(checkpoints.qwen2_text, lambda _: ("--pipeline-parallel-size", "2"), stock=()),
+    "two API servers": Kind(checkpoints.qwen2_text, lambda _: ("--api-server-count", "2"), stock=()),
+}
+QUICK: Final = ("draft model",)
+
+
+@dataclass
+class Engines:
+    """Engines of one kind, and stock's answers. The first has answered everything, the second nothing."""
+
+    first: EngineServer
+    second: EngineServer
+    stock: Sequence[Answer]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.stress) for kind in KINDS],
+)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    folder, which = tmp_path_factory.mktemp("kind"), KINDS[kind]
+    model = which.model(folder / "model")
+    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
+    flags = which.flags(model)
+
+    def shares(app: str) -> VllmServer:
+        ours = ("--kv-connector", "cornplug", "--cornplug-app", app, "--cornplug-store", str(sockets / "s"))
+        return VllmServer(model, *ours, *flags, log=folder / f"{app}.log", env=which.env)
+
+    plain = flags if which.stock is None else which.stock
+    first, second = shares("first"), shares("second")
+    try:
+        with StoreProcess(sockets / "s", size="256MiB", log=folder / "store.log"):
+            with VllmServer(model, *plain, log=folder / "stock.log") as stock:
+                answers = [stock.chat(words, max_tokens=16) for words in ASKED]
+            at_once(first.start, second.start)
+            for words, expected in zip(ASKED, answers, strict=True):
+                _same(first.chat(words, max_tokens=16), expected)
+            yield Engines(first, second, answers)
+    finally:
+        first.stop()
+        second.stop()
+        shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _same(answer: Answer, expected: Answer) -> None:
+    assert answer.token_ids == expected.token_ids
+    assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
+
+
+def _accepted(server: EngineServer) -> tuple[float, float]:
+    """(accepted, proposed) tokens of a draft model so far."""
+    accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+    return accepted, server.metric("vllm:spec_decode_num_draft_tokens_total")
+
+
+def test_kv_kind_fresh_engine_answers_as_stock_from_the_store(engines: Engines, kind: str) -> None:
+    shareable = 0
+    for words, expected in zip(ASKED, engines.stock, strict=True):
+        answer = engines.second.chat(words, max_tokens=16)
+        _same(answer, expected)
+        shareable += (answer.prompt_tokens - 1) // PAGE * PAGE
+    if kind == "draft model":
+        # As many as with a draft that has computed all KV itself: each, but for the end of an answer.
+        rates = [
+            accepted / proposed for accepted, proposed in map(_accepted, (engines.first, engines.second))
+        ]
+        assert rates[1] >= 0.95 * rates[0] > 0.5
+    own = engines.second.metric("vllm:prefix_cache_hits_total")
+    assert count(engines.second, "saved_tokens_total", app="second") + own >= 0.9 * shareable
