@@ -103,7 +103,7 @@ def test_tower_quantised_has_quantisation_in_its_spec(tmp_path: Path) -> None:
 def test_checkpoint_family_not_compared_there_is_not_shared(tmp_path: Path) -> None:
     """By engine and family; a known family with a tower that is not known is none of them."""
 
-    def model(engine: str, proven: set[str], vision: str = "clip_vision_model") -> EngineModel:
+    def model(engine: str, validated: set[str], vision: str = "clip_vision_model") -> EngineModel:
         tower = {**LLAVA_CONFIG["vision_config"], "model_type": vision}
         checkpoint = _write(tmp_path / vision, config={**bare.LLAVA_CONFIG, "vision_config": tower})
         return EngineModel(
@@ -111,13 +111,13 @@ def test_checkpoint_family_not_compared_there_is_not_shared(tmp_path: Path) -> N
             dtype="float32",
             max_model_len=64,
             engine=engine,
-            proven=frozenset(proven),
+            validated_families=frozenset(validated),
         )
 
     vllm = model("vllm", {"llava"}).tower_identity()
     assert vllm == model("sglang", {"llava", "gemma3"}).tower_identity()
     assert vllm.served_identity == vllm.identity
-    with pytest.raises(CheckpointError, match="compared what sglang makes of 'llava'") as caught:
+    with pytest.raises(CheckpointError, match="no test compares sglang's embeddings of 'llava'") as caught:
         model("sglang", {"gemma3"}).tower_identity()
     assert caught.value.reason == "unproven_family"
     with pytest.raises(CheckpointError) as caught:
