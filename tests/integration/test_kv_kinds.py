@@ -35,6 +35,15 @@ class Kind:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+def _windowed(path: Path) -> Path:
+    """A Gemma 3 whose first layer sees a window and whose second sees all."""
+    model = checkpoints.gemma3(path)
+    config = json.loads((model / "config.json").read_text())
+    config["text_config"] |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 256}
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
 def _speculates(model: Path) -> Sequence[str]:
     """The model drafts for itself: with all KV in place every proposal is right."""
     return "--speculative-config", json.dumps(
@@ -45,7 +54,7 @@ def _speculates(model: Path) -> Sequence[str]:
 KINDS: Final[Mapping[str, Kind]] = {
     "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=()),
     "blocks of 256": Kind(checkpoints.qwen2_text, lambda _: ("--block-size", "256")),
-    "windows in one group": Kind(checkpoints.gemma3, lambda _: ("--disable-hybrid-kv-cache-manager",)),
+    "windows in one group": Kind(_windowed, lambda _: ("--disable-hybrid-kv-cache-manager",)),
     "two stages": Kind(checkpoints.qwen2_text, lambda _: ("--pipeline-parallel-size", "2"), stock=()),
     "two API servers": Kind(checkpoints.qwen2_text, lambda _: ("--api-server-count", "2"), stock=()),
 }
