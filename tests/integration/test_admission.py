@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,7 +12,6 @@ import pytest
 
 from devkit import checkpoints
 from devkit.engines import VllmServer
-from devkit.processes import together
 
 QOS = """
 [qos]
@@ -29,28 +28,20 @@ BUSY = 160
 """Requests of premium: long enough that the first of the others, which is let in, comes back meanwhile."""
 
 
-COUNTS = ("1", "2")
+COUNTS = ("1", pytest.param("2", marks=pytest.mark.stress))
 """API server processes."""
 
 
-@pytest.fixture(scope="module")
-def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, VllmServer]]:
+@pytest.fixture(scope="module", params=COUNTS)
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     folder: Path = tmp_path_factory.mktemp("vllm")
     (folder / "qos.toml").write_text(QOS)
     model = checkpoints.llava(folder / "llava")
     flags = ["--middleware", "cornplug.vllm_connector.admission.Admission", "--max-num-seqs", "1"]
+    counts = ["--api-server-count", str(request.param)]
     env = {"CORNPLUG_CONFIG": str(folder / "qos.toml")}
-    servers = {
-        count: VllmServer(model, *flags, "--api-server-count", count, log=folder / f"{count}.log", env=env)
-        for count in COUNTS
-    }
-    with together(*servers.values()):
-        yield servers
-
-
-@pytest.fixture(scope="module", params=COUNTS)
-def server(request: pytest.FixtureRequest, servers: Mapping[str, VllmServer]) -> VllmServer:
-    return servers[request.param]
+    with VllmServer(model, *flags, *counts, log=folder / "log", env=env) as running:
+        yield running
 
 
 def test_admission_late_requests_are_refused_and_the_rest_answered(server: VllmServer) -> None:

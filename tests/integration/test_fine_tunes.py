@@ -148,6 +148,7 @@ def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> N
     same(answer, scene.own(tuned))
 
 
+@pytest.mark.stress  # script/test has it of the keys (tests/checkpoints, the oracle)
 def test_tower_one_value_changed_shares_nothing(scene: Scene) -> None:
     touched, passes = scene.engines.get("touched"), scene.encoder.tower_passes()
     answer = SHARED.put(touched, salt=SALT)

@@ -103,7 +103,8 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 
 # One after the other: a server that idles while the encoder is killed and started again has missed an
 # embedding at its first requests, and the first server's tests do both.
-@pytest.fixture(scope="module", params=BACKENDS)
+# One of them in script/test: they differ in who waits for the rows.
+@pytest.fixture(scope="module", params=[BACKENDS[0], pytest.param(BACKENDS[1], marks=pytest.mark.stress)])
 def server(scene: Scene, request: pytest.FixtureRequest) -> Iterator[SglangServer]:
     with scene.server(request.param) as running:
         yield running
