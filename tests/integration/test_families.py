@@ -186,7 +186,7 @@ def test_sglang_family_not_compared_runs_as_stock(scene: Scene, line: str) -> No
         assert count(server, counter, what="embedding") == 0
     assert scene.encoder.tower_passes() == passes
     family = line.partition("-")[2]
-    said = [text for text in server.log.read_text().splitlines() if f"sglang makes of '{family}'" in text]
+    said = [text for text in server.log.read_text().splitlines() if f"sglang's embeddings of '{family}'" in text]
     assert len(said) == 1
 
 
