@@ -9,9 +9,7 @@ first as many at a time as it takes, then as they come (Poisson) at 0.8 of a sto
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import random
 import sys
 from collections import defaultdict
@@ -23,7 +21,7 @@ import numpy as np
 from driver.open_load import Arrival, Took, arrivals, body, letters
 from driver.open_load import run as run_open
 from driver.requests import Request, run
-from driver.stage import SGLANG, VLLM, Stage, cpu_s, stage
+from driver.stage import VLLM, Stage, cpu_s, options, stage
 from driver.table import Report, Row
 from miss_path import model
 
@@ -42,11 +40,11 @@ Figures = dict[str, float]
 
 def main() -> int:
     """Measure, print and write; always 0, for a missed target is a figure and not a fault."""
-    chosen = _options()
-    engine = SGLANG if chosen.sglang else VLLM
+    chosen = options(__doc__, engines=True)
+    engine = chosen.engine
     instances, size = (1, 12) if chosen.quick else (5, 40)
     report = Report(
-        name="miss_path_policies" + (f"_{engine.lower()}" if chosen.sglang else ""),
+        name="miss_path_policies" + ("" if engine == VLLM else f"_{engine.lower()}"),
         title="Nothing shared: what each policy of saving costs",
         engine=engine,
         quick=chosen.quick,
@@ -80,19 +78,6 @@ def main() -> int:
     report.show()
     report.write(chosen.out)
     return 0
-
-
-def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="one instance a side, fewer requests")
-    parser.add_argument("--sglang", action="store_true", help="SGLang in place of vLLM")
-    parser.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "results", metavar="DIR",
-        help="folder for NAME.md, NAME.json and NAME.png",
-    )  # fmt: skip
-    # More threads than cores would measure the kernel's scheduler.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    return parser.parse_args()
 
 
 def _start(here: Stage, checkpoint: Path, engine: str, side: str) -> EngineServer:

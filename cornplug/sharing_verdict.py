@@ -34,6 +34,21 @@ def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -
     return SharingVerdict(what=what, shared=True)
 
 
+def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
+    """The verdicts on a checkpoint that the engine itself refuses with this error."""
+    why = f"{engine} does not run it: {first_line(error)}"
+    return [
+        SharingVerdict(what="KV", shared=False, why=why),
+        SharingVerdict(what="embeddings", shared=False, why=why),
+    ]
+
+
+def first_line(error: Exception) -> str:
+    """The error's class and the first line of its message: engines append their whole configuration."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
+
+
 def last_line(verdicts: Sequence[SharingVerdict]) -> str:
     """The verdicts as one line of JSON, which `verdicts_of` reads."""
     return msgspec.json.encode(list(verdicts)).decode()

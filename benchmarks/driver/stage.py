@@ -37,20 +37,23 @@ class Options:
 
     quick: bool
     out: Path
+    engine: str = VLLM
 
 
-def options(description: str | None) -> Options:
-    """`[--quick] [--out DIR]`."""
+def options(description: str | None, *, engines: bool = False) -> Options:
+    """`[--quick] [--out DIR]`; with `engines` also `[--sglang]`."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer samples; three minutes")
     parser.add_argument(
         "--out", type=Path, default=Path(__file__).parents[1] / "results", metavar="DIR",
         help="folder for NAME.md, NAME.json and NAME.png",
     )  # fmt: skip
+    if engines:
+        parser.add_argument("--sglang", action="store_true", help="SGLang in place of vLLM")
     args = parser.parse_args()
     # More threads than cores would measure the kernel's scheduler.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    return Options(args.quick, args.out)
+    return Options(args.quick, args.out, SGLANG if engines and args.sglang else VLLM)
 
 
 @dataclass(frozen=True, slots=True)

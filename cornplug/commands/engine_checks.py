@@ -211,8 +211,8 @@ def shared_of(engine: CheckedEngine, model: str, dtype: str | None) -> Iterator[
         yield CheckResult("warn", check, what, "Ask again: it keeps the fingerprints that it has read.")
         return
     except msgspec.DecodeError:
-        why = done.stderr.strip()[-300:] or f"it ended with status {done.returncode}"
-        yield CheckResult("warn", check, f"{model}: no answer: {why}", "Engines log what they share.")
+        what = f"{model}: no answer: {_end_of(done)}"
+        yield CheckResult("warn", check, what, "Engines log what they share.")
         return
     for verdict in verdicts:
         said = {True: "shared", False: "not shared", None: "shared or not"}[verdict.shared]
@@ -228,9 +228,14 @@ def ask(engine: CheckedEngine) -> ProbeAnswer:
     try:
         return msgspec.json.decode(last, type=ProbeAnswer)
     except msgspec.DecodeError:
-        return ProbeAnswer(done.stderr.strip()[-300:] or f"it ended with status {done.returncode}")
+        return ProbeAnswer(_end_of(done))
 
 
 def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+
+def _end_of(done: subprocess.CompletedProcess[str]) -> str:
+    """The end of its standard error: a traceback's last lines say the cause."""
+    return done.stderr.strip()[-300:] or f"it ended with status {done.returncode}"

@@ -12,7 +12,7 @@ from cornplug import config as settings
 from cornplug.errors import LayoutError
 from cornplug.sglang_hooks.kv import exclusions
 from cornplug.sglang_hooks.model.model_config import describe as engine_model
-from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run
 
 
 def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
@@ -24,8 +24,7 @@ def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
     try:
         server_args.resolve_once()
     except (ValueError, OSError, NotImplementedError, RuntimeError, AssertionError) as e:
-        why = f"SGLang does not run it: {type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
-        return [SharingVerdict(what=what, shared=False, why=why) for what in ("KV", "embeddings")]
+        return does_not_run("SGLang", e)
     resolved, running = resolved_view(server_args), model_config_of(server_args)
     kv = asked(
         "KV",

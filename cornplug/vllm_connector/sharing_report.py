@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cornplug import config as settings
 from cornplug.errors import LayoutError
-from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked
+from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
 from cornplug.vllm_connector.connector_config import kv_impossible
 from cornplug.vllm_connector.kv.cache_geometry import page_geometry, rank_slice
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
@@ -43,8 +43,7 @@ def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
     try:
         config = EngineArgs(**arguments).create_engine_config()
     except (ValueError, OSError, NotImplementedError) as e:
-        why = f"vLLM does not run it: {_first_line(e)}"
-        return [SharingVerdict(what=what, shared=False, why=why) for what in ("KV", "embeddings")]
+        return does_not_run("vLLM", e)
     return [_kv(config), _embeddings(config)]
 
 
@@ -64,9 +63,7 @@ def _kv(config: VllmConfig) -> SharingVerdict:
         specs = _layer_specs(config)
         _grouped(config, specs)
     except _UNBUILDABLE as e:
-        why = (
-            f"only a running engine shows it: vLLM did not build the model without weights: {_first_line(e)}"
-        )
+        why = f"only a running engine shows it: vLLM did not build the model without weights: {first_line(e)}"
         return SharingVerdict(what="KV", shared=None, why=why)
     found = asked("KV", lambda: _check(config, specs, engine.page_tokens))
     if found.shared:
@@ -127,8 +124,3 @@ def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheCon
     # vLLM writes into the specs where it unifies them.
     groups = get_kv_cache_groups(config, copy.deepcopy(dict(specs)))
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"

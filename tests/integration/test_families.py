@@ -186,8 +186,8 @@ def test_sglang_family_not_compared_runs_as_stock(scene: Scene, line: str) -> No
         assert count(server, counter, what="embedding") == 0
     assert scene.encoder.tower_passes() == passes
     family = line.partition("-")[2]
-    said = [text for text in server.log.read_text().splitlines() if f"sglang's embeddings of '{family}'" in text]
-    assert len(said) == 1
+    lines = server.log.read_text().splitlines()
+    assert sum(f"sglang's embeddings of '{family}'" in text for text in lines) == 1
 
 
 def test_compat_validated_families_are_the_lines_of_this_file() -> None:

@@ -56,6 +56,10 @@ class SolveGoal:
     expression: Any
     sign: int = 1
 
+    def reached(self, values: Values) -> float:
+        """The minimised value, which is the negative one of a goal that is maximised."""
+        return float(self.sign * sum(weight * values[v] for v, weight in self.expression.items()))
+
 
 def goals(model: PoolModel) -> list[SolveGoal]:
     """In their order: a later one chooses among the plans that are best by the earlier ones."""
@@ -309,7 +313,7 @@ def solve(
         fresh = build(pool)
         # The tie-break is of integers only.
         values = polish(model, fresh, [(goal.expression, goal.sign) for goal in goals(fresh)[:-1]], values)
-    reached = wanted[0].sign * sum(weight * values[v] for v, weight in wanted[0].expression.items())
+    reached = wanted[0].reached(values)
     if reached < first.objective - 1e-6:
         first = with_objective(first, reached, settings.gap)
     return read(model, values, first, wanted[0].sign, time.monotonic() - began)
@@ -355,7 +359,7 @@ def _limits(
 
 def _hold(model: PoolModel, goal: SolveGoal, values: Values, *, last: bool) -> None:
     """Hold the value that an earlier goal reached. For the tie-break, hold the nodes too: see `tie_break`."""
-    reached = goal.sign * sum(weight * values[v] for v, weight in goal.expression.items())
+    reached = goal.reached(values)
     allowed = reached + 1e-7 * max(1.0, abs(reached))
     # No law of the pool, and so no row by name: it must not be given as a plan's reason
     model.problem.addConstraint(goal.sign * goal.expression <= allowed, f"keep:{goal.name}")

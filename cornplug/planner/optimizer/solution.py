@@ -61,9 +61,13 @@ def slack(row: Any, values: Values) -> float:
     """Slack of a constraint; 0 for an equation."""
     if row.sense == LpConstraintEQ:
         return 0.0
-    # PuLP keeps a row as expression + constant <= 0 (or >= 0)
-    value = row.constant + sum(weight * values[v] for v, weight in row.items())
-    return float(-value if row.sense == LpConstraintLE else value)
+    value = row_value(row, values)
+    return -value if row.sense == LpConstraintLE else value
+
+
+def row_value(row: Any, values: Values) -> float:
+    """Left side of a constraint: PuLP keeps a row as expression + constant <= 0 (or >= 0, or = 0)."""
+    return float(row.constant + sum(weight * values[v] for v, weight in row.items()))
 
 
 def signed(at: SolveProgress, sign: int) -> SolveProgress:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from pulp import LpConstraintEQ, LpConstraintLE
 
-from cornplug.planner.optimizer.solution import Values
+from cornplug.planner.optimizer.solution import Values, row_value
 from cornplug.planner.optimizer.variables import PoolModel
 
 TOLERANCE: Final = 1e-6
@@ -62,7 +62,7 @@ def _apply(rows_of: dict[Any, list[Any]], values: dict[Any, float], changed: dic
 
 def _hold(values: Values, rows: Iterable[Any]) -> bool:
     for row in rows:
-        value = row.constant + sum(weight * values[v] for v, weight in row.items())
+        value = row_value(row, values)
         allowed = TOLERANCE * max(1.0, abs(row.constant))
         if row.sense == LpConstraintEQ:
             broken = abs(value)
