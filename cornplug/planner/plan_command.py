@@ -1,9 +1,13 @@
-"""`cornplug plan`: from a TOML file to a plan, its reasons, a report and its processes' command lines."""
+"""`cornplug plan`: from a TOML file to a plan, its reasons, a report and its processes' command lines.
+
+`cornplug plan schema` prints the JSON schema of that file.
+"""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import Final, get_args
@@ -12,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
-from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs import json_schema, toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.pipeline.decide import decide
@@ -26,6 +30,8 @@ INFEASIBLE: Final = 1
 
 def main(argv: list[str]) -> int:
     """Plan, print and write. Raises ConfigError for a wrong input, with its line and a remedy."""
+    if argv[:1] == ["schema"]:
+        return _print_schema(argv[1:])
     args = _parser().parse_args(argv)
     plan_input, digest = read(args.input)
     plan_input = overridden(plan_input, args)
@@ -46,6 +52,16 @@ def main(argv: list[str]) -> int:
         console.print(Text(f"\nWritten: {', '.join(str(p) for p in paths)}", style="dim"))
     if without:
         errors.print(Text(f"No commands.txt: {without}", style="yellow"))
+    return 0
+
+
+def _print_schema(argv: list[str]) -> int:
+    argparse.ArgumentParser(
+        prog="cornplug plan schema",
+        description="Print the JSON schema (draft 2020-12) of a plan's TOML file, for editors and pipelines.",
+        epilog="docs/plan-input.md is the same as a page.",
+    ).parse_args(argv)
+    print(json.dumps(json_schema.plan_schema(), indent=1))
     return 0
 
 
@@ -108,7 +124,8 @@ def _seconds(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug plan",
-        description="Plan what to run where, from component graphs, SLOs and prices.",
+        description="Plan what to run where, from component graphs, SLOs and prices. "
+        "`cornplug plan schema` prints the JSON schema of plan.toml (a file of that name is ./schema).",
         epilog="Exit status: 0: a plan was made; 1: no plan exists, with the reason; 2: wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cornplug import cli
+from cornplug.planner.inputs.json_schema import plan_schema
 from cornplug.planner.optimizer.optimization_problem import SolveProgress
 from cornplug.planner.plan import Plan
 from cornplug.planner.report import plan_folder, progress
@@ -182,3 +183,8 @@ def test_plan_command_foreign_file_is_left(tmp_path: Path) -> None:
 )
 def test_progress_line_shows_incumbent_bound_and_gap(at: SolveProgress, said: str) -> None:
     assert progress.found(at) == said
+
+
+def test_plan_command_schema_prints_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == plan_schema()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from cornplug.planner.inputs.field_types import (
     Count,
@@ -24,21 +24,28 @@ from cornplug.planner.inputs.field_types import (
 
 
 class LLMShape(InputTable):
-    """A language model's size. `from_config` in `component_shapes.py` reads it from a checkpoint."""
+    """A language model's size. A checkpoint's config.json has it, too."""
 
     kind: Literal["llm"] = "llm"
+    """Follows from the component's kind."""
     layers: Count
+    """num_hidden_layers of config.json."""
     hidden: Count
+    """hidden_size of config.json."""
     heads: Count
+    """num_attention_heads of config.json."""
     kv_heads: Count
+    """num_key_value_heads of config.json."""
     head_dim: Count
+    """Width of one head: hidden / heads where config.json does not say it."""
     parameters: Positive
     """All weights, of experts too."""
     active_parameters: Positive | None = None
-    """Weights that one token passes through; None: all of them."""
-    mla_rank: int | None = None
+    """Weights that one token passes through. Left out: all of them."""
+    mla_rank: Count | None = None
     """kv_lora_rank + qk_rope_head_dim of a model with latent attention (MLA)."""
     max_context: Count = 32_768
+    """Tokens of the longest request that the model takes."""
     embedding_parameters: NonNegative = 0.0
     """Of all, those of embeddings and head: quantisation leaves them alone."""
 
@@ -54,18 +61,29 @@ class LLMShape(InputTable):
 
 
 class TowerShape(InputTable):
+    """Size of a vision or audio tower, projector included."""
+
     kind: Literal["tower"] = "tower"
+    """Follows from the component's kind."""
     layers: Count
+    """Blocks of the tower."""
     hidden: Count
+    """Its width."""
     intermediate: Count
+    """Width of its MLP."""
     parameters: Positive
+    """All weights, of the projector too."""
     patches_per_token: Count = 1
     """Patches that the tower computes for one token that the LLM sees (Qwen2-VL: 4)."""
 
 
 class GeneratorShape(InputTable):
+    """Size of a model that makes images or speech."""
+
     kind: Literal["generator"] = "generator"
+    """Follows from the component's kind."""
     parameters: Positive
+    """All weights."""
     flops_per_unit: Positive
     """Floating-point operations for one unit (an image, a second of speech)."""
 
@@ -74,48 +92,68 @@ class ThroughputProfile(InputTable):
     """Requests a second that one replica carries, as measured elsewhere; no times are known."""
 
     kind: Literal["throughput"] = "throughput"
+    """Must be written: it tells the three kinds of profiles apart."""
     gpu: str
+    """Device type, of the GPU table."""
     tp: Count = 1
+    """Tensor-parallel degree of the replica."""
     pp: Count = 1
+    """Pipeline-parallel degree of the replica."""
     engine: Engine | None = None
+    """Left out: either engine."""
     quantisation: Quantisation = "none"
+    """Of the weights as measured."""
     role: Literal["E", "P", "D", "PD", "EPD", "G"] | None = None
-    """For an LLM whose roles differ (DistServe's P 5.6 and D 10 requests/s); None: any role."""
+    """For an LLM whose roles differ (DistServe's P 5.6 and D 10 requests/s). Left out: any role."""
     requests_per_s: Positive | dict[str, Positive]
     """For every request type alike, or by "application/request"."""
     tpot_s: dict[str, Positive] = Field(default_factory=dict)
     """Seconds per token at this rate, by request type, where the rate was measured under an SLO."""
     source: str = "given"
+    """Machine, date and versions of the measurement."""
 
 
 class MeasuredProfile(InputTable):
     """Times measured on a device: inline points, or a CSV file of `cornplug profile`."""
 
     kind: Literal["table"] = "table"
+    """Must be written: it tells the three kinds of profiles apart."""
     gpu: str
+    """Device type, of the GPU table."""
     tp: Count = 1
+    """Tensor-parallel degree of the replica."""
     pp: Count = 1
+    """Pipeline-parallel degree of the replica."""
     engine: Engine | None = None
+    """Left out: either engine."""
     quantisation: Quantisation = "none"
+    """Of the weights as measured."""
     file: InputPath | None = None
+    """CSV of `cornplug profile`, in place of the points below; relative to the plan's file."""
     prefill_tokens: list[Count] = Field(default_factory=list)
+    """Prompt tokens of one iteration, ascending."""
     prefill_s: list[Positive] = Field(default_factory=list)
     """Seconds of one iteration that computes so many prompt tokens."""
     decode_requests: list[Count] = Field(default_factory=list)
+    """Requests that decode together, ascending."""
     decode_s: list[Positive] = Field(default_factory=list)
     """Seconds of one iteration that gives so many requests one token each."""
     kv_token_s: NonNegative = 0.0
-    """Added to a decode iteration for each token of context in the batch."""
+    """Seconds added to a decode iteration for each token of context in the batch."""
     mixed_factor: Positive = 1.0
     """An iteration of both kinds takes the longer of the two times this (Splitwise: 1.1)."""
     request_overhead_s: NonNegative = 0.0
-    """Of an engine's API process, network and tokenizer, once a request, off the device."""
+    """Seconds of an engine's API process, network and tokenizer, once a request, off the device."""
     encode_patches: list[Count] = Field(default_factory=list)
+    """Patches of one pass of a tower, ascending."""
     encode_s: list[Positive] = Field(default_factory=list)
+    """Seconds of a pass over so many patches."""
     units: list[Positive] = Field(default_factory=list)
+    """Units of one request of a generator, ascending."""
     unit_s: list[Positive] = Field(default_factory=list)
+    """Seconds of a request of so many units."""
     kv_tokens: Count | None = None
-    """Tokens of KV cache that the engine reported; None: from shape and memory."""
+    """Tokens of KV cache that the engine reported. Left out: computed from shape and memory."""
     source: str = "measured"
     """Machine, date and versions of the measurement."""
 
@@ -124,46 +162,73 @@ class RooflineProfile(InputTable):
     """Times from the GPU table: max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
 
     kind: Literal["roofline"] = "roofline"
+    """Must be written: it tells the three kinds of profiles apart."""
     compute_efficiency: Share = 0.5
+    """Part of the GPU's peak FLOPS that is reached."""
     bandwidth_efficiency: Share = 0.8
+    """Part of the GPU's memory bandwidth that is reached."""
     step_overhead_s: NonNegative = 0.003
+    """Seconds added to each iteration."""
     request_overhead_s: NonNegative = 0.005
+    """Seconds added to each request, off the device."""
 
 
 Profile = Annotated[ThroughputProfile | MeasuredProfile | RooflineProfile, Field(discriminator="kind")]
 
 
-_SHAPE_KINDS: Final = {"encoder": "tower", "llm": "llm", "generator": "generator"}
+_SIZES: Final[Mapping[str, tuple[float, ...]]] = {
+    "tp": (1, 2, 4, 8),
+    "pp": (1, 2, 4, 8),
+    "shares": (0.25, 0.5, 1.0),
+}
+SHAPE_KINDS: Final = {"encoder": "tower", "llm": "llm", "generator": "generator"}
 _CHAIN: Final = (
     "Write some of {allowed}: sizes that divide each other are what makes packing onto nodes exact."
 )
 
 
+def _chain(key: str) -> dict[str, JsonValue]:
+    """Of a field's JSON schema: the sizes that it may list."""
+    return {"items": {"enum": list(_SIZES[key])}, "minItems": 1}
+
+
 class Component(InputTable):
+    """A model, or a tower or generator of one, that applications use."""
+
     name: Name
+    """Name in this file."""
     kind: Kind
+    """Encoder: a vision or audio tower. Generator: makes images or speech from an LLM's output."""
     model: Model | None = None
-    """The model's name on the command line: a hub id or a folder. None: `checkpoint`."""
+    """The model's name on the command line: a hub id or a folder. Left out: `checkpoint`."""
     checkpoint: InputPath | None = None
     """A folder with config.json; shape, and fingerprint where the weights are there, come from it."""
     shape: Annotated[LLMShape | TowerShape | GeneratorShape, Field(discriminator="kind")] | None = None
+    """Its size, where no checkpoint says it."""
     fingerprint: str | None = None
     """Of the tower's weights: encoders with the same one are one service."""
     tower_of: Name | None = None
     """Encoder only: the LLM component whose checkpoint holds this tower."""
     quantisations: list[Quantisation] = Field(default=["none"])
-    tp: list[Count] = Field(default=[1, 2, 4, 8])
-    pp: list[Count] = Field(default=[1])
-    shares: list[Positive] = Field(default=[1.0])
+    """Of the weights, among which the plan chooses."""
+    tp: list[Count] = Field(default=[1, 2, 4, 8], json_schema_extra=_chain("tp"))
+    """Tensor-parallel degrees among which the plan chooses."""
+    pp: list[Count] = Field(default=[1], json_schema_extra=_chain("pp"))
+    """Pipeline-parallel degrees among which the plan chooses."""
+    shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
+    """Engines among which the plan chooses."""
     speculative: Literal["none", "mtp", "eagle3"] = "none"
+    """Speculative decoding: by the model's own draft layers (mtp) or a draft model (eagle3)."""
     speculative_model: Model | None = None
+    """The draft model of eagle3, a hub id or a folder."""
     acceptance: Share = 0.0
     """Share of draft tokens accepted, as measured. 0: speculation is not planned for."""
     max_model_len: Count | None = None
+    """Tokens of the longest request that the engines take. Left out: the model's own limit."""
     profiles: list[Profile] = Field(default=[RooflineProfile()], min_length=1)
-    """The first that fits a cell is taken."""
+    """Its times; the first profile that fits GPU, engine, degrees and quantisation is taken."""
 
     @model_validator(mode="before")
     @classmethod
@@ -171,7 +236,7 @@ class Component(InputTable):
         """`kind` need not be said twice."""
         if not isinstance(table, dict) or not isinstance(table.get("shape"), dict):
             return table
-        kind = _SHAPE_KINDS.get(str(table.get("kind")))
+        kind = SHAPE_KINDS.get(str(table.get("kind")))
         if kind is None:
             return table
         said = table["shape"].get("kind", kind)
@@ -187,14 +252,14 @@ class Component(InputTable):
         return self
 
     def _errors(self) -> Iterator[Exception]:
-        wanted = _SHAPE_KINDS[self.kind]
+        wanted = SHAPE_KINDS[self.kind]
         if self.shape is not None and self.shape.kind != wanted:
             yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", "Give its own.")
         if self.tower_of is not None and self.kind != "encoder":
             yield wrong(
                 "tower_of", f"{self.name!r} is no encoder", 'Leave it out, or write kind = "encoder".'
             )
-        for key, allowed in (("tp", (1, 2, 4, 8)), ("pp", (1, 2, 4, 8)), ("shares", (0.25, 0.5, 1.0))):
+        for key, allowed in _SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):
                 remedy = _CHAIN.format(allowed=", ".join(f"{a:g}" for a in allowed))

@@ -21,6 +21,8 @@ Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
+Whole = Annotated[int, Field(ge=0, strict=True)]
+Flag = Annotated[bool, Field(strict=True)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 Kind = Literal["encoder", "llm", "generator"]
@@ -53,16 +55,21 @@ Model = Annotated[str, AfterValidator(_model_from_its_file)]
 
 
 class InputTable(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    """A table of the file. The docstring under a field is its description in the JSON schema and in
+    docs/plan-input.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class LogNormal(InputTable):
     """A log-normal length, cut off at `max` (drawn again beyond it)."""
 
     mean: Positive
+    """Of the log-normal before the cut-off."""
     cv: NonNegative = 1.0
     """Standard deviation / mean."""
     max: Count = 1_000_000
+    """Largest length."""
 
     @model_validator(mode="after")
     def _max_above_mean(self) -> Self:
@@ -72,8 +79,12 @@ class LogNormal(InputTable):
 
 
 class Histogram(InputTable):
+    """Lengths with their weights."""
+
     values: list[Count] = Field(min_length=1)
+    """Lengths that occur."""
     weights: list[NonNegative] = Field(min_length=1)
+    """Of each value; they need not sum to 1."""
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> Self:

@@ -3,7 +3,8 @@
 Only shapes and ranges are checked here, and the fields of one table against each other; checks across
 tables are in `cross_checks.py`. Reading the file, and finding the line of an error, is
 `toml_reader.py`; the meaning of a length is `length_distributions.py`.
-Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise.
+Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise. A docstring
+under a field is its description in `cornplug plan schema` and in docs/plan-input.md.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from cornplug.planner.inputs.components import (
 from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
+    Flag,
     Histogram,
     InputPath,
     InputTable,
@@ -37,9 +39,11 @@ from cornplug.planner.inputs.field_types import (
     Quantisation,
     RouterPolicy,
     Share,
+    Whole,
     Workload,
     wrong,
 )
+from cornplug.planner.inputs.node_classes import GpuSpec, NodeClass
 
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
@@ -86,19 +90,25 @@ __all__ = [
 
 
 class Slo(InputTable):
-    """Bounds on one percentile of the requests' times; None: no bound."""
+    """Bounds on one percentile of the requests' times. An online application needs one bound at least."""
 
     percentile: Literal["mean", "p50", "p95", "p99"] = "p95"
+    """Of the requests, that must keep the bounds."""
     ttft_s: Positive | None = None
+    """Seconds from arrival to the first token. Left out: no bound."""
     tpot_s: Positive | None = None
+    """Seconds for each further token. Left out: no bound."""
     e2e_s: Positive | None = None
+    """Seconds from arrival to the end of the answer. Left out: no bound."""
 
 
 class RequestMedia(InputTable):
     """Items that an encoder turns into tokens of the prompt."""
 
     encoder: Name
+    """A component of kind "encoder"."""
     items: Length = 1
+    """Media of one request."""
     tokens: Length
     """Tokens an item adds to the prompt."""
     hit_rate: Share | None = None
@@ -106,40 +116,58 @@ class RequestMedia(InputTable):
     catalogue: Count | None = None
     """Different items that come again, drawn by a Zipf law."""
     zipf: Positive = 0.8
+    """Exponent of that law: the larger, the more requests are for the same few items."""
 
 
 class SharedPrefix(InputTable):
     """Tokens at the head of a prompt that other requests begin with, too."""
 
     tokens: Count
+    """Length of the shared part."""
     hit_rate: Share | None = None
+    """Of requests whose prefix is in a cache, where it is known; else from the next two."""
     distinct: Count = 1
+    """Different prefixes, drawn by a Zipf law."""
     zipf: Positive = 0.8
+    """Exponent of that law."""
 
 
 class RampGeneration(InputTable):
+    """Images or speech made from the answer."""
+
     generator: Name
+    """A component of kind "generator"."""
     units: Length = 1
+    """Units of one request: images, seconds of speech."""
 
 
 class RequestSpec(InputTable):
+    """Requests of one kind: a request class is planned for as a whole."""
+
     name: Name
+    """Unique in its application."""
     rate: Positive
+    """Requests a second, on average."""
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """Planned for: rate x peak."""
+    """The plan is made for rate x peak."""
     burst: Positive = 1.0
     """Squared coefficient of variation of the times between arrivals; 1: Poisson."""
     prompt: Length = 512
     """Text tokens, the shared prefix among them."""
     output: Length = 128
+    """Tokens of the answer."""
     trace: InputPath | None = None
+    """File of prompt and output lengths together, in place of `prompt` and `output`."""
     trace_format: Literal["azure", "mooncake", "csv"] = "csv"
-    """`trace` gives prompt and output lengths together, in place of `prompt` and `output`."""
+    """Azure's CSV, Mooncake's JSON lines, or a CSV of at_s, prompt_tokens, output_tokens."""
     media: list[RequestMedia] = Field(default_factory=list)
+    """Images, audio or video of a request."""
     prefix: SharedPrefix | None = None
+    """Head of the prompt that other requests have, too."""
     generates: RampGeneration | None = None
+    """Work of a generator after the answer."""
     slo: Slo | None = None
-    """None: the application's."""
+    """Left out: the application's."""
     weight: Positive = 1.0
     """Of one request in the goodput."""
 
@@ -156,53 +184,23 @@ class RequestSpec(InputTable):
 
 
 class Application(InputTable):
+    """Requests to one LLM, with their SLO."""
+
     name: Name
+    """Name in this file."""
     llm: Name
+    """A component of kind "llm"."""
     workload: Workload = "online"
+    """Online work keeps its SLO first; semi-online work can wait seconds, offline work hours."""
     qos: Name = "default"
     """Class of service, as the encoder service and admission know it."""
     slo: Slo = Slo()
+    """Of all its requests that have none themselves."""
     structures: list[Structure] | None = None
-    """Structures that a plan may use for it; None: all. "+G": generator apart from the LLM."""
+    """Structures that a plan may use for it. Left out: all. E, P, D: encode, prefill, decode on separate
+    engines; "+G": generator apart from the LLM."""
     requests: list[RequestSpec] = Field(min_length=1)
-
-
-# Pool ---------------------------------------------------------------------------------------
-
-
-class GpuSpec(InputTable):
-    """One device type; overrides or adds to the table that comes with cornplug."""
-
-    name: Name
-    memory_gib: Positive
-    bandwidth_gb_s: Positive
-    bf16_tflops: Positive
-    fp8_tflops: NonNegative = 0.0
-    link_gb_s: Positive = 32.0
-    """To another GPU of the node, one direction."""
-    nic_gb_s: Positive = 25.0
-    watts: NonNegative = 0.0
-    nvlink: bool = False
-    """Without it tensor parallelism ends at 2."""
-    generation: Literal["ampere", "ada", "hopper", "blackwell", "cpu"] = "ampere"
-    source: str = "given"
-
-
-class NodeClass(InputTable):
-    """Machines of one shape that can be had."""
-
-    name: Name
-    gpu: str
-    gpus: Literal[1, 2, 4, 8] = 8
-    price_per_hour: NonNegative | None = None
-    """For the whole node; None: the price table's, by `shape`."""
-    shape: str | None = None
-    """An instance shape of the price table: p5.48xlarge."""
-    stock: Annotated[int, Field(ge=0, strict=True)] = 64
-    dram_gib: NonNegative = 512.0
-    nic_gb_s: Positive | None = None
-    host: str | None = None
-    """Its address, for command lines; None: `cornplug launch --address HOST_n=...` sets it."""
+    """Its request classes."""
 
 
 # The rest -----------------------------------------------------------------------------------
@@ -212,35 +210,49 @@ class CacheOptions(InputTable):
     """Sizes among which the plan chooses, GiB of a node's DRAM in the store; 0: none."""
 
     embedding_gib: list[NonNegative] = Field(default=[0.0])
+    """Sizes of the cache of encoder outputs."""
     prefix_gib: list[NonNegative] = Field(default=[0.0])
+    """Sizes of the cache of prompts' KV."""
 
 
 class PlanRules(InputTable):
+    """What the plan optimises, and the room that it leaves."""
+
     objective: Literal["cost", "goodput", "max-min"] = "cost"
+    """Least dollars for all requests; most weighted requests a second; or the largest part of every class."""
     max_utilisation: Share = 0.95
+    """Share of a cell's capacity that all work together may fill."""
     online_share: Share = 0.8
     """Share of a cell's capacity that online work may fill; the rest is for work that can wait."""
-    n_plus_one: bool = True
+    n_plus_one: Flag = True
     """An online application survives the loss of one replica of each of its services."""
     network_utilisation: Share = 0.7
+    """Share of the nodes' network cards that planned traffic may fill."""
     router: RouterPolicy = "power_of_two"
     """Of vllm-router and sglang-router; neither knows the work of a request."""
     split: Literal["fractional", "slices"] = "fractional"
+    """How a request class is divided among cells: at will, or in equal slices."""
     slices: Count = 1
     """With split = "slices": a request type's rate is served in multiples of rate / slices."""
-    colocate: bool = True
+    colocate: Flag = True
     """Parts of GPUs may be planned for."""
     disaggregation_efficiency_p: Share = 0.9
+    """Of a prefill engine's throughput, what a P+D pair reaches (AIConfigurator's constant)."""
     disaggregation_efficiency_d: Share = 0.92
-    """AIConfigurator's constants for rate matching, until a profile says better."""
+    """Of a decode engine's throughput, what a P+D pair reaches (AIConfigurator's constant)."""
     interference: Share = 0.1
     """Speed that a replica loses to its neighbours on the same GPU."""
-    simulate: bool = True
-    seed: int = 0
+    simulate: Flag = True
+    """Capacities and the whole plan are confirmed by simulation; false: closed forms only."""
+    seed: Whole = 0
+    """Of sampled request lengths and of the simulation."""
 
 
 class SolverOptions(InputTable):
+    """When the search for a plan ends."""
+
     gap: NonNegative = 0.01
+    """The search ends when no plan can be better by more than this share of the objective."""
     work: Positive = 20.0
     """Million solver steps x non-zero coefficients at which a solve ends; a core does 0.3 to 2.5 a second.
     A step is a point at which HiGHS checks its limits. Their number depends on the input alone, and so does
@@ -248,37 +260,53 @@ class SolverOptions(InputTable):
     time_limit_s: Positive = 60.0
     """Seconds after which a solve ends before its work is done. The plan then depends on the machine."""
     threads: Count = 1
+    """Of HiGHS, the solver."""
 
 
 class ChangeRules(InputTable):
     """The current deployment, and the cost that a change of it may have."""
 
     plan: InputPath
+    """plan.json of the running deployment."""
     horizon_hours: Positive = 24.0
-    max_changes: int | None = None
-    """Starts and role switches; None: any number."""
+    """Hours over which the cost of a change is spread."""
+    max_changes: Whole | None = None
+    """Most starts and role switches. Left out: any number."""
     min_dwell_s: NonNegative = 900.0
+    """Seconds that a replica runs at least before it is stopped."""
     start_s: NonNegative = 300.0
     """From a command to a serving replica: loading, graphs, warm-up."""
-    role_switch: bool = False
+    role_switch: Flag = False
     """SGLang's P and D replicas run with a transfer backend that can change their role (mooncake)."""
     role_switch_s: NonNegative = 30.0
+    """Seconds of a role switch, in which the replica serves nothing."""
     gain: Annotated[float, Field(ge=1, strict=True)] = 1.2
     """A new plan is worth it when it saves this times its switching cost."""
 
 
 class PlanInput(InputTable):
+    """Input of `cornplug plan`."""
+
     name: Name = "plan"
+    """Of the plan."""
     components: list[Component] = Field(min_length=1)
+    """Models and their parts."""
     applications: list[Application] = Field(min_length=1)
+    """Applications with their load and SLOs."""
     pool: list[NodeClass] = Field(min_length=1)
+    """Machines that can be had."""
     gpus: list[GpuSpec] = Field(default_factory=list)
+    """Device types beside those of cornplug's table, or in their place."""
     prices: InputPath | None = None
     """A price table in place of cornplug's own, in the same format."""
     caches: CacheOptions = CacheOptions()
+    """Caches among whose sizes the plan chooses."""
     rules: PlanRules = PlanRules()
+    """Objective, room for peaks and losses, router."""
     solver: SolverOptions = SolverOptions()
+    """Limits of the search."""
     change: ChangeRules | None = None
+    """The running deployment, for re-planning."""
 
     @property
     def component(self) -> dict[str, Component]:

@@ -140,3 +140,9 @@ def test_toml_reader_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="no UTF-8 text"):
         toml_reader.read(tmp_path / "plan.toml")
+
+
+@pytest.mark.parametrize(("good", "bad"), [("gpus = 8", "gpus = true"), ("gpus = 8", "stock = 8.5")])
+def test_toml_reader_truth_value_or_fraction_is_no_whole_number(tmp_path: Path, good: str, bad: str) -> None:
+    said = _read(tmp_path, GOOD.replace(good, bad))
+    assert said.startswith(f"plan.toml:39 pool[0].{bad.partition(' ')[0]}: ")

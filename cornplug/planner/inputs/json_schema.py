@@ -1,0 +1,92 @@
+"""The JSON schema (draft 2020-12) of a plan's TOML file, from the tables' models.
+
+It says all that one place of a file can say: keys, types, ranges, and the rules within a table that its
+validators check. `toml_reader.py` also sees names, files, prices and comparisons of two numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, cast
+
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
+from pydantic_core import core_schema
+
+from cornplug.planner.inputs.components import SHAPE_KINDS
+from cornplug.planner.inputs.schema import PlanInput
+
+DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
+
+_SHAPES: Final = {"tower": "TowerShape", "llm": "LLMShape", "generator": "GeneratorShape"}
+_BOUND: Final = {"anyOf": [{"required": [key]} for key in ("ttft_s", "tpot_s", "e2e_s")]}
+_ITS_OWN_BOUND: Final = {"properties": {"slo": _BOUND}, "required": ["slo"]}
+
+
+def _if(condition: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    return {"if": condition, "then": then}
+
+
+def _is(key: str, value: str, *, default: bool = False) -> dict[str, Any]:
+    """A table whose key has this value; `default`: one without the key, too."""
+    return {"properties": {key: {"const": value}}} | ({} if default else {"required": [key]})
+
+
+_RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
+    "Component": [
+        *(
+            _if(_is("kind", kind), {"properties": {"shape": {"$ref": f"#/$defs/{_SHAPES[shape]}"}}})
+            for kind, shape in SHAPE_KINDS.items()
+        ),
+        {"if": _is("kind", "encoder"), "else": {"properties": {"tower_of": False}}},
+        _if(_is("speculative", "eagle3"), {"required": ["speculative_model"]}),
+    ],
+    "RequestSpec": [{"dependentSchemas": {"trace": {"properties": {"prompt": False, "output": False}}}}],
+    "Application": [
+        _if(
+            _is("workload", "online", default=True),
+            {
+                "properties": {"requests": {"items": {"properties": {"slo": _BOUND}}}},
+                "anyOf": [_ITS_OWN_BOUND, {"properties": {"requests": {"items": _ITS_OWN_BOUND}}}],
+            },
+        ),
+        _if(
+            {"properties": {"structures": {"contains": {"const": "+G"}}}, "required": ["structures"]},
+            {"properties": {"requests": {"contains": {"required": ["generates"]}}}},
+        ),
+        {"properties": {"structures": {"minItems": 1}}},
+    ],
+}
+"""Table -> rules on several of its keys, as the validators and `cross_checks.py` have them."""
+
+
+class _TomlSchema(GenerateJsonSchema):
+    """TOML has no null: a key that may be left out has the schema of its values."""
+
+    def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
+        return self.generate_inner(schema["schema"])
+
+    def default_schema(self, schema: core_schema.WithDefaultSchema) -> JsonSchemaValue:
+        made = super().default_schema(schema)
+        if made.get("default", 0) is None:
+            del made["default"]
+        return made
+
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False
+
+    def tagged_union_schema(self, schema: core_schema.TaggedUnionSchema) -> JsonSchemaValue:
+        made = super().tagged_union_schema(schema)
+        made.pop("discriminator", None)  # OpenAPI's word; each member has its own `kind`
+        return made
+
+
+def plan_schema() -> dict[str, Any]:
+    """The schema as plain data, for `json.dumps`."""
+    schema = PlanInput.model_json_schema(schema_generator=_TomlSchema)
+    tables = cast(dict[str, dict[str, Any]], schema["$defs"])
+    for name, rules in _RULES.items():
+        tables[name]["allOf"] = rules
+    for table in tables.values():
+        if table["properties"].get("kind", {}).get("const") in ("throughput", "table", "roofline"):
+            table["required"] = ["kind", *table.get("required", ())]
+    return {"$schema": DIALECT, **schema}
