@@ -1,6 +1,6 @@
 """`cornplug plan`: from a TOML file to a plan, its reasons, a report and its processes' command lines.
 
-`cornplug plan schema` prints the JSON schema of that file.
+`cornplug plan init` writes a first one, `cornplug plan schema` prints its JSON schema.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
 from cornplug.planner.report import explanation, load_test, plan_folder, progress
 from cornplug.planner.report import terminal as summary
+from cornplug.planner.starter import init_command
 
 INFEASIBLE: Final = 1
 """Exit status; 2 is a wrong input's, as everywhere in cornplug."""
@@ -30,6 +31,8 @@ INFEASIBLE: Final = 1
 
 def main(argv: list[str]) -> int:
     """Plan, print and write. Raises ConfigError for a wrong input, with its line and a remedy."""
+    if argv[:1] == ["init"]:
+        return init_command.main(argv[1:])
     if argv[:1] == ["schema"]:
         return _print_schema(argv[1:])
     args = _parser().parse_args(argv)
@@ -125,7 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug plan",
         description="Plan what to run where, from component graphs, SLOs and prices. "
-        "`cornplug plan schema` prints the JSON schema of plan.toml (a file of that name is ./schema).",
+        "`cornplug plan init` writes a first plan.toml, `cornplug plan schema` prints its JSON schema "
+        "(files of these names are ./init and ./schema).",
         epilog="Exit status: 0: a plan was made; 1: no plan exists, with the reason; 2: wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from cornplug.planner.inputs.json_schema import plan_schema
+from cornplug.planner.starter.known_models import known_models
 
 from .markdown import notice, table
 
@@ -17,9 +18,10 @@ _INTRO: Final = """# Plan input
 
 {notice}
 
-Every table and key of the file that [`cornplug plan`](planner.md) reads. `cornplug plan schema` prints this
-page as a JSON schema (draft 2020-12), by which editors complete and check the file: save it as
-`plan.schema.json` and write `#:schema ./plan.schema.json` in the file's first line (Even Better TOML, Taplo).
+Every table and key of the file that [`cornplug plan`](planner.md) reads. `cornplug plan init` writes a
+first file. `cornplug plan schema` prints this page as a JSON schema (draft 2020-12), by which editors
+complete and check the file: save it as `plan.schema.json` and write `#:schema ./plan.schema.json` in its
+first line (Even Better TOML, Taplo).
 
 Times are seconds, rates requests a second, money dollars an hour, memory GiB (2^30 bytes). Paths are relative
 to the file. A key whose default is "required" must be written. `[[NAME]]` may stand several times, `[NAME]`
@@ -29,6 +31,11 @@ _LENGTH_TEXT: Final = """## Lengths
 
 A length (tokens, items, units) is a whole number, a log-normal `{ mean = 600, cv = 1.0, max = 4000 }`, or a
 histogram `{ values = [100, 900], weights = [3, 1] }`.
+"""
+_MODELS_TEXT: Final = """## Models known by hub id
+
+`cornplug plan init MODEL --gpus GPU,GPU` writes the shapes of these. It reads others from a checkpoint's
+folder or the local Hugging Face cache. Parameters are billions, the tower's among them.
 """
 
 
@@ -47,7 +54,21 @@ def page() -> str:
     for name, kind in _LENGTHS.items():
         of = schema["$defs"][name]
         parts.append(f"### {kind}\n\n{of['description']}\n\n{_table(of)}\n")
+    parts += [_MODELS_TEXT, _models() + "\n"]
     return "\n".join(parts)
+
+
+def _models() -> str:
+    """A table of the rows of data/models.toml."""
+    rows = []
+    for name, model in known_models().items():
+        if name != model.ids[0]:
+            continue
+        total = (model.llm.parameters + (model.tower.parameters if model.tower else 0)) / 1e9
+        tower = f"{model.tower.parameters / 1e9:.2f}" if model.tower else "none"
+        weights = "16 bits" if model.quantisation == "none" else model.quantisation
+        rows.append(("<br>".join(f"`{one}`" for one in model.ids), f"{total:.1f}", tower, weights))
+    return table(("hub ids", "parameters", "tower", "weights"), rows)
 
 
 def sections(schema: Json) -> Iterator[InputSection]:

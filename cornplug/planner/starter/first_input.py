@@ -1,0 +1,238 @@
+"""The text of a first plan input: every table, each placeholder marked, further keys as comments."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.planner.inputs.gpu_catalog import GpuPrice
+from cornplug.planner.inputs.schema import InputTable, TowerShape
+from cornplug.planner.starter.known_models import StartingModel
+from cornplug.planner.starter.machines import (
+    DEGREES,
+    HostingOption,
+    PricedMachine,
+    hosting_options,
+    priced_machines,
+)
+
+_MODEL_LEN: Final = 8192
+_PROMPT_TOKENS: Final = 1000
+_TTFT_S: Final = (1.0, 2.0, 5.0, 10.0)
+_TPOT_S: Final = (0.05, 0.1, 0.2, 0.5)
+_SLACK: Final = 3.0
+"""An SLO is a placeholder of this times the bare arithmetic at least: queueing and batches come on top."""
+
+_HEAD: Final = """\
+# Input of `cornplug plan`, written by `{command}`.
+#
+#   cornplug plan {file}
+#
+# A number marked "placeholder" is a guess: put yours in its place. docs/plan-input.md of cornplug explains
+# every key, also those that are not here. An editor completes and checks this file after
+#   cornplug plan schema > plan.schema.json
+# with `#:schema ./plan.schema.json` in its first line (Even Better TOML, Taplo).
+# Times are seconds, rates requests a second, prices dollars an hour, memory GiB.
+name = {name}
+
+# Components: models, and the parts of models that can run by themselves -----------------------------
+"""
+_LLM: Final = """
+[[components]]
+name = {name}
+kind = "llm"
+{source}
+max_model_len = {max_model_len} # placeholder: tokens of the longest prompt and its answer
+{of_quantisations}
+quantisations = {quantisations}
+tp = {tp} # tensor-parallel degrees to choose from, inside one machine
+engines = ["vllm", "sglang"] # to choose from
+# Until its times are measured they are estimated from the GPU's data sheet, and the plan marks them ESTIMATE.
+# `cornplug profile llm --model MODEL --gpu {gpu} --out llm.csv` measures them where the GPU is:
+# profiles = [{{ kind = "table", gpu = {gpu_text}, file = "llm.csv" }}, {{ kind = "roofline" }}]
+profiles = [{{ kind = "roofline" }}]
+"""
+_TOWER: Final = """
+# Its tower. The plan may leave it in the engine ("monolith") or run it apart as the encoder service ("E+PD"),
+# which all engines with the same tower share.
+[[components]]
+name = {name}
+kind = "encoder"
+tower_of = {llm}
+{source}shares = [0.25, 0.5, 1.0] # parts of a GPU that one replica may have
+# `cornplug profile encoder --model MODEL --gpu {gpu} --out encoder.csv` measures its times:
+# profiles = [{{ kind = "table", gpu = {gpu_text}, file = "encoder.csv" }}, {{ kind = "roofline" }}]
+profiles = [{{ kind = "roofline" }}]
+"""
+_APPLICATION: Final = """
+# Applications: the load and the times to keep -------------------------------------------------------
+
+[[applications]]
+name = "app"
+llm = {llm}
+workload = "online" # "semi-online" can wait seconds, "offline" hours: the latter needs no slo
+structures = {structures} # "P+D" and "E+P+D", prefill and decode on separate engines, plan longer
+
+[applications.slo]
+percentile = "p95" # of the requests: "mean", "p50", "p95" or "p99"
+ttft_s = {ttft} # placeholder: seconds to the first token
+tpot_s = {tpot} # placeholder: seconds for each further token
+# e2e_s = 20.0
+
+[[applications.requests]]
+name = "chat"
+rate = 5.0 # placeholder: requests a second, on average
+peak = 1.5 # placeholder: the plan is made for rate x peak
+burst = 1.0 # 1: Poisson arrivals; 4: times between arrivals vary twice as much
+prompt = {{ mean = {prompt}, cv = 1.0, max = {most_prompt} }} # placeholder: text tokens; cv: deviation / mean
+output = {{ mean = {mean_output}, cv = 0.8, max = {most_output} }} # placeholder: tokens of the answer
+# In place of prompt and output a recording, as CSV of at_s, prompt_tokens, output_tokens:
+# trace = "requests.csv"
+# A head that all prompts have in common, and the share of requests that find it in a cache:
+# prefix = {{ tokens = 200, hit_rate = 0.9 }}
+"""
+_MEDIA: Final = """
+[[applications.requests.media]]
+encoder = {encoder}
+items = 1 # placeholder: of one request
+tokens = {tokens} # {of_tokens}
+# Share of items whose embedding is in the cache, or the number of items that circulate:
+# hit_rate = 0.3
+# catalogue = 100000
+"""
+_POOL: Final = """
+# Pool: machines that can be had. Delete those that you cannot have -----------------------------------
+"""
+_MACHINE: Final = """
+[[pool]]
+name = {name}
+gpu = {gpu}
+gpus = {gpus}
+{prices}
+stock = 8 # placeholder: machines that you can have at most
+"""
+_RULES: Final = """
+# Rules ----------------------------------------------------------------------------------------------
+
+[rules]
+objective = "cost" # the cheapest plan that keeps every SLO; "goodput", "max-min": the most from this stock
+n_plus_one = true # every online service survives the loss of one replica
+online_share = 0.8 # of an engine's capacity, for online work; the rest is room for its peaks
+"""
+
+
+def first_input(
+    model: StartingModel, gpus: Sequence[str], *, folder: str | None, file: str, command: str
+) -> str:
+    """TOML that `cornplug plan` takes as it is.
+
+    `folder`: the checkpoint's, as the file names it; None: a hub id. Raises ConfigError: a GPU that the
+    tables do not know, or none in the list that can hold the model.
+    """
+    machines = priced_machines(gpus)
+    options = hosting_options(model.llm, model.quantisation, machines)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", model.name.rstrip("/").rpartition("/")[2]).strip("-._") or "llm"
+    tower = f"{name}-tower"
+    parts = [
+        _HEAD.format(command=command, file=file, name=json.dumps(name)),
+        _llm(name, model, folder, options),
+        _tower(tower, name, model.tower, folder, options) if model.tower else "",
+        _application(name, model, options),
+        _media(tower, model) if model.tower else "",
+        _POOL,
+        *(_machine(machine) for machine in machines),
+        _RULES,
+    ]
+    return "".join(parts)
+
+
+def _llm(name: str, model: StartingModel, folder: str | None, options: Sequence[HostingOption]) -> str:
+    wanted = [q for q in (model.quantisation, "fp8") if q in {option.quantisation for option in options}]
+    said = "# Of the weights as published."
+    if model.quantisation == "none":
+        said = (
+            '# To choose from: "none", 16 bits as published; "fp8" halves weights: judge its answers first.'
+        )
+    return _LLM.format(
+        name=json.dumps(name),
+        source=_source(model, folder, model.llm),
+        max_model_len=min(_MODEL_LEN, model.llm.max_context),
+        quantisations=json.dumps(list(dict.fromkeys(wanted))),
+        of_quantisations=said,
+        tp=[degree for degree in DEGREES if model.llm.heads % degree == 0],
+        **_gpu(options),
+    )
+
+
+def _tower(
+    name: str, llm: str, shape: TowerShape, folder: str | None, options: Sequence[HostingOption]
+) -> str:
+    source = "" if folder else f"shape = {_inline(shape)}\n"
+    return _TOWER.format(name=json.dumps(name), llm=json.dumps(llm), source=source, **_gpu(options))
+
+
+def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
+    """The lines that say which model it is, and its size."""
+    if folder is not None:
+        return f"checkpoint = {json.dumps(folder)} # its config.json says the size"
+    lines = f"model = {json.dumps(model.name)} # as on the engines' command lines"
+    return lines if model.from_checkpoint else f"{lines}\nshape = {_inline(shape)}"
+
+
+def _inline(shape: InputTable) -> str:
+    """A shape as TOML's inline table, without the keys that have their defaults."""
+    fields: dict[str, float] = shape.model_dump(exclude_defaults=True, exclude={"kind"})
+    return "{ " + ", ".join(f"{key} = {_number(value)}" for key, value in fields.items()) + " }"
+
+
+def _number(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:.5g}".replace("e+", "e").replace("e0", "e")
+
+
+def _gpu(options: Sequence[HostingOption]) -> dict[str, str]:
+    return {"gpu": options[0].gpu.name, "gpu_text": json.dumps(options[0].gpu.name)}
+
+
+def _application(name: str, model: StartingModel, options: Sequence[HostingOption]) -> str:
+    prompt = min(_PROMPT_TOKENS, model.llm.max_context // 8)
+    tokens = prompt + (model.media_tokens if model.tower else 0)
+    ttft = min(option.prefill_s(model.llm, tokens) for option in options)
+    tpot = min(option.step_s(model.llm) for option in options)
+    return _APPLICATION.format(
+        llm=json.dumps(name),
+        structures=json.dumps(["monolith", "E+PD"] if model.tower else ["monolith"]),
+        ttft=next((s for s in _TTFT_S if s >= _SLACK * ttft), _TTFT_S[-1]),
+        tpot=next((s for s in _TPOT_S if s >= _SLACK * tpot), _TPOT_S[-1]),
+        prompt=prompt,
+        most_prompt=4 * prompt,
+        mean_output=min(250, prompt // 2),
+        most_output=min(1000, 2 * prompt),
+    )
+
+
+def _media(tower: str, model: StartingModel) -> str:
+    said = "that one item adds to the prompt"
+    if not model.fixed_tokens:
+        said = "placeholder: tokens that one item adds to the prompt, by its size"
+    return _MEDIA.format(encoder=json.dumps(tower), tokens=model.media_tokens, of_tokens=said)
+
+
+def _price(row: GpuPrice) -> str:
+    return f"${row.price_per_hour:.2f} an hour: {row.source}, {row.date}"
+
+
+def _machine(machine: PricedMachine) -> str:
+    first, *others = machine.prices
+    lines = [
+        f"shape = {json.dumps(first.shape)} # {_price(first)}",
+        *(f"# shape = {json.dumps(other.shape)} # {_price(other)}" for other in others),
+        f"# price_per_hour = {first.price_per_hour:.2f} # what you really pay for one machine",
+    ]
+    return _MACHINE.format(
+        name=json.dumps(f"{machine.gpu.lower()}-x{machine.gpus}"),
+        gpu=json.dumps(machine.gpu),
+        gpus=machine.gpus,
+        prices="\n".join(lines),
+    )

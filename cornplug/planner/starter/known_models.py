@@ -1,0 +1,128 @@
+"""Shapes of published models by hub id, and of checkpoints on disk."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.errors import CheckpointError, ConfigError
+from cornplug.planner.inputs import component_shapes
+from cornplug.planner.inputs.schema import Component, InputTable, LLMShape, Quantisation, TowerShape
+
+IMAGE_TOKENS: Final = 1024
+"""Placeholder where a model's images have as many tokens as their size asks for: 1024 x 1024 pixels of
+Qwen3-VL's 32 x 32 pixels a token."""
+_PACKED: Final = ("fp8", "awq", "gptq")
+
+
+class KnownModelRow(InputTable):
+    """A row of data/models.toml."""
+
+    ids: list[str]
+    """Hub ids of this shape."""
+    llm: LLMShape
+    tower: TowerShape | None = None
+    image_tokens: int | None = None
+    """Of an image, where their number is fixed."""
+    quantisation: Quantisation = "none"
+    """Of the published weights."""
+    source: str
+    """Where config.json was read; the test of this table compares its parameters with the published ones."""
+
+
+@dataclass(frozen=True)
+class StartingModel:
+    """A model as a first plan input needs it."""
+
+    name: str
+    """As the user wrote it: a hub id or a folder."""
+    llm: LLMShape
+    tower: TowerShape | None
+    quantisation: Quantisation
+    """Of the weights as they are."""
+    media_tokens: int
+    """Of one image or audio clip; a placeholder unless `fixed_tokens`."""
+    fixed_tokens: bool
+    """Whether every medium has so many."""
+    from_checkpoint: bool
+    """Whether folder or local hub cache hold its config.json, so that no shape need be written."""
+
+
+def starting_model(name: str) -> StartingModel:
+    """The model of a checkpoint folder, of a row of data/models.toml, or of the local Hugging Face cache.
+
+    Raises ConfigError: a name that is none of these, or a config.json that describes no language model.
+    """
+    row = known_models().get(name)
+    if row is not None and not Path(name).is_dir():
+        tokens, fixed = row.image_tokens or IMAGE_TOKENS, row.image_tokens is not None
+        return StartingModel(name, row.llm, row.tower, row.quantisation, tokens, fixed, from_checkpoint=False)
+    try:
+        checkpoint = Checkpoint.open(name)
+    except CheckpointError as e:
+        if e.reason == "not_found" and not Path(name).is_dir():
+            raise ConfigError(
+                "MODEL", f"no model {name!r} is known, in no folder and no cache", _known(name)
+            ) from e
+        raise ConfigError("MODEL", str(e).rstrip("."), "Name a checkpoint's folder or a hub id.") from e
+    try:
+        return _of_checkpoint(name, checkpoint)
+    except ConfigError as e:
+        problem = str(e).removeprefix(f"{e.field}: ").removesuffix(f". {e.remedy}")
+        raise ConfigError("MODEL", problem, "docs/plan-input.md says how to write a file by hand.") from e
+
+
+@cache
+def known_models() -> Mapping[str, KnownModelRow]:
+    """Hub id -> its row."""
+    rows = tomllib.loads((files("cornplug.planner") / "data" / "models.toml").read_text())["models"]
+    read = [KnownModelRow.model_validate(row) for row in rows]
+    return {one: row for row in read for one in row.ids}
+
+
+def _of_checkpoint(name: str, checkpoint: Checkpoint) -> StartingModel:
+    llm = component_shapes.shape_of(Component(name="model", kind="llm", model=name), {})
+    assert isinstance(llm, LLMShape)
+    tower = None
+    if any(isinstance(checkpoint.config.get(key), dict) for key in ("vision_config", "audio_config")):
+        found = component_shapes.shape_of(Component(name="tower", kind="encoder", model=name), {})
+        assert isinstance(found, TowerShape)
+        tower = found
+    method = str((checkpoint.config.get("quantization_config") or {}).get("quant_method", ""))
+    quantisation: Any = method if method in _PACKED else "none"
+    tokens = _media_tokens(checkpoint.config, tower) if tower else None
+    fixed = tokens is not None
+    return StartingModel(name, llm, tower, quantisation, tokens or IMAGE_TOKENS, fixed, from_checkpoint=True)
+
+
+def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
+    """Of each image, where config.json fixes their number."""
+    for key in ("mm_tokens_per_image", "image_seq_length"):
+        if isinstance(said := config.get(key), int) and said > 0:
+            return said
+    vision = config.get("vision_config") or {}
+    side, patch = vision.get("image_size"), vision.get("patch_size")
+    if isinstance(side, int) and isinstance(patch, int) and 0 < patch <= side:
+        return max((side // patch) ** 2 // tower.patches_per_token, 1)
+    return None
+
+
+def _known(name: str) -> str:
+    """The nearest hub ids, by the whole id or by the part after its owner, in any case of letters."""
+    ids = list(known_models())
+    by_text = {one.lower(): one for one in ids} | {one.rpartition("/")[2].lower(): one for one in ids}
+    wanted = (name.lower(), name.rpartition("/")[2].lower())
+    longer = [one for text, one in by_text.items() if any(text.startswith(part) for part in wanted if part)]
+    like = [by_text[text] for one in wanted for text in get_close_matches(one, list(by_text), 4, 0.6)]
+    close = list(dict.fromkeys([*longer, *like]))[:4]
+    folder = "Or name a folder with config.json: hf download fetches one."
+    if close:
+        return f"Did you mean {', '.join(close)}? {folder}"
+    return f"Known: {', '.join(ids)}. {folder}"

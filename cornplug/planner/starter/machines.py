@@ -1,0 +1,109 @@
+"""Machines of a list of GPUs with their prices, and whether a model fits on them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.planner.inputs import gpu_catalog
+from cornplug.planner.inputs.component_shapes import weights_bytes
+from cornplug.planner.inputs.gpu_catalog import GpuPrice
+from cornplug.planner.inputs.input_error import nearest
+from cornplug.planner.inputs.schema import GpuSpec, LLMShape, Quantisation
+
+DEGREES: Final = (1, 2, 4, 8)
+_TP_WITHOUT_NVLINK: Final = 2
+_GIB: Final = 1 << 30
+_ROOM: Final = 0.8
+"""Part of a GPU's memory for weights; the rest is the KV cache's and the engine's."""
+_COMPUTE, _BANDWIDTH = 0.5, 0.8
+"""Efficiencies of the roofline that a profile has by default."""
+
+
+@dataclass(frozen=True)
+class PricedMachine:
+    """A number of GPUs in one machine, with the price table's rows for it."""
+
+    prices: tuple[GpuPrice, ...]
+    """The first is the one that `cornplug plan` takes where a file names GPU and number only."""
+
+    @property
+    def gpu(self) -> str:
+        return self.prices[0].gpu
+
+    @property
+    def gpus(self) -> int:
+        return self.prices[0].gpus
+
+
+@dataclass(frozen=True)
+class HostingOption:
+    """The model on one GPU type: weights as published, or FP8 where only that fits."""
+
+    gpu: GpuSpec
+    quantisation: Quantisation
+    most_tp: int
+    """Largest tensor-parallel degree there."""
+
+    def step_s(self, llm: LLMShape) -> float:
+        """Seconds in which the weights that one token passes through are read once, at `most_tp`."""
+        active = (llm.active_parameters or llm.parameters) / llm.parameters
+        read = weights_bytes(llm, self.quantisation, tp=self.most_tp) * active
+        return read / (_BANDWIDTH * self.gpu.bandwidth_gb_s * 1e9)
+
+    def prefill_s(self, llm: LLMShape, tokens: int) -> float:
+        """Seconds of the arithmetic for a prompt, at `most_tp`: two operations a weight and token."""
+        flops = 2 * (llm.active_parameters or llm.parameters) * tokens
+        return flops / (_COMPUTE * self.gpu.bf16_tflops * 1e12 * self.most_tp)
+
+
+def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
+    """The machines of the price table with these GPUs, in the order of the list, small ones first.
+
+    Raises ConfigError for a GPU that the table does not have.
+    """
+    table = gpu_catalog.price_table()
+    known = list(dict.fromkeys(row.gpu for row in table))
+    found = []
+    for gpu in dict.fromkeys(gpus):
+        rows = sorted((row for row in table if row.gpu == gpu), key=lambda row: row.gpus)
+        if not rows:
+            remedy = f"{nearest(gpu, known)} Others can be added to the file as [[gpus]] and [[pool]]."
+            raise ConfigError("--gpus", f"no GPU {gpu!r} in the price table", remedy)
+        found += [PricedMachine(tuple(of)) for _, of in groupby(rows, key=lambda row: row.gpus)]
+    return found
+
+
+def hosting_options(
+    llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachine]
+) -> list[HostingOption]:
+    """The GPUs of these machines that can hold the model. Raises ConfigError where there is none."""
+    if found := _able(llm, published, machines):
+        return found
+    every = priced_machines([row.gpu for row in gpu_catalog.price_table()])
+    able = ", ".join(option.gpu.name for option in _able(llm, published, every))
+    remedy = f"GPUs that hold it: {able}." if able else "Write a file with pp by hand: docs/plan-input.md."
+    names = ", ".join(dict.fromkeys(machine.gpu for machine in machines))
+    gib = weights_bytes(llm, published) / _GIB
+    raise ConfigError("--gpus", f"weights of {gib:.0f} GiB do not fit on one machine with {names}", remedy)
+
+
+def _able(llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachine]) -> list[HostingOption]:
+    table = gpu_catalog.gpu_table()
+    most = {machine.gpu: machine.gpus for machine in machines}  # the last one of a GPU is the largest
+    found = (_option(llm, published, table[gpu], gpus) for gpu, gpus in most.items())
+    return [option for option in found if option is not None]
+
+
+def _option(llm: LLMShape, published: Quantisation, gpu: GpuSpec, gpus: int) -> HostingOption | None:
+    most = gpus if gpu.nvlink else min(gpus, _TP_WITHOUT_NVLINK)
+    tp = max(degree for degree in DEGREES if degree <= most and llm.heads % degree == 0)
+    choices: tuple[Quantisation, ...] = (published, "fp8") if published == "none" else (published,)
+    for quantisation in choices:
+        computes = quantisation != "fp8" or gpu.fp8_tflops > 0
+        if computes and weights_bytes(llm, quantisation, tp=tp) <= _ROOM * gpu.memory_gib * _GIB:
+            return HostingOption(gpu, quantisation, tp)
+    return None
