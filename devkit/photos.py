@@ -12,13 +12,13 @@ from PIL import Image
 
 # Package (found, not imported) and file in it. Mixed sizes, both containers, one in greyscale.
 _FILES = (
-    ("sklearn", "datasets/images/china.jpg"),
-    ("sklearn", "datasets/images/flower.jpg"),
+    ("skimage", "data/rocket.jpg"),
+    ("skimage", "data/ihc.png"),
     ("matplotlib", "mpl-data/sample_data/grace_hopper.jpg"),
     ("skimage", "data/astronaut.png"),
     ("skimage", "data/chelsea.png"),
     ("skimage", "data/coffee.png"),
-    ("skimage", "data/rocket.jpg"),
+    ("skimage", "data/motorcycle_right.png"),
     ("skimage", "data/motorcycle_left.png"),
     ("skimage", "data/hubble_deep_field.jpg"),
     ("skimage", "data/camera.png"),

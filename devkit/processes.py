@@ -50,12 +50,12 @@ def at_once(*calls: Callable[[], T]) -> list[T]:
 
 @contextlib.contextmanager
 def together(*processes: ManagedProcess) -> Iterator[None]:
-    """Start these side by side; the exit ends them all, the last one first, whichever of them started."""
-    with contextlib.ExitStack() as ends:
-        for process in processes:
-            ends.callback(process.stop)
+    """Start these side by side; the exit ends them all side by side, whichever of them started."""
+    try:
         at_once(*(process.start for process in processes))
         yield
+    finally:
+        at_once(*(process.stop for process in processes))
 
 
 class StoreProcess(ManagedProcess):

@@ -12,8 +12,8 @@ from checkpoints import App, Apps
 from devkit.photos import Photo, photos
 
 # JPEG and PNG, landscape, portrait and square.
-IMAGES: Final = ("china.jpg", "astronaut.png", "coffee.png", "grace_hopper.jpg")
-ARCHIVED: Final = ("rocket.jpg", "chelsea.png")
+IMAGES: Final = ("rocket.jpg", "astronaut.png", "coffee.png", "grace_hopper.jpg")
+ARCHIVED: Final = ("ihc.png", "chelsea.png")
 WARM_UP: Final = ("camera.png", "motorcycle_left.png")
 
 BOTH_APPS: Final = "two apps, one tower"
