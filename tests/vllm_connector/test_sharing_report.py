@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -17,53 +18,95 @@ from devkit import checkpoints
 pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
 
 
-def said(model: Path, **env: str) -> dict[str, SharingVerdict]:
-    """What a process of vLLM says of it."""
+# A process imports vLLM for a quarter of a minute: one looks at all of them.
+_ALL = """
+import os, sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from cornplug.sharing_verdict import last_line
+from cornplug.vllm_connector.sharing_report import describe
+for model in sys.argv[1:]:
+    print(last_line(describe(model)))
+os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
+print(last_line(describe(sys.argv[1])))
+"""
+
+Said = dict[str, SharingVerdict]
+
+
+def run(program: str, *arguments: str) -> list[Said]:
+    """The verdicts in those lines of a process's output that are a list."""
     done = subprocess.run(
-        [sys.executable, "-c", VLLM.model_probe, str(model), ""],
+        [sys.executable, "-c", program, *arguments],
         capture_output=True,
         text=True,
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", **env},
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    return {verdict.what: verdict for verdict in verdicts_of(done.stdout)}
+    lines = (line for line in done.stdout.splitlines() if line.startswith("["))
+    return [{verdict.what: verdict for verdict in verdicts_of(line)} for line in lines]
 
 
-def test_sharing_report_of_text_is_kv_alone(tmp_path: Path) -> None:
-    text = checkpoints.qwen2_text(tmp_path / "text")
-    assert said(text) == {
-        "KV": SharingVerdict(what="KV", shared=True),
-        "embeddings": SharingVerdict(what="embeddings", shared=False, why=NO_TOWER),
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoints.qwen2_text(tmp_path_factory.mktemp("text") / "model")
+
+
+@pytest.fixture(scope="module")
+def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Said]:
+    """Checkpoint -> the verdicts of vLLM."""
+    folder = tmp_path_factory.mktemp("models")
+    models = {
+        "text": text,
+        "windows": _with_windows(folder / "windows"),
+        "audio": checkpoints.qwen2_audio(folder / "audio"),
+        "none": folder,
+        "unreadable": checkpoints.qwen2_text(folder / "unreadable"),
     }
-    off = said(text, CORNPLUG_ENGINE_SHARE_KV="false")["KV"]
-    assert (off.shared, off.why) == (False, "engine.share_kv is false")
+    (models["unreadable"] / "consolidated.safetensors").symlink_to("model.safetensors")
+    found = run(_ALL, *map(str, models.values()))
+    return dict(zip((*models, "text, KV off"), found, strict=True))
 
 
-def test_sharing_report_of_windows_names_a_remedy(tmp_path: Path) -> None:
-    folder = checkpoints.gemma3(tmp_path / "gemma")
+def _with_windows(folder: Path) -> Path:
+    checkpoints.gemma3(folder)
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["layer_types"] = ["sliding_attention", "full_attention"]
     (folder / "config.json").write_text(json.dumps(config))
-    found = said(folder)
+    return folder
+
+
+def test_sharing_report_doctor_asks_for_it(text: Path, said: Mapping[str, Said]) -> None:
+    assert run(VLLM.model_probe, str(text), "") == [said["text"]]
+
+
+def test_sharing_report_of_text_is_kv_alone(said: Mapping[str, Said]) -> None:
+    assert said["text"] == {
+        "KV": SharingVerdict(what="KV", shared=True),
+        "embeddings": SharingVerdict(what="embeddings", shared=False, why=NO_TOWER),
+    }
+    off = said["text, KV off"]["KV"]
+    assert (off.shared, off.why) == (False, "engine.share_kv is false")
+
+
+def test_sharing_report_of_windows_names_a_remedy(said: Mapping[str, Said]) -> None:
+    found = said["windows"]
     assert found["embeddings"].shared
     assert (found["KV"].shared, "KV cache groups" in found["KV"].why) == (False, True)
     assert "--disable-hybrid-kv-cache-manager" in found["KV"].remedy
 
 
-def test_sharing_report_of_a_strange_tower_says_why(tmp_path: Path) -> None:
-    found = said(checkpoints.qwen2_audio(tmp_path / "audio"))
+def test_sharing_report_of_a_strange_tower_says_why(said: Mapping[str, Said]) -> None:
+    found = said["audio"]
     assert found["KV"].shared
     assert (found["embeddings"].shared, "compares" in found["embeddings"].why) == (False, True)
 
 
-def test_sharing_report_of_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
-    found = said(tmp_path)
-    assert [verdict.shared for verdict in found.values()] == [False, False]
-    assert all("does not run it" in verdict.why for verdict in found.values())
+def test_sharing_report_of_no_checkpoint_is_an_answer(said: Mapping[str, Said]) -> None:
+    assert [verdict.shared for verdict in said["none"].values()] == [False, False]
+    assert all("does not run it" in verdict.why for verdict in said["none"].values())
 
 
-def test_sharing_report_of_unreadable_weights_names_no_remedy_for_windows(tmp_path: Path) -> None:
-    text = checkpoints.qwen2_text(tmp_path / "text")
-    (text / "consolidated.safetensors").symlink_to("model.safetensors")
-    kv = said(text)["KV"]
+def test_sharing_report_of_unreadable_weights_names_no_remedy_for_windows(said: Mapping[str, Said]) -> None:
+    kv = said["unreadable"]["KV"]
     assert (kv.shared, "consolidated" in kv.why, kv.remedy) == (False, True, "")
