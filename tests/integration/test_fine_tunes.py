@@ -137,6 +137,7 @@ def test_tower_llm_of_another_width_shares_features(scene: Scene) -> None:
     same(answer, scene.own(wider))
 
 
+@pytest.mark.stress
 @pytest.mark.support("Sharing", "embeddings for a fine-tune with a quantised language model")
 def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> None:
     """Another name, another revision, other and quantised LLM weights, unknown to the service."""

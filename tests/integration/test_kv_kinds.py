@@ -20,6 +20,8 @@ from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
 from devkit.processes import at_once
 
+pytestmark = pytest.mark.stress
+
 PAGE: Final = 64
 ASKED: Final = (f"{PREAMBLE} What is a cache?", f"{PREAMBLE} {PREAMBLE} Say it again.")
 
@@ -58,7 +60,6 @@ KINDS: Final[Mapping[str, Kind]] = {
     "two stages": Kind(checkpoints.qwen2_text, lambda _: ("--pipeline-parallel-size", "2"), stock=()),
     "two API servers": Kind(checkpoints.qwen2_text, lambda _: ("--api-server-count", "2"), stock=()),
 }
-QUICK: Final = ("draft model",)
 
 
 @dataclass
@@ -70,10 +71,7 @@ class Engines:
     stock: Sequence[Answer]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.stress) for kind in KINDS],
-)
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
