@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +120,12 @@ def test_decide_a12_qwen_image_matches_published(gpus: int, goodput: float) -> N
 def test_decide_a15_encoder_pool_matches_expected_nodes() -> None:
     """Other hit rates: `test_decide.py`."""
     assert nodes(plan(read("a15_encoder_pool"))) == {"A100": 6, "H100": 1}
+
+
+@pytest.mark.parametrize(("n_plus_one", "count", "machines"), [(False, 6, 2), (True, 7, 2), ("node", 9, 3)])
+def test_decide_b01_node_loss_has_spare_replicas(n_plus_one: bool | str, count: int, machines: int) -> None:
+    found = plan(with_rules(read("b01_node_loss"), n_plus_one=n_plus_one))
+    assert (replicas(found), nodes(found)) == ({"llm/PD@A100-80": count}, {"A100": machines})
+    if n_plus_one == "node":
+        (group,) = found.groups
+        assert sorted(Counter(node for node, _ in group.placement).values()) == [3, 3, 3]

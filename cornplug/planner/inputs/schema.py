@@ -224,8 +224,9 @@ class PlanRules(InputTable):
     """Share of a cell's capacity that all work together may fill."""
     online_share: Share = 0.8
     """Share of a cell's capacity that online work may fill; the rest is for work that can wait."""
-    n_plus_one: Flag = True
-    """An online application survives the loss of one replica of each of its services."""
+    n_plus_one: Flag | Literal["node"] = True
+    """An online application survives the loss of one replica of each of its services; "node": of any one
+    node, with all replicas on it."""
     network_utilisation: Share = 0.7
     """Share of the nodes' network cards that planned traffic may fill."""
     router: RouterPolicy = "power_of_two"

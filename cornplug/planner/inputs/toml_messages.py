@@ -21,6 +21,7 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     "llm": 'llm = "NAME", of a component',
     "encoder": 'encoder = "NAME", of a component',
     "generator": 'generator = "NAME", of a component',
+    "n_plus_one": 'n_plus_one = true, false or "node"',
     "rate": "rate = 4.0, in requests per second",
     "peak": "peak = 1.5, to plan for half as many again",
     "burst": "burst = 1.0, which is Poisson",

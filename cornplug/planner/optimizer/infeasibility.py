@@ -157,9 +157,9 @@ def _spare(pool: OptimizationProblem) -> Relaxation:
     names = ", ".join(sorted(pool.limits.spare))
 
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
-        yield CapacityShortfall(
-            f"spare[{names}]", 0, 1, "replicas that may be lost", "Or plan without: rules.n_plus_one = false."
-        )
+        what, less = ("nodes", "true or false") if pool.limits.by_node else ("replicas", "false")
+        remedy = f"Or plan without: rules.n_plus_one = {less}."
+        yield CapacityShortfall(f"spare[{names}]", 0, 1, f"{what} that may be lost", remedy)
 
     relaxed = replace(pool, limits=replace(pool.limits, spare=frozenset()))
     return Relaxation(relaxed, lambda model: lpSum(model.x.values()), tell)

@@ -3,7 +3,7 @@
 Sets        demands u, variants v, services s, cells j, node classes n, cache levels l
 Variables   phi_v  rate of a variant                 x_j  replicas of a cell (integer)
             f_uj   work of a demand on a cell        z_n  nodes of a class (integer)
-            w_l    cache level chosen (binary)       e_j  cell used (binary; spare replicas)
+            w_l    cache level chosen (binary)       e_j  cell used (binary; `spare_replicas.py`)
             a_j, d_j, m_jk  starts, stops, role switches (integer; `transition_costs.py`)
 Objectives  dollars; or goodput, then dollars; or the least share served, then goodput, then dollars
 Constraints one function each; every row is named, and a plan's reasons quote those names
@@ -26,7 +26,13 @@ from pulp import lpSum
 
 from cornplug.errors import PlanUnfinished
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer import decomposition, infeasibility, problem_checks, transition_costs
+from cornplug.planner.optimizer import (
+    decomposition,
+    infeasibility,
+    problem_checks,
+    spare_replicas,
+    transition_costs,
+)
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
     OptimizationProblem,
@@ -114,7 +120,7 @@ def constrain(model: PoolModel) -> None:
     stock(model)
     network(model)
     cache(model)
-    spare(model)
+    spare_replicas.constrain(model)
     if model.pool.current is not None:
         transition_costs.constrain(model, model.pool.current)
 
@@ -225,35 +231,6 @@ def cache(model: PoolModel) -> None:
         most = sum(level.bytes for level in levels)
         room = lpSum(min(node.dram, most) * model.z[name] for name, node in model.nodes.items())
         model.add("memory[caches]", lpSum(level.bytes * model.w[level.name] for level in levels) <= room)
-
-
-def spare(model: PoolModel) -> None:
-    """A service survives the loss of one replica of any cell that it uses.
-
-    The capacity that online work leaves free on the cells that may stand in, counted in lost
-    replicas, is at least one replica, filled to the limit: after a loss the part kept for peaks
-    may be used.
-    The exchange rate is the worst of the classes at hand, so that the row is exact where cells
-    are one another's multiples and careful otherwise.
-    """
-    limit = model.pool.limits.max_utilisation
-    for name, used in model.e.items():
-        lost = model.cells[name]
-        model.add(f"used[{name}]", model.x[name] <= model.most(lost) * used)
-        free = []
-        for cell in model.cells_of[lost.service]:
-            rate = stands_in(model, cell, lost)
-            if rate > 0:
-                left = limit * model.x[cell.name] - model.load(cell, model.online(cell))
-                free.append(rate * left)
-        model.add(f"spare[{name}]", lpSum(free) >= limit * used)
-
-
-def stands_in(model: PoolModel, cell: Cell, lost: Cell) -> float:
-    """Replicas of `lost` that one of `cell` is worth; 0: it may not take all of its work."""
-    if cell.tier > lost.tier:
-        return 0.0
-    return min(cell.capacity.get(u, 0.0) / lost.capacity[u] for u in model.online(lost))
 
 
 # Solving --------------------------------------------------------------------------------------

@@ -96,12 +96,26 @@ class CacheLevel:
 
 
 @dataclass(frozen=True)
+class CrowdedNode:
+    """A node whose loss a plan did not survive: its class had so many nodes, and it held so many replicas."""
+
+    nodes: str
+    count: int
+    replicas: Mapping[str, int]
+    """Cell -> replicas on that node."""
+
+
+@dataclass(frozen=True)
 class PoolLimits:
     max_utilisation: float = 0.95
     online_share: float = 0.8
     network_utilisation: float = 0.7
     spare: frozenset[str] = frozenset()
     """Services that must carry their online work with one replica, the largest, lost."""
+    by_node: bool = False
+    """These services must carry it with all replicas of one node lost, whichever it is."""
+    crowded: tuple[CrowdedNode, ...] = ()
+    """With `by_node`: placements that are not to come again."""
 
 
 @dataclass(frozen=True)

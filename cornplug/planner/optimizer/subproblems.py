@@ -47,4 +47,6 @@ def subproblem(pool: OptimizationProblem, services: frozenset[str]) -> Optimizat
         levels=(),
         objective="cost",
         current=None,
+        # A group alone would pay for all nodes over which it is spread.
+        limits=replace(pool.limits, by_node=False, crowded=()),
     )

@@ -21,6 +21,9 @@ TOLERANCE: Final = 1e-6
 def trim(model: PoolModel, values: Values) -> dict[Any, float]:
     """The values without needless replicas, then without needless nodes; the dearest go first."""
     left = dict(values)
+    for name, choices in model.spread.items():
+        for k, b, s in choices:  # a solver may count more nodes than the replicas need
+            left[s] = left[model.x[name]] / k if left[b] > 0.5 else 0.0
     rows_of: dict[Any, list[Any]] = {}
     for row in model.rows.values():
         for variable in row.keys():  # noqa: SIM118  (a PuLP expression is no mapping to iterate)
@@ -43,6 +46,7 @@ def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, f
     changed = {x: values[x] - 1}
     if name in model.e and values[x] < 1.5:
         changed[model.e[name]] = 0.0
+        changed |= {v: 0.0 for _, b, s in model.spread.get(name, ()) for v in (b, s)}
     if name in model.a:
         starts, stops = model.a[name], model.d[name]
         changed |= {starts: values[starts] - 1} if values[starts] > 0.5 else {stops: values[stops] + 1}

@@ -67,6 +67,14 @@ class PoolModel:
             for i, c in enumerate(pool.cells)
             if c.service in pool.limits.spare and self.online(c)
         }
+        self.spread = {
+            c.name: [
+                (k, self.count(f"b_{i}_{k}", 1), self.real(f"s_{i}_{k}")) for k in _at_most(self.per_node(c))
+            ]
+            for i, c in enumerate(pool.cells)
+            if pool.limits.by_node and c.name in self.e and self.per_node(c) > 1
+        }
+        """Cell -> (k, whether no node has more than k of its replicas, the nodes that have some if so)."""
         self.min_served = self.real("min_served", 1.0)
         self.y: dict[tuple[str, int, str], Any] = {}
         self.a: dict[str, Any] = {}
@@ -97,6 +105,16 @@ class PoolModel:
         """Replicas of the cell that the demands' work fills."""
         return pulp.lpSum(self.f[u, cell.name] * (1 / cell.capacity[u]) for u in demands)
 
+    def per_node(self, cell: Cell) -> int:
+        """Replicas of the cell that fit on one node."""
+        return max(int(self.nodes[cell.nodes].gpus / cell.gpus + 1e-9), 1)
+
+    def lost(self, cell: Cell) -> Any:
+        """Most replicas of the cell that are lost together: with a node, or one by itself."""
+        if cell.name not in self.spread:
+            return 1 * self.e[cell.name]
+        return pulp.lpSum(k * b for k, b, _ in self.spread[cell.name])
+
     def most(self, cell: Cell) -> int:
         """Replicas beyond which one more of this cell cannot help, nor fit.
 
@@ -113,11 +131,11 @@ class PoolModel:
         limits = self.pool.limits
         online = sum(amount for u, amount in work.items() if self.demands[u].online)
         whole = max(sum(work.values()) / limits.max_utilisation, online / limits.online_share)
-        if not self.pool.limits.spare:
+        if not limits.spare:
             return ceil(whole - 1e-9)
-        # Spare replicas: as many as stand in for one of the largest sibling.
+        # Spare replicas: as many as stand in for one of the largest sibling, or for a node full of them.
         largest = max(
-            (other.capacity[u] / cell.capacity[u])
+            (other.capacity[u] / cell.capacity[u]) * (self.per_node(other) if limits.by_node else 1)
             for other in self.cells_of[cell.service]
             for u in cell.capacity
             if u in other.capacity
@@ -131,3 +149,8 @@ class PoolModel:
             if cell.tier <= need.tier:
                 work_of[variant.name] = work_of.get(variant.name, 0.0) + need.work
         return self.demands[demand].rate * max(work_of.values(), default=0.0) / cell.capacity[demand]
+
+
+def _at_most(fitting: int) -> list[int]:
+    """Bounds among which the most replicas on one node is chosen; beyond 8 in coarse steps."""
+    return [k for k in range(1, fitting + 1) if k <= 8 or k == fitting or k in (16, 32)]

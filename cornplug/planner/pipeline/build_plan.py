@@ -17,7 +17,7 @@ from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import build_plan_routes
 from cornplug.planner.pipeline.formulate import FormulatedProblem
-from cornplug.planner.pipeline.place_replicas import Slot, place
+from cornplug.planner.pipeline.place_replicas import Slot, placement
 from cornplug.planner.plan import (
     CacheSize,
     KVGeometry,
@@ -76,21 +76,8 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution) -> list[PlannedNo
 def _groups(
     problem: FormulatedProblem, solution: PoolSolution, names: Mapping[str, str]
 ) -> list[ReplicaGroup]:
-    slots = _placement(problem, solution)
+    slots = placement(problem.pool, solution)
     return [_group(problem, solution, problem.cells[cell], name, slots[cell]) for cell, name in names.items()]
-
-
-def _placement(problem: FormulatedProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
-    slots: dict[str, list[Slot]] = {}
-    for nodes in problem.nodes:
-        replicas = {
-            cell: (problem.cells[cell].footprint.gpus, n)
-            for cell, n in solution.replicas.items()
-            if n and problem.cells[cell].footprint.nodes.name == nodes.name
-        }
-        services = {cell: problem.cells[cell].service.name for cell in replicas}
-        slots |= place(replicas, nodes.gpus, solution.nodes.get(nodes.name, 0), services)
-    return slots
 
 
 def _group(

@@ -13,9 +13,10 @@ from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 from cornplug.planner.pipeline.build_plan import build_plan
-from cornplug.planner.pipeline.confirm_capacities import Report, Watch, with_simulated_capacities
+from cornplug.planner.pipeline.confirm_capacities import Report, Watch
 from cornplug.planner.pipeline.derate import derate
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
+from cornplug.planner.pipeline.lose_nodes import with_spare_nodes
 from cornplug.planner.pipeline.validate import SloMiss, validate
 from cornplug.planner.plan import Plan
 
@@ -52,7 +53,7 @@ def decide(
     problem = formulate(plan_input)
     report("cells", 1.0)
     if not plan_input.rules.simulate:
-        problem, solution = with_simulated_capacities(problem, report, watch)
+        problem, solution = with_spare_nodes(problem, report, watch)
         return PlanDecision(build_plan(problem, solution, digest=digest), problem, solution)
     return _validated(problem, digest, report, watch)
 
@@ -62,7 +63,7 @@ def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: W
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
-            problem, solution = with_simulated_capacities(problem, report, watch, first=not tried)
+            problem, solution = with_spare_nodes(problem, report, watch, first=not tried)
         except (PlanInfeasible, PlanUnfinished):
             if not tried:
                 raise

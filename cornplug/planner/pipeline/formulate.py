@@ -233,4 +233,5 @@ def _limits(rules: PlanRules, candidates: list[RequestPath]) -> PoolLimits:
         rules.online_share,
         rules.network_utilisation,
         frozenset(online) if rules.n_plus_one else frozenset(),
+        by_node=rules.n_plus_one == "node",
     )

@@ -4,8 +4,8 @@ Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole
 divides the next larger one. Placed in decreasing order, every replica finds the free GPUs of a node to be a
 multiple of its own (Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So every solution
 that the pool model admits (sum of footprints <= GPUs of all nodes) can be placed, on whichever node with
-room each replica goes: it goes to the node with the fewest replicas of its service, so that the loss
-of a node costs a service as little as it can.
+room each replica goes: it goes to the node with the fewest replicas of its service, the freest of these, so
+that the loss of a node costs a service as little as it can.
 """
 
 from __future__ import annotations
@@ -14,8 +14,21 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
+
 Slot = tuple[int, int]
 """Node's number in its class, first GPU."""
+
+
+def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
+    """Cell -> the slots of its replicas."""
+    slots: dict[str, list[Slot]] = {}
+    for nodes in pool.nodes:
+        here = [c for c in pool.cells if c.nodes == nodes.name and solution.replicas.get(c.name)]
+        footprints = {c.name: (c.gpus, solution.replicas[c.name]) for c in here}
+        services = {c.name: c.service for c in here}
+        slots |= place(footprints, nodes.gpus, solution.nodes.get(nodes.name, 0), services)
+    return slots
 
 
 def place(
@@ -48,7 +61,9 @@ def place(
 
 def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
     """`same`: node -> replicas of this service there."""
-    for node in sorted(range(len(free)), key=lambda node: same.get(node, 0) if size <= gpus else 0):
+    for node in sorted(
+        range(len(free)), key=lambda node: (same.get(node, 0), -free[node]) if size <= gpus else ()
+    ):
         whole_nodes = max(int(size / gpus), 1)
         if size > gpus:
             if _empty(free[node : node + whole_nodes], whole_nodes, gpus):

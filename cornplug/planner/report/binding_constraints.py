@@ -50,8 +50,9 @@ def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relax
     limits = pool.limits
     online = any(d.online for d in pool.demands)
     if limits.spare:
-        relaxed = replace(pool, limits=replace(limits, spare=frozenset()))
-        text = "each online service survives the loss of a replica (rules.n_plus_one)"
+        relaxed = replace(pool, limits=replace(limits, spare=frozenset(), by_node=False, crowded=()))
+        lost = "node" if limits.by_node else "replica"
+        text = f"each online service survives the loss of a {lost} (rules.n_plus_one)"
         yield RelaxedConstraint(
             CounterfactualQuestion("spare", text, relaxed), _least_slack(solution, "spare[")
         )

@@ -118,7 +118,7 @@ _RULES: Final = """
 
 [rules]
 objective = "cost" # the cheapest plan that keeps every SLO; "goodput", "max-min": the most from this stock
-n_plus_one = true # every online service survives the loss of one replica
+n_plus_one = true # every online service survives the loss of one replica; "node": of any one machine
 online_share = 0.8 # of an engine's capacity, for online work; the rest is room for its peaks
 """
 

@@ -146,3 +146,12 @@ def test_toml_reader_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
 def test_toml_reader_truth_value_or_fraction_is_no_whole_number(tmp_path: Path, good: str, bad: str) -> None:
     said = _read(tmp_path, GOOD.replace(good, bad))
     assert said.startswith(f"plan.toml:39 pool[0].{bad.partition(' ')[0]}: ")
+
+
+def test_toml_reader_n_plus_one_is_truth_value_or_node(tmp_path: Path) -> None:
+    for value in ("true", "false", '"node"'):
+        assert _read(tmp_path, f"{GOOD}\n[rules]\nn_plus_one = {value}\n") == ""
+    assert _read(tmp_path, f'{GOOD}\n[rules]\nn_plus_one = "rack"\n') == (
+        'plan.toml:42 rules.n_plus_one: "rack" is not true or false. '
+        'Write, for example, n_plus_one = true, false or "node".'
+    )

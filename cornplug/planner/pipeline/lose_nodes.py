@@ -1,0 +1,112 @@
+"""With `rules.n_plus_one = "node"`: a plan whose replicas, as they are placed, survive any one node's loss.
+
+The pool model knows how many replicas of a cell one node may hold, but not whether all services' replicas can
+be placed so. So the replicas of a solution are placed, each node is taken away, and where the rest cannot
+carry the online work, that placement is excluded and the problem is solved again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from math import ceil, inf
+from typing import Final
+
+from pulp import lpSum
+
+from cornplug.errors import PlanUnfinished
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import CrowdedNode, OptimizationProblem, PoolSolution
+from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solvers import solve as run_solver
+from cornplug.planner.pipeline.confirm_capacities import Report, Watch, with_simulated_capacities
+from cornplug.planner.pipeline.formulate import FormulatedProblem
+from cornplug.planner.pipeline.place_replicas import placement
+
+ROUNDS: Final = 12
+SECONDS: Final = 5.0
+HELD: Final = 1e-6
+"""Relative: rates may move by so much, which the solver's own tolerances need."""
+
+
+def with_spare_nodes(
+    problem: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+) -> tuple[FormulatedProblem, PoolSolution]:
+    """As `with_simulated_capacities`, and the solution survives each node's loss where the rules ask for it.
+
+    Raises as that, and PlanUnfinished where no placement of several solutions survives.
+    """
+    for i in range(ROUNDS):
+        problem, solution = with_simulated_capacities(problem, report, watch, first=first and i == 0)
+        crowded = unsurvived(problem.pool, solution)
+        if not crowded:
+            return problem, solution
+        problem = replace(problem, pool=excluding(problem.pool, crowded))
+    raise PlanUnfinished(
+        f"no plan of {ROUNDS} survives the loss of each node, and none was proven impossible. "
+        "Plan with rules.n_plus_one = true, or with fewer node classes."
+    )
+
+
+def excluding(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> OptimizationProblem:
+    """The pool without these placements."""
+    return replace(pool, limits=replace(pool.limits, crowded=(*pool.limits.crowded, *crowded)))
+
+
+def unsurvived(pool: OptimizationProblem, solution: PoolSolution) -> tuple[CrowdedNode, ...]:
+    """The nodes without which the rest does not carry the online work; none unless `limits.by_node`."""
+    if not pool.limits.by_node:
+        return ()
+    different = {(name, tuple(sorted(lost.items()))): lost for name, lost in node_losses(pool, solution)}
+    return tuple(
+        CrowdedNode(name, solution.nodes[name], lost)
+        for (name, _), lost in different.items()
+        if not survives(pool, solution, lost)
+    )
+
+
+def node_losses(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[tuple[str, Counter[str]]]:
+    """For each node its class, and cell -> replicas that stand on it, on their first or a later node."""
+    cells, slots = {c.name: c for c in pool.cells}, placement(pool, solution)
+    for nodes in pool.nodes:
+        on: dict[int, Counter[str]] = {}
+        for name, placed in slots.items():
+            if cells[name].nodes == nodes.name:
+                span = ceil(cells[name].gpus / nodes.gpus)
+                for first, _ in placed:
+                    for node in range(first, first + span):
+                        on.setdefault(node, Counter())[name] += 1
+        for lost in on.values():
+            yield nodes.name, lost
+
+
+def survives(pool: OptimizationProblem, solution: PoolSolution, lost: Mapping[str, int]) -> bool:
+    """Whether the other replicas carry the online work, each to the limit, along the paths of the solution.
+
+    Caches and network cards are taken to be as before.
+    """
+    online = {u.name for u in pool.demands if u.online}
+    limits = replace(
+        pool.limits, online_share=pool.limits.max_utilisation, spare=frozenset(), by_node=False, crowded=()
+    )
+    rest = replace(
+        pool,
+        nodes=tuple(replace(n, nic=inf) for n in pool.nodes),
+        demands=tuple(replace(u, slices=None) for u in pool.demands if u.name in online),
+        variants=tuple(replace(v, levels=frozenset()) for v in pool.variants if v.demand in online),
+        levels=(),
+        limits=limits,
+        objective="goodput",
+        current=None,
+    )
+    model = milp.build(rest)
+    for name, x in model.x.items():
+        x.lowBound = x.upBound = solution.replicas.get(name, 0) - lost.get(name, 0)
+    for name, z in model.z.items():
+        z.lowBound = z.upBound = solution.nodes.get(name, 0)
+    for name, phi in model.phi.items():
+        rate = solution.served.get(name, 0.0)
+        phi.lowBound, phi.upBound = rate * (1 - HELD), rate * (1 + HELD)
+    model.problem.setObjective(lpSum(model.phi.values()))
+    return run_solver(model.problem, SolverLimits(0.0, SECONDS)).status in ("optimal", "feasible")
