@@ -61,18 +61,17 @@ def place(
 
 def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
     """`same`: node -> replicas of this service there."""
-    for node in sorted(
-        range(len(free)), key=lambda node: (same.get(node, 0), -free[node]) if size <= gpus else ()
-    ):
-        whole_nodes = max(int(size / gpus), 1)
-        if size > gpus:
+    if size > gpus:
+        whole_nodes = int(size / gpus)
+        for node in range(len(free)):
             if _empty(free[node : node + whole_nodes], whole_nodes, gpus):
                 free[node : node + whole_nodes] = [Fraction(0)] * whole_nodes
                 return node, 0
-        elif free[node] >= size:
-            first = gpus - free[node]
-            free[node] -= size
-            return node, int(first)
+    elif fitting := [node for node, left in enumerate(free) if left >= size]:
+        node = min(fitting, key=lambda node: (same.get(node, 0), -free[node]))
+        first = gpus - free[node]
+        free[node] -= size
+        return node, int(first)
     raise ValueError(f"{group}: no room for {float(size):g} GPUs on {len(free)} nodes of {gpus}")
 
 
