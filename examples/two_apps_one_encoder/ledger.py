@@ -48,7 +48,7 @@ class Row:
     def tower(self) -> str:
         """The process that ran the tower for this request."""
         ran = {"service": self.service_passes, "engine": self.engine_passes}
-        return " and ".join(who for who, passes in ran.items() if passes) or "nobody"
+        return " and ".join(who for who, passes in ran.items() if passes) or "none"
 
     @property
     def same(self) -> bool:

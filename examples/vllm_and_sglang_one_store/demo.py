@@ -209,7 +209,7 @@ def table(rows: Sequence[Row]) -> Table:
             row.turn.engine,
             row.turn.words,
             "-" if row.turn.image is None else photos()[row.turn.image].name,
-            "service" if row.passes else "nobody",
+            "service" if row.passes else "none",
             str(row.answer.prompt_tokens),
             str(row.from_store),
             f"{1000 * row.answer.ttft_s:.0f}",
