@@ -111,7 +111,8 @@ class Half:
         with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})):
             self.scheduler = KVScheduler(SimpleNamespace(), runtime, PAGE, Tally())  # type: ignore[arg-type]
         blocks = list(range(_BLOCKS))
-        self.scheduler.bind(SimpleNamespace(get_block_ids=lambda request_id: (list(blocks),)))  # type: ignore[arg-type]
+        manager: Any = SimpleNamespace(block_pool=None, get_block_ids=lambda request_id: (list(blocks),))
+        self.scheduler.bind(manager, _BLOCK_TOKENS)
         self._names = itertools.count()
 
     def request(self, tokens: Sequence[int]) -> Request:
@@ -181,7 +182,7 @@ def fill(store: Store, half: Half, tokens: Sequence[int]) -> None:
 def over(half: Half, request: Request) -> None:
     """The request ends before it ran."""
     request.status = type(request.status).FINISHED_ABORTED
-    half.scheduler.finished(request)
+    half.scheduler.finished(request, ())
 
 
 class Decoding:

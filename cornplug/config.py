@@ -218,7 +218,8 @@ class EngineConfig(_Section):
     """The engine loads and saves KV pages."""
     save: Literal["always", "second", "never"] = "always"
     """KV pages that the engine copies to the store. "always": each page that it computes; "second": a page
-    that a second request has, on this engine or on another one of the store; "never": none."""
+    that a second request has, on this engine or on another one of the store, and on vLLM while the engine is
+    idle also others for which the store has free room; "never": none."""
     max_open_saves_bytes: int = Field(default=1 << 30, gt=0)
     """Bytes of pages on their way to the store. Further pages are not saved, so that the end of a request
     never waits for a slow store or mover."""

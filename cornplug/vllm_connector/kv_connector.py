@@ -126,7 +126,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
         if self._scheduler is not None:
-            self._scheduler.bind(kv_cache_manager)
+            groups = self._kv_cache_config.kv_cache_groups
+            self._scheduler.bind(kv_cache_manager, groups[0].kv_cache_spec.block_size)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -158,7 +159,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.step_ended()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return (self._scheduler.finished(request) if self._scheduler is not None else False), None
+        return (self._scheduler.finished(request, block_ids) if self._scheduler is not None else False), None
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]

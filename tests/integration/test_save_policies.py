@@ -1,8 +1,11 @@
-"""`engine.save = "second"` on real engines: a first use copies nothing, and every second use is stored."""
+"""`engine.save = "second"` on real engines: every second use is stored, and an idle vLLM stores first uses too."""
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask, Stack, count, forget_prefixes, services
@@ -40,14 +43,55 @@ def shareable(prompt_tokens: int) -> int:
     return (prompt_tokens - 1) // 64 * 64
 
 
+def cpu_s(server: EngineServer) -> float:
+    """CPU seconds that a server's processes have used so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in server.pids()]
+    return sum(int(ticks) for fields in stats for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.support("Sharing", "an idle engine stores a prompt that it had once")
+def test_engine_prompt_used_once_is_stored_while_idle(thrifty: Stack) -> None:
+    v, w = thrifty.servers["v"], thrifty.servers["w"]
+    before = thrifty.stat().entries
+    ask = Ask(f"Once, and then a pause. {PREAMBLE} {PREAMBLE}")
+    first = ask.put(v)
+    prefix = shareable(first.prompt_tokens)
+    stored(thrifty, before + prefix // 64)
+    forget_prefixes(w)
+    taken = count(w, "saved_tokens_total", app="w")
+    assert ask.put(w).token_ids == first.token_ids
+    assert count(w, "saved_tokens_total", app="w") - taken >= 0.9 * prefix
+    assert count(v, "saves_total", outcome="first_sight") >= prefix // 64
+
+
+@pytest.mark.support("Sharing", "an engine that has saved in idle steps sleeps, and its caches can be reset")
+def test_engine_idle_saves_end(thrifty: Stack) -> None:
+    v = thrifty.servers["v"]
+    before = thrifty.stat().entries
+    first = Ask(f"Then sleep. {PREAMBLE}").put(v)
+    stored(thrifty, before + shareable(first.prompt_tokens) // 64)
+    time.sleep(IDLE_S + 0.5)
+    used, began = cpu_s(v), time.monotonic()
+    time.sleep(2)
+    share = (cpu_s(v) - used) / (time.monotonic() - began)
+    assert share < 0.1, f"an idle engine takes {share:.0%} of a core"
+    forget_prefixes(v)
+    taken = count(v, "saved_tokens_total", app="v")
+    assert Ask(f"Then sleep. {PREAMBLE}").put(v).token_ids == first.token_ids
+    # Its own cache is empty, as no block was in use; else it would not load.
+    assert count(v, "saved_tokens_total", app="v") - taken >= 0.9 * shareable(first.prompt_tokens)
+
+
+@pytest.mark.support("Sharing", "a prompt that one engine has twice", engine="vllm sglang")
 @pytest.mark.parametrize("name", ["v", "s"])
 def test_engine_prefix_used_twice_reaches_another_engine(thrifty: Stack, name: str) -> None:
     engine, reader = thrifty.servers[name], thrifty.servers["w"]
     before = thrifty.stat().entries
     text = f"To {name}: {PREAMBLE}"
     first = Ask(f"{text} What is a cache?").put(engine)
-    count(engine, "saves_total")
-    assert thrifty.stat().entries == before, "an unshared prompt is not copied"
+    if name == "s":
+        count(engine, "saves_total")
+        assert thrifty.stat().entries == before, "an unshared prompt is not copied"
     # Its pages are in the engine's own prefix cache, and of this prompt only the end is computed.
     Ask(f"{text} What is a page?").put(engine)
     prefix = shareable(first.prompt_tokens - 40)  # without its own end
@@ -58,6 +102,7 @@ def test_engine_prefix_used_twice_reaches_another_engine(thrifty: Stack, name: s
     assert count(reader, "saved_tokens_total", app="w") - taken >= 0.9 * prefix
 
 
+@pytest.mark.support("Sharing", "a prompt that two engines have once each")
 def test_engine_prefix_of_two_engines_is_stored(thrifty: Stack) -> None:
     v, w = thrifty.servers["v"], thrifty.servers["w"]
     before = thrifty.stat().entries

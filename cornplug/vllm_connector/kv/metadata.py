@@ -67,7 +67,7 @@ class CornplugKVMetadata(KVConnectorMetadata):
     finishing: list[str] = field(default_factory=list)
     """Finished requests whose blocks stay until their saves are done."""
     preempted: list[str] = field(default_factory=list)
-    """Requests whose blocks were given away, and may have been overwritten."""
+    """Requests, and saves in idle steps, whose blocks were given away, and may have been overwritten."""
     timed: int = 0
     """Number of this step where its end is to be told, else 0."""
 

@@ -72,17 +72,21 @@ class PageSaves:
         room = max(0, self._most_open - len(self._open))
         if len(wanted) > room:
             self._publisher.count_outcome("busy", len(wanted) - room)
+            for tracked, index, key in wanted[room:]:
+                tracked.unsaved[index] = key
             wanted = wanted[:room]
             if not wanted:
                 return []
         answers = self._publisher.reserve([key for _, _, key in wanted])
         writes: dict[str, list[PageWrite]] = {}
-        for (tracked, index, _), answer in zip(wanted, answers, strict=True):
+        for (tracked, index, key), answer in zip(wanted, answers, strict=True):
             if answer is ReserveRefusal.GROWING:
                 self._publisher.count_outcome(answer.value)
                 tracked.refused.add(index)
+                tracked.unsaved[index] = key
             elif answer is ReserveRefusal.FIRST_SIGHT:
                 tracked.unseen.add(index)
+                tracked.unsaved[index] = key
             if not isinstance(answer, Reservation):
                 continue
             request_id = tracked.request.request_id
@@ -93,6 +97,15 @@ class PageSaves:
             PageSave(request_id, tuple(pages), tuple(self.manager.get_block_ids(request_id)[0]))
             for request_id, pages in writes.items()
         ]
+
+    def begin(self, reservation: Reservation, name: str, index: int) -> OpenSave:
+        """A save of a page that no running request has, under a name that is no request's."""
+        save = self._open[reservation.token] = OpenSave(reservation, name, index)
+        return save
+
+    def is_open(self, token: int) -> bool:
+        """Whether the worker halves are still filling this reservation."""
+        return token in self._open
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Commit pages that every rank has written; give up pages that a rank could not write."""

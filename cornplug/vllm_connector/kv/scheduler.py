@@ -11,6 +11,7 @@ from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
+from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.page_saves import PageSaves
@@ -44,10 +45,13 @@ class KVScheduler:
         self._requests = TrackedRequests(config, runtime, geometry, tally)
         self._offers = LoadOffers(runtime, geometry, tally, self._costs, self._store_ops)
         self._saves = PageSaves(runtime, geometry, self._requests, publisher, self._store_ops)
+        unseen = PagePublisher(runtime, geometry, tally, deadline_s=runtime.deadline_s)
+        self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
-    def bind(self, manager: KVCacheManager) -> None:
+    def bind(self, manager: KVCacheManager, block_size: int) -> None:
         """Take the engine's manager of blocks, which knows the blocks of a request."""
         self._saves.manager = manager
+        self._idle.bind(manager.block_pool, block_size)
 
     def matched_tokens(self, request: Request, computed: int) -> int:
         """Tokens beyond `computed` that the store offers. Asked often; answers from memory."""
@@ -68,7 +72,7 @@ class KVScheduler:
         moves = CornplugKVMetadata(
             loads=self._offers.new_loads(),
             finishing=finishing,
-            preempted=list(output.preempted_req_ids or ()),
+            preempted=[*(output.preempted_req_ids or ()), *self._idle.reused()],
         )
         for request_id in moves.preempted:
             tracked = self._requests.get(request_id)
@@ -77,7 +81,7 @@ class KVScheduler:
         if self._store_ops:
             self._store_ops.run()
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
-        moves.saves = self._saves.of_step(output)
+        moves.saves = self._saves.of_step(output) + self._idle.of_step(output)
         return moves
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
@@ -101,12 +105,13 @@ class KVScheduler:
         """The engine has read the output of a step."""
         self._costs.step_ended()
 
-    def finished(self, request: Request) -> bool:
-        """True when its blocks must stay until the worker halves have read them."""
+    def finished(self, request: Request, blocks: Sequence[int]) -> bool:
+        """True when its `blocks` must stay until the worker halves have read them."""
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return False
         self._offers.withdraw(tracked)
+        self._idle.remember(tracked, blocks)
         self._requests.forget_if_over(tracked)
         # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them
         # then: it must not hear of them twice. Saves that are still open were begun before the
@@ -117,5 +122,5 @@ class KVScheduler:
         return False
 
     def saves_open(self) -> bool:
-        """Whether the engine must keep stepping for acknowledgements."""
-        return bool(self._saves or self._finishing or self._store_ops)
+        """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        return bool(self._saves or self._finishing or self._store_ops or self._idle)

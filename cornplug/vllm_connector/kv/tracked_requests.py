@@ -56,6 +56,8 @@ class TrackedRequest:
     """Pages below `done_pages` that a growing store refused: they are offered again at the next step."""
     unseen: set[int] = field(default_factory=set)
     """Pages that no other request had when this one offered them: it offers them once."""
+    unsaved: dict[int, bytes] = field(default_factory=dict)
+    """Page -> key, of offered pages that got no room: an idle engine may save them once the request is over."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
     load_failed: bool = False
@@ -126,6 +128,10 @@ class TrackedRequests:
     def sharing(self) -> bool:
         """Whether KV of this engine's weights may be shared now."""
         return not self.off and not weights_guard.replaced()
+
+    def unfinished(self) -> bool:
+        """Whether a tracked request is not over."""
+        return not all(tracked.request.is_finished() for tracked in self._tracked.values())
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request of this id; None if it is not tracked."""

@@ -1,0 +1,230 @@
+"""Saves of an idle engine: pages of finished requests that were not worth a copy while requests ran.
+
+With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would be
+computed again by the next app. An engine without work copies such pages, if the store has free room for them:
+they evict no page that was used twice. Between requests' end and the copy a block may be given away at any
+time. vLLM's pool names it then (`BlockPool.unpin_blocks`): the block counts as free all the while, so no request
+and no `reset_prefix_cache` waits for a copy.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import CornplugError
+from cornplug.kv_page import PageGeometry
+from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.vllm_connector.kv.deferred_ops import OpenSave
+from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
+from cornplug.vllm_connector.kv.page_saves import PageSaves
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+_SETTLE_S: Final = 0.05
+"""Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
+_LIMIT_S: Final = 1.0
+"""Time without a scheduled token for which an engine is kept stepping. It sleeps then, and saves the pages that
+are left in its next idle time; a caller that pauses the engine waits no longer than that."""
+_BATCH_BYTES: Final = 32 << 20
+"""Pages that are copied at a time; a request that arrives has so many bytes beside it."""
+_ALIGNMENT_BYTES: Final = 64
+"""Of an entry's room in the store."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """A finished request with pages that were not saved."""
+
+    pages: dict[int, bytes]
+    """Page index -> key."""
+    blocks: list[KVCacheBlock]
+    hashes: list[BlockHashWithGroupId | None]
+    """Of `blocks`, at the request's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    """A page that is to be copied."""
+
+    key: bytes
+    index: int
+    """Of the page in `blocks`."""
+    blocks: Sequence[KVCacheBlock]
+    hashes: Sequence[BlockHashWithGroupId | None]
+
+    def cached(self) -> bool:
+        """Whether its blocks still hold it: vLLM takes the hash from a block that it gives away."""
+        return None not in self.hashes and all(
+            block.block_hash == known for block, known in zip(self.blocks, self.hashes, strict=True)
+        )
+
+
+class IdleSaves:
+    """One per scheduler half; used by the engine's thread. True while an idle engine must step for it."""
+
+    def __init__(
+        self,
+        runtime: EngineRuntime,
+        page: PageGeometry,
+        requests: TrackedRequests,
+        saves: PageSaves,
+        publisher: PagePublisher,
+    ) -> None:
+        """`publisher`: one that asks for room whether a page was seen or not."""
+        self._run, self._page = runtime, page
+        self._requests, self._saves, self._publisher = requests, saves, publisher
+        self._batch_pages = max(1, _BATCH_BYTES // page.page_bytes)
+        self._name = f"idle-{secrets.token_hex(8)}"
+        """Of these saves, in place of a request's: no client can guess it."""
+        self._pool: BlockPool | None = None
+        self._unit_tokens = self._unit_blocks = self._most_pages = 0
+        self._finished: deque[_Finished] = deque()
+        """Oldest first."""
+        self._pages = 0
+        """In `_finished`."""
+        self._growing: list[_Page] = []
+        """Pages for which the store is making room."""
+        self._open: dict[int, OpenSave] = {}
+        self._reading: dict[int, list[OpenSave]] = {}
+        """Block -> saves that read it, or have read it."""
+        self._reused: list[str] = []
+        self._idle_since: float | None = None
+
+    def bind(self, pool: BlockPool | None, block_size: int) -> None:
+        """Take the engine's blocks of `block_size` tokens; without prefix caching no page outlives its request."""
+        if self._run.config.engine.save != "second" or pool is None or not pool.enable_caching:
+            return
+        self._pool = pool
+        # A page and a block both begin at a multiple of it.
+        self._unit_tokens = math.lcm(self._page.page_tokens, block_size)
+        self._unit_blocks = self._unit_tokens // block_size
+        self._most_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
+
+    def __bool__(self) -> bool:
+        if not (self._finished or self._growing) or self._requests.unfinished():
+            return False
+        return self._idle_since is None or time.monotonic() <= self._idle_since + _LIMIT_S
+
+    def remember(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
+        """Take the pages of a request that is over, and has these blocks still."""
+        # While it loads, its blocks hold nothing yet.
+        if self._pool is None or not tracked.unsaved or tracked.loading is not None:
+            return
+        blocks = [self._pool.blocks[block] for block in block_ids]
+        finished = _Finished(
+            dict(sorted(tracked.unsaved.items())), blocks, [block.block_hash for block in blocks]
+        )
+        self._finished.append(finished)
+        self._pages += len(finished.pages)
+        while self._pages > self._most_pages:
+            self._pages -= len(self._finished.popleft().pages)
+
+    def of_step(self, output: SchedulerOutput) -> list[PageSave]:
+        """Pages that the worker halves are to copy in this step; none while a token is computed."""
+        if output.num_scheduled_tokens or not (self._finished or self._growing):
+            self._idle_since = None
+            return []
+        now = time.monotonic()
+        if self._idle_since is None:
+            self._idle_since = now
+        if not _SETTLE_S <= now - self._idle_since <= _LIMIT_S or self._requests.unfinished():
+            return []
+        if not self._requests.sharing:
+            self._forget()
+            return []
+        self._open = {token: save for token, save in self._open.items() if self._saves.is_open(token)}
+        if not self._open:
+            self._reading.clear()
+        room = self._batch_pages - len(self._open)
+        pages = self._take(min(room, self._free_pages())) if room > 0 else []
+        return self._reserve(pages) if pages else []
+
+    def reused(self) -> list[str]:
+        """Names of saves whose blocks were given away since the last call."""
+        reused, self._reused = self._reused, []
+        return reused
+
+    def _forget(self) -> None:
+        self._finished.clear()
+        self._growing.clear()
+        self._pages = 0
+
+    def _free_pages(self) -> int:
+        """Pages that the store takes without an eviction; without room for one, none is tried again."""
+        try:
+            stat = self._run.store.stat(deadline_s=self._run.deadline_s)
+        except CornplugError:
+            free = 0
+        else:
+            room_bytes = -(-self._page.page_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            free = (stat.capacity_bytes - stat.used_bytes) // room_bytes
+        if free <= 0:
+            self._forget()
+        return free
+
+    def _take(self, count: int) -> list[_Page]:
+        """At most `count` pages that are cached still: those of the newest requests, each from its start."""
+        pages = [page for page in self._growing[:count] if page.cached()]
+        del self._growing[:count]
+        while self._finished and len(pages) < count:
+            newest = self._finished[-1]
+            while newest.pages and len(pages) < count:
+                index = next(iter(newest.pages))
+                page = self._page_of(newest, index, newest.pages.pop(index))
+                self._pages -= 1
+                if page.cached():
+                    pages.append(page)
+            if not newest.pages:
+                self._finished.pop()
+        return pages
+
+    def _page_of(self, finished: _Finished, index: int, key: bytes) -> _Page:
+        unit, place = divmod(index * self._page.page_tokens, self._unit_tokens)
+        span = slice(unit * self._unit_blocks, (unit + 1) * self._unit_blocks)
+        hashes = finished.hashes[span] if len(finished.blocks) >= span.stop else [None]
+        return _Page(key, place // self._page.page_tokens, finished.blocks[span], hashes)
+
+    def _reserve(self, pages: list[_Page]) -> list[PageSave]:
+        answers = self._publisher.reserve([page.key for page in pages])
+        if None in answers:
+            # The store does not answer: this is no work to keep an engine awake for.
+            self._forget()
+        writes = []
+        for page, answer in zip(pages, answers, strict=True):
+            if answer is ReserveRefusal.GROWING:
+                self._growing.append(page)
+            elif isinstance(answer, Reservation):
+                writes.append(self._begin(page, answer))
+        return writes
+
+    def _begin(self, page: _Page, reservation: Reservation) -> PageSave:
+        assert self._pool is not None
+        name = f"{self._name}-{reservation.token}"
+        save = self._saves.begin(reservation, name, page.index)
+        self._open[reservation.token] = save
+        for block in page.blocks:
+            self._reading.setdefault(block.block_id, []).append(save)
+        # The blocks stay free, as the last ones that the engine gives away.
+        self._pool.touch(page.blocks)
+        self._pool.unpin_blocks(reversed(page.blocks), self._given_away)
+        write = PageWrite(page.index, reservation.token, reservation.location)
+        return PageSave(name, (write,), tuple(block.block_id for block in page.blocks))
+
+    def _given_away(self, block: KVCacheBlock) -> None:
+        """vLLM gives a block to a request, or forgets what it holds."""
+        for save in self._reading.pop(block.block_id, ()):
+            if self._saves.is_open(save.reservation.token) and not save.given_up:
+                save.given_up = True
+                self._reused.append(save.request_id)

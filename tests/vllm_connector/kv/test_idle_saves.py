@@ -1,0 +1,439 @@
+"""`engine.save = "second"` on an idle engine, under vLLM's own scheduler and pool of blocks."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from cornplug.engine_common import weights_guard
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv import idle_saves
+from devkit import checkpoints
+
+from ..conftest import open_in
+from ..rig import LAYERS, Engine
+
+PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
+BLOCKS = 64
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Flags of an engine of 16-token blocks. One for all: vLLM takes seconds to resolve it."""
+    model = checkpoints.qwen2_text(tmp_path_factory.mktemp("models") / "t")
+    args = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=1024, block_size=16, max_num_batched_tokens=1024,
+        enable_prefix_caching=True, async_scheduling=False, kv_cache_memory_bytes=1 << 20,
+    )  # fmt: skip
+    config = args.create_engine_config()
+    config.cache_config.num_gpu_blocks = BLOCKS
+    return config
+
+
+class Clock:
+    """Replaces the module's clock: no test waits."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+class Core:
+    """vLLM's engine core around the rig's ranks: every block is the scheduler's, and its bytes are computed."""
+
+    def __init__(self, config: Any, engine: Engine, clock: Clock) -> None:
+        self.engine, self.clock = engine, clock
+        cache = engine._cache_config(range(LAYERS), BLOCKS)
+        self.scheduler = Scheduler(
+            config, cache, StructuredOutputManager(config), block_size=engine.block_size, log_stats=False
+        )
+        self.scheduler.connector = engine.connector
+        engine.connector.bind_kv_cache_manager(self.scheduler.kv_cache_manager)
+        # The scheduler would hand the counts to the engine's front end.
+        connector, take = engine.connector, engine.connector.get_kv_connector_stats
+        connector.get_kv_connector_stats = lambda: self._count(take())  # type: ignore[method-assign]
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(engine.block_size, sha256)
+        self.names = 0
+
+    def _count(self, stats: Any) -> None:
+        for metric, rows in (stats.data if stats is not None else {}).items():
+            for labels, values in rows:
+                key = (metric.removeprefix("cornplug_").removesuffix("_total"), *labels[1:])
+                self.engine.counts[key] = self.engine.counts.get(key, 0) + sum(values)
+
+    @property
+    def pool(self) -> Any:
+        return self.scheduler.kv_cache_manager.block_pool
+
+    def add(self, tokens: Sequence[int], max_tokens: int = 1) -> Request:
+        self.names += 1
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = Request(f"r{self.names}", list(tokens), params, None, block_hasher=self.hasher)
+        self.scheduler.add_request(request)
+        return request
+
+    def schedule(self) -> Any:
+        output = self.scheduler.schedule()
+        scheduled = output.num_scheduled_tokens
+        ends = {name: self.scheduler.requests[name].num_computed_tokens for name in scheduled}
+        self.engine.requests = {
+            name: SimpleNamespace(  # type: ignore[misc]
+                all_token_ids=list(self.scheduler.requests[name].all_token_ids),
+                blocks=self.scheduler.kv_cache_manager.get_block_ids(name)[0],
+                status="running",
+            )
+            for name in scheduled
+        }
+        starts = {name: ends[name] - tokens for name, tokens in scheduled.items()}
+        return output, SimpleNamespace(scheduled=scheduled, starts=starts, meta=output.kv_connector_metadata)
+
+    def execute(self, step: Any) -> None:
+        output, moves = step
+        answer = self.engine.execute(moves)
+        names = list(moves.scheduled)
+        requests = self.scheduler.requests
+        done = {
+            name: name in requests and requests[name].num_computed_tokens >= requests[name].num_tokens
+            for name in names
+        }
+        self.scheduler.update_from_output(
+            output,
+            ModelRunnerOutput(
+                names,
+                {name: i for i, name in enumerate(names)},
+                [[7] if done[name] else [] for name in names],
+                kv_connector_output=answer,
+            ),
+        )
+
+    def step(self) -> None:
+        self.execute(self.schedule())
+
+    def answer(self, tokens: Sequence[int], max_tokens: int = 1) -> Request:
+        """A request until it is finished; the step after its last token is the engine's next."""
+        request = self.add(tokens, max_tokens)
+        while not request.is_finished():
+            self.step()
+        return request
+
+    def sleep(self, step_s: float = 0.01) -> float:
+        """Step until the engine goes to sleep. Returns the time that it was idle and awake."""
+        began, end_s = self.clock.now, time.monotonic() + 10
+        while self.scheduler.has_requests():
+            assert time.monotonic() < end_s, "the engine stays awake"
+            self.step()
+            self.clock.now += step_s
+            self.drain()
+        return self.clock.now - began
+
+    def drain(self) -> None:
+        for rank in self.engine.ranks:
+            rank.connector._worker.drain()  # type: ignore[union-attr]
+
+    def saved(self, outcome: str = "stored") -> float:
+        return self.engine.counts.get(("saves", "kv_page", outcome), 0)
+
+
+@pytest.fixture
+def core(
+    config: Any, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Core]]:
+    clock = Clock()
+    monkeypatch.setattr(idle_saves, "time", clock)
+
+    def make(**options: Any) -> Core:
+        return Core(config, engine(blocks=BLOCKS, **{"save": "second", **options}), clock)
+
+    yield make
+
+
+Make = Callable[..., Core]
+MakeEngine = Callable[..., Engine]
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"tp": 2}, {"second_runner": True, "accelerator": True}, {"page_tokens": 16}]
+)
+def test_idle_saves_prompt_used_once_reaches_another_engine(
+    core: Make, engine: MakeEngine, store: MemoryStore, how: dict[str, Any]
+) -> None:
+    one, page = core(**how), how.get("page_tokens", 32)
+    one.answer(PROMPT)
+    assert store.connect().stat(deadline_s=1).used_bytes == 0
+    assert one.sleep() <= 1
+    assert one.saved() == 149 // page
+    # Every byte is checked.
+    request = engine(**how).run("b", PROMPT)
+    assert request.external_tokens == 149 // page * page
+    assert open_in(store) == (0, 0)
+
+
+def test_idle_saves_nothing_while_a_request_runs(core: Make, store: MemoryStore) -> None:
+    one = core()
+    one.answer(PROMPT)
+    other = one.add([300] * 40, max_tokens=200)
+    for _ in range(100):
+        one.step()
+        one.clock.now += 0.1
+    assert not other.is_finished()
+    assert store.connect().stat(deadline_s=1).used_bytes == 0
+    one.scheduler.finish_requests(other.request_id, RequestStatus.FINISHED_ABORTED)
+    one.sleep()
+    assert one.saved() == 4 + (40 + 100 - 1) // 32
+
+
+def test_idle_saves_begin_after_a_pause_not_between_two_requests(core: Make, store: MemoryStore) -> None:
+    one = core()
+    for turn in range(5):
+        one.answer([*PROMPT[:64], *[turn + 300] * 40])
+        one.step()
+        one.clock.now += 0.04
+        one.step()
+    assert one.saved() == 2  # the second sighting of the common prefix
+    assert store.connect().stat(deadline_s=1).reservations == 0
+    one.sleep()
+    assert one.saved() == 2 + 5
+
+
+def test_idle_saves_done_engine_needs_no_step(core: Make) -> None:
+    one = core()
+    one.answer(PROMPT)
+    one.sleep()
+    one.clock.now += 1000
+    assert not one.scheduler.has_requests()
+    assert not one.engine.connector.has_pending_push_work()
+
+
+@pytest.mark.parametrize("save", ["always", "never"])
+def test_idle_saves_other_policies_have_none(core: Make, save: str) -> None:
+    one = core(save=save)
+    one.answer(PROMPT)
+    one.step()
+    one.drain()
+    one.sleep()
+    assert one.saved() == (4 if save == "always" else 0)
+    assert not one.engine.connector._scheduler._idle._finished  # type: ignore[union-attr]
+
+
+def test_idle_saves_end_after_a_second_and_go_on_in_the_next_idleness(
+    core: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_saves, "_BATCH_BYTES", 1)  # a page at a time
+    one = core()
+    one.answer(PROMPT)
+    one.sleep(step_s=0.4)
+    early = one.saved()
+    assert 0 < early < 4
+    one.answer([5] * 8)
+    one.sleep()
+    assert one.saved() == 4
+
+
+def test_idle_saves_blocks_given_to_another_request_are_not_saved(
+    core: Make, engine: MakeEngine, store: MemoryStore
+) -> None:
+    """All blocks are rewritten before the engine is idle."""
+    one = core()
+    one.answer(PROMPT)
+    filler = [(5 * i + 3) % 241 for i in range((BLOCKS - 1) * 16 - 1)]
+    one.answer(filler)
+    one.sleep()
+    assert one.saved() == len(filler) // 32
+    assert engine().run("b", PROMPT).external_tokens == 0
+    assert engine(blocks=128).run("c", filler).external_tokens == len(filler) // 32 * 32
+
+
+@pytest.mark.parametrize("how", [{}, {"second_runner": True, "accelerator": True}])
+def test_idle_saves_blocks_given_away_during_the_copy_give_it_up(
+    core: Make, engine: MakeEngine, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
+) -> None:
+    one = core(**how)
+    one.answer(PROMPT)
+    one.step()
+    one.clock.now += 0.1
+    idle = one.engine.connector._scheduler._idle  # type: ignore[union-attr]
+    free = one.pool.get_num_free_blocks()
+    # The copies begin, and no acknowledgement reaches the scheduler before the blocks are given away.
+    output, moves = one.schedule()
+    assert len(moves.meta.saves) == 4
+    assert one.pool.get_num_free_blocks() == free
+    one.execute((output, moves))
+    filler = [(5 * i + 3) % 241 for i in range((BLOCKS - 1) * 16 - 1)]
+    one.add(filler)
+    began = one.schedule()
+    assert len(began[1].meta.preempted) == 4 == len(set(began[1].meta.preempted))
+    # A worker copies now at the earliest: what it reads is the other request's.
+    one.execute(began)
+    one.drain()
+    one.sleep()
+    assert one.saved() + one.saved("preempted") == 4 + len(filler) // 32
+    assert not idle
+    # Those pages that were acknowledged in time are right to the byte; no other one is there.
+    engine(**how).run("b", PROMPT)
+    engine(blocks=128, **how).run("c", filler)
+    assert open_in(store)[0] == 0
+
+
+def test_idle_saves_delay_no_reset_of_the_prefix_cache(core: Make, store: MemoryStore) -> None:
+    one = core()
+    one.answer(PROMPT)
+    one.step()
+    one.clock.now += 0.1
+    began = one.schedule()
+    assert len(began[1].meta.saves) == 4
+    assert one.scheduler.reset_prefix_cache()
+    one.execute(began)
+    one.sleep()
+    assert open_in(store)[0] == 0
+    assert not one.scheduler.has_requests()
+
+
+def test_idle_saves_reset_drops_remembered_pages(core: Make, store: MemoryStore) -> None:
+    one = core()
+    one.answer(PROMPT)
+    one.step()
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=False)
+    one.sleep()
+    assert one.saved() == 0
+    assert store.connect().stat(deadline_s=1).used_bytes == 0
+
+
+def test_idle_saves_replaced_weights_drop_remembered_pages(core: Make, store: MemoryStore) -> None:
+    one = core()
+    one.answer(PROMPT)
+    weights_guard.note_replaced("a test", compat.logger)
+    one.sleep()
+    assert store.connect().stat(deadline_s=1).used_bytes == 0
+    assert not one.engine.connector._scheduler._idle._finished  # type: ignore[union-attr]
+
+
+def test_idle_saves_paused_engine_with_requests_sleeps(core: Make, store: MemoryStore) -> None:
+    """A pause completes when the engine has nothing to step for."""
+    one = core()
+    one.answer(PROMPT)
+    one.add([300] * 40, max_tokens=50)
+    one.step()
+    one.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+    assert not one.scheduler.has_requests() or one.sleep() <= 0.05
+    assert store.connect().stat(deadline_s=1).used_bytes == 0
+
+
+def test_idle_saves_evict_nothing_from_a_full_store(core: Make, engine: MakeEngine) -> None:
+    """Its entries were used; a page that is asked for once replaces none of them."""
+    page_bytes = 4 * 4 * 2 * 32 * 8 * 4
+    small = MemoryStore(capacity_bytes=6 * page_bytes)
+    engine(connect=small.connect).run("a", [9] * 150)  # 4 pages
+    one = core(connect=small.connect)
+    one.answer(PROMPT)
+    one.sleep()
+    stat = small.connect().stat(deadline_s=1)
+    assert (stat.entries, stat.evictions) == (6, 0)
+    # The first pages: a prefix needs them.
+    assert engine(connect=small.connect).run("b", PROMPT).external_tokens == 64
+    assert engine(connect=small.connect).run("c", [9] * 150).external_tokens == 128
+
+
+def test_idle_saves_store_down_lets_the_engine_sleep(core: Make, faulty: FaultyStore) -> None:
+    one = core(connect=lambda: faulty)
+    one.answer(PROMPT)
+    faulty.unavailable = True
+    assert one.sleep() < 0.2
+
+
+def test_idle_saves_growing_store_takes_the_pages_later(core: Make, faulty: FaultyStore) -> None:
+    one = core(connect=lambda: faulty)
+    faulty.growing = 1
+    one.answer(PROMPT)
+    one.step()
+    for _ in range(10):
+        one.clock.now += 0.01
+        one.step()
+    assert one.saved() < 4
+    faulty.growing = None
+    one.sleep()
+    assert one.saved() == 4
+
+
+def test_idle_saves_second_sighting_without_room_is_saved_later(core: Make, faulty: FaultyStore) -> None:
+    """A prefix used twice is in the store within a second of idleness, also where the store had to grow."""
+    one = core(connect=lambda: faulty)
+    one.answer(PROMPT)
+    faulty.growing = 0
+    one.answer(PROMPT)
+    assert one.saved() == 0
+    faulty.growing = None
+    one.sleep()
+    assert one.saved() == 4
+
+
+def test_idle_saves_remember_no_more_pages_than_the_engine_has(core: Make) -> None:
+    one = core()
+    idle = one.engine.connector._scheduler._idle  # type: ignore[union-attr]
+    for i in range(20):
+        one.answer([i + 300] * 150)
+    assert idle._pages <= BLOCKS * 16 // 32
+    assert idle._pages == sum(len(finished.pages) for finished in idle._finished)
+    one.sleep()
+    assert one.saved() > 0
+
+
+def test_idle_saves_block_of_two_pages_holds_both(core: Make, engine: MakeEngine) -> None:
+    one = core(page_tokens=16, block_size=32)
+    one.answer(PROMPT)
+    one.sleep()
+    # The last page is in a block that is not full: vLLM does not keep it.
+    assert one.saved() == 8
+    assert engine(page_tokens=16).run("b", PROMPT).external_tokens == 128
+
+
+@pytest.mark.parametrize("how", [{}, {"second_runner": True, "accelerator": True, "tp": 2}])
+@pytest.mark.parametrize("seed", range(4))
+def test_idle_saves_under_any_load_store_only_right_bytes(
+    core: Make, engine: MakeEngine, store: MemoryStore, seed: int, how: dict[str, Any]
+) -> None:
+    """Few blocks, so requests preempt one another and take blocks that are being copied."""
+    dice, one = random.Random(seed), core(**how)
+    asked: list[Request] = []
+    for _ in range(120):
+        what = dice.choice(["add", "abort", "reset", *["step"] * 6, *["rest"] * 4])
+        if what == "add":
+            family, own = dice.randrange(3), dice.randrange(400, 500)
+            prompt = [family] * dice.choice([20, 64, 200]) + [own] * dice.choice([10, 100, 300])
+            asked.append(one.add(prompt, max_tokens=dice.choice([1, 30, 200])))
+        elif what == "abort" and asked:
+            one.scheduler.finish_requests(dice.choice(asked).request_id, RequestStatus.FINISHED_ABORTED)
+        elif what == "reset":
+            one.scheduler.reset_prefix_cache()
+        elif what == "rest":
+            one.clock.now += dice.choice([0.01, 0.06, 0.3])
+            one.step()
+        else:
+            one.step()
+    while one.scheduler.has_unfinished_requests():
+        one.step()
+    one.sleep()
+    assert one.saved() > 0
+    assert one.pool.get_num_free_blocks() == BLOCKS - 1
+    for i, request in enumerate(asked):
+        reader = engine(blocks=BLOCKS, **how)
+        reader.run(f"read {i}", list(request.all_token_ids))
+    assert open_in(store)[1] == 0
