@@ -1,4 +1,4 @@
-"""`engine.save = "second"` on real engines: every second use is stored, and an idle vLLM stores first uses too."""
+"""`engine.save = "second"` on real engines: second uses are stored, and first ones by an idle vLLM."""
 
 from __future__ import annotations
 

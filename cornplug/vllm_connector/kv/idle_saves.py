@@ -1,10 +1,10 @@
 """Saves of an idle engine: pages of finished requests that were not worth a copy while requests ran.
 
-With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would be
-computed again by the next app. An engine without work copies such pages, if the store has free room for them:
-they evict no page that was used twice. Between requests' end and the copy a block may be given away at any
-time. vLLM's pool names it then (`BlockPool.unpin_blocks`): the block counts as free all the while, so no request
-and no `reset_prefix_cache` waits for a copy.
+With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would
+be computed again by the next app. An engine without work copies such pages, if the store has free room for
+them: they evict no page that was used twice. Their blocks count as free all the while, so no request and no
+`reset_prefix_cache` waits for a copy. vLLM's pool names a block that it gives away before the copy has ended
+(`BlockPool.unpin_blocks`); the page is given up then, as those of a preempted request.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 _SETTLE_S: Final = 0.05
 """Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
 _LIMIT_S: Final = 1.0
-"""Time without a scheduled token for which an engine is kept stepping. It sleeps then, and saves the pages that
-are left in its next idle time; a caller that pauses the engine waits no longer than that."""
+"""Time without a scheduled token for which an engine is kept stepping. It sleeps then, and saves the other
+pages when it is idle again; a caller that pauses the engine waits no longer than that."""
 _BATCH_BYTES: Final = 32 << 20
 """Pages that are copied at a time; a request that arrives has so many bytes beside it."""
 _ALIGNMENT_BYTES: Final = 64
@@ -65,9 +65,13 @@ class _Page:
     hashes: Sequence[BlockHashWithGroupId | None]
 
     def cached(self) -> bool:
-        """Whether its blocks still hold it: vLLM takes the hash from a block that it gives away."""
+        """Whether its blocks have held it ever since.
+
+        vLLM takes the hash from a block that it gives away, and makes another object when it caches one, even
+        for the same tokens: these may have been computed anew, by an adapter that was loaded anew.
+        """
         return None not in self.hashes and all(
-            block.block_hash == known for block, known in zip(self.blocks, self.hashes, strict=True)
+            block.block_hash is known for block, known in zip(self.blocks, self.hashes, strict=True)
         )
 
 
@@ -103,7 +107,8 @@ class IdleSaves:
         self._idle_since: float | None = None
 
     def bind(self, pool: BlockPool | None, block_size: int) -> None:
-        """Take the engine's blocks of `block_size` tokens; without prefix caching no page outlives its request."""
+        """Take the engine's blocks, of `block_size` tokens each."""
+        # Without prefix caching no page outlives its request.
         if self._run.config.engine.save != "second" or pool is None or not pool.enable_caching:
             return
         self._pool = pool

@@ -47,6 +47,7 @@ class PageSaves:
     def give_up(self, tracked: TrackedRequest) -> None:
         """A preempted request's blocks are gone: pages that no worker has acknowledged are not
         written, and are offered again when they are computed again."""
+        tracked.unsaved.clear()
         for token in tracked.open_saves:
             save = self._open[token]
             save.given_up = True

@@ -57,7 +57,7 @@ class TrackedRequest:
     unseen: set[int] = field(default_factory=set)
     """Pages that no other request had when this one offered them: it offers them once."""
     unsaved: dict[int, bytes] = field(default_factory=dict)
-    """Page -> key, of offered pages that got no room: an idle engine may save them once the request is over."""
+    """Page -> key, of pages in its blocks that got no room: an idle engine may save them once it is over."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
     load_failed: bool = False

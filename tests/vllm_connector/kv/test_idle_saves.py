@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,11 +23,12 @@ from cornplug.engine_common import weights_guard
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import idle_saves
+from cornplug.vllm_connector.kv import idle_saves, tracked_requests
+from cornplug.vllm_connector.kv.page_keys import PageKeys
 from devkit import checkpoints
 
 from ..conftest import open_in
-from ..rig import LAYERS, Engine
+from ..rig import LAYERS, SECRET, Engine
 
 PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
 BLOCKS = 64
@@ -57,7 +58,7 @@ class Clock:
 
 
 class Core:
-    """vLLM's engine core around the rig's ranks: every block is the scheduler's, and its bytes are computed."""
+    """vLLM's scheduler around the rig's ranks, which compute the bytes of its blocks."""
 
     def __init__(self, config: Any, engine: Engine, clock: Clock) -> None:
         self.engine, self.clock = engine, clock
@@ -154,16 +155,14 @@ class Core:
 
 
 @pytest.fixture
-def core(
-    config: Any, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[..., Core]]:
+def core(config: Any, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Core]:
     clock = Clock()
     monkeypatch.setattr(idle_saves, "time", clock)
 
     def make(**options: Any) -> Core:
         return Core(config, engine(blocks=BLOCKS, **{"save": "second", **options}), clock)
 
-    yield make
+    return make
 
 
 Make = Callable[..., Core]
@@ -317,6 +316,40 @@ def test_idle_saves_reset_drops_remembered_pages(core: Make, store: MemoryStore)
     assert store.connect().stat(deadline_s=1).used_bytes == 0
 
 
+def test_idle_saves_same_tokens_computed_anew_are_another_page(
+    core: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same hashes in the same blocks, but of an adapter with other bytes."""
+    one, roots = core(), [b"a" * 32, b"b" * 32]
+    monkeypatch.setattr(tracked_requests, "page_root", lambda *args, **kwargs: roots[0])
+    before = one.answer(PROMPT)
+    blocks = [block.block_id for block in one.pool.blocks if block.block_hash is not None]
+    one.step()
+    assert one.scheduler.reset_prefix_cache()
+    # The very same blocks.
+    one.pool.free_block_queue = type(one.pool.free_block_queue)(one.pool.blocks[1:])
+    del roots[0]
+    one.answer(PROMPT)
+    assert [block.block_id for block in one.pool.blocks if block.block_hash is not None] == blocks
+    one.sleep()
+    assert one.saved() == 4
+    pages = PageKeys(SECRET, b"b" * 32, 32, ()).upto(before.prompt_token_ids, 150)
+    assert store.connect().contains(pages, deadline_s=1) == b"\1" * 4
+
+
+def test_idle_saves_preempted_request_drops_its_earlier_pages(core: Make, store: MemoryStore) -> None:
+    """Another connector may fill its new blocks."""
+    one = core()
+    request = one.add(PROMPT, max_tokens=50)
+    one.step()
+    tracked = one.engine.connector._scheduler._requests.get(request.request_id)  # type: ignore[union-attr]
+    assert tracked is not None
+    assert len(tracked.unsaved) == 4
+    assert one.scheduler.reset_prefix_cache(reset_running_requests=True)
+    one.scheduler.schedule()
+    assert tracked.unsaved == {}
+
+
 def test_idle_saves_replaced_weights_drop_remembered_pages(core: Make, store: MemoryStore) -> None:
     one = core()
     one.answer(PROMPT)
@@ -347,9 +380,10 @@ def test_idle_saves_evict_nothing_from_a_full_store(core: Make, engine: MakeEngi
     one.sleep()
     stat = small.connect().stat(deadline_s=1)
     assert (stat.entries, stat.evictions) == (6, 0)
+    reader = engine(connect=small.connect, save="never")
     # The first pages: a prefix needs them.
-    assert engine(connect=small.connect).run("b", PROMPT).external_tokens == 64
-    assert engine(connect=small.connect).run("c", [9] * 150).external_tokens == 128
+    assert reader.run("b", PROMPT).external_tokens == 64
+    assert reader.run("c", [9] * 150).external_tokens == 128
 
 
 def test_idle_saves_store_down_lets_the_engine_sleep(core: Make, faulty: FaultyStore) -> None:
