@@ -40,6 +40,7 @@ def bed(
         at_once(stack.encoder.start, lambda: stack.start(**engines))
         for i in ASKED:
             stack.same_as_stock("a", i, ASKS[i].put(stack.servers["first"]))
+        assert stack.tower_passes() == len({image for i in ASKED for image in ASKS[i].images})
         yield stack
 
 

@@ -153,8 +153,10 @@ HARMLESS_VARIABLES: Final = re.compile(
     "|KV_CACHE_LAYOUT|KV_EVENTS_USE_INT_BLOCK_HASHES|NO_USAGE_STATS|PLUGINS|PORT|PP_LAYER_PARTITION"
     "|PROCESS_NAME_PREFIX|RPC_BASE_PATH|SERVER_DEV_MODE|SKIP_MODEL_NAME_VALIDATION|SKIP_P2P_CHECK"
     "|SYSTEM_START_DATE|TARGET_DEVICE|TRACE_FUNCTION|USE_FASTOKENS|USE_RUST_BENCH|USE_SPINLOOP_EXT|USE_BREAKABLE_CUDAGRAPH"
+    # Both runners call the same layers; tests/integration/test_vllm_beds.py compares their answers.
+    "|USE_V2_MODEL_RUNNER"
     "|DISABLE_SHARED_EXPERTS_STREAM|SSM_CONV_STATE_LAYOUT|VIDEO_LOADER_BACKEND|WORKER_MULTIPROC_METHOD|ALLOW_LONG_MAX_MODEL_LEN"
     ")"
 )
-"""Variables for paths, timeouts and logging. Every other variable that is set is in the key, so that only
-engines with the same value share."""
+"""Variables for paths, timeouts, logging and the model runner. Every other variable that is set is in the
+key, so that only engines with the same value share."""

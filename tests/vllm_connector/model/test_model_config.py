@@ -423,6 +423,13 @@ def test_kv_identity_contains_relevant_variables(resolved: Any, monkeypatch: pyt
         kv_identity(resolved)
 
 
+def test_keys_of_both_model_runners_are_equal(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = tower_identity(resolved), kv_key(resolved)
+    for runner in ("0", "1"):
+        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+        assert (tower_identity(resolved), kv_key(resolved)) == before
+
+
 def test_vllm_variables_are_all_reviewed() -> None:
     """They are in the key until somebody has looked at them. `tests/golden/vllm_variables.txt` lists those
     that were looked at; a new one either stays in the key or joins `HARMLESS_VARIABLES`."""
