@@ -19,11 +19,12 @@ from pathlib import Path
 import numpy as np
 from driver import models
 from driver.encoder_stream import Ask, Transformers, ask_service, stream
-from driver.stage import cpu_s, options
+from driver.stage import options
 from driver.table import Report, Row
 
 from devkit.checkpoints import CLIP_L_336
 from devkit.engines import EncoderProcess, StoreProcess
+from devkit.processes import cpu_s
 
 TARGET = 1.5
 REPEATED = 0.3

@@ -18,8 +18,10 @@ from pathlib import Path
 import numpy as np
 from driver import models
 from driver.requests import Load, Request, images, run, words
-from driver.stage import SGLANG, VLLM, Idle, Pair, Stage, cpu_s, hits, options, stage
+from driver.stage import SGLANG, VLLM, Idle, Pair, Stage, hits, options, stage
 from driver.table import Report, Row
+
+from devkit.processes import cpu_s
 
 THROUGHPUT, TTFT = 0.97, 1.03
 _CONCURRENCY = 4

@@ -21,11 +21,12 @@ import numpy as np
 from driver.open_load import Arrival, Took, arrivals, body, letters
 from driver.open_load import run as run_open
 from driver.requests import Request, run
-from driver.stage import VLLM, Stage, cpu_s, options, stage
+from driver.stage import VLLM, Stage, options, stage
 from driver.table import Report, Row
 from miss_path import model
 
 from devkit.engines import EngineServer, StoreProcess
+from devkit.processes import cpu_s
 
 THROUGHPUT, TTFT, TPOT, CPU = 0.99, 1.02, 1.02, 1.01
 SIDES: Final = ("stock", "always", "second")

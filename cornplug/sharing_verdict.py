@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, TypeVar
 
 import msgspec
 
 from cornplug.errors import CornplugError
+
+T = TypeVar("T")
 
 NO_TOWER: Final = "the engine runs no tower for it"
 """The reason of a text model, and of one that runs as text: there are no embeddings to share."""
@@ -56,5 +58,9 @@ def last_line(verdicts: Sequence[SharingVerdict]) -> str:
 
 def verdicts_of(output: str) -> list[SharingVerdict]:
     """The verdicts in the last line of a process's output. Raises msgspec.DecodeError for any other line."""
-    last = (output.strip().splitlines() or [""])[-1]
-    return msgspec.json.decode(last, type=list[SharingVerdict])
+    return last_of(output, list[SharingVerdict])
+
+
+def last_of(output: str, kind: type[T]) -> T:
+    """The last line of a process's output, read as JSON. Raises msgspec.DecodeError for any other line."""
+    return msgspec.json.decode((output.strip().splitlines() or [""])[-1], type=kind)

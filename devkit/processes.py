@@ -58,6 +58,18 @@ def together(*processes: ManagedProcess) -> Iterator[None]:
         at_once(*(process.stop for process in processes))
 
 
+def cpu_s(process: ManagedProcess) -> float:
+    """CPU seconds that a process and its descendants have used so far."""
+    ticks = 0
+    for pid in process.pids():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
 class StoreProcess(ManagedProcess):
     """`cornplug serve-store` at `socket`, ready when it accepts connections."""
 

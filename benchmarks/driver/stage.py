@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from devkit.engines import EncoderProcess, EngineServer, StoreProcess, VllmServer
+from devkit.processes import cpu_s
 from devkit.sglang_engine import SglangServer
 
 VLLM: Final = "vLLM"
@@ -128,18 +129,6 @@ def stage(*, flags: Sequence[str], kv_gib: int, sglang_flags: Sequence[str] = ()
     """A stage whose engines have these flags, and vLLM `kv_gib` GiB for KV."""
     with tempfile.TemporaryDirectory(prefix="cp-bench-") as folder:
         yield Stage(Path(folder), flags, kv_gib, sglang_flags)
-
-
-def cpu_s(process: EngineServer | StoreProcess) -> float:
-    """CPU seconds that a process and its descendants have used so far."""
-    ticks = 0
-    for pid in process.pids():
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class Idle:

@@ -21,7 +21,7 @@ import msgspec
 from cornplug import __version__
 from cornplug.engine_common.version_range import VersionRange
 from cornplug.sglang_hooks import compat as sglang
-from cornplug.sharing_verdict import NO_TOWER, verdicts_of
+from cornplug.sharing_verdict import NO_TOWER, last_of, verdicts_of
 from cornplug.vllm_connector import compat as vllm
 
 _ENTRY_NAME: Final = "cornplug"
@@ -224,9 +224,8 @@ def shared_of(engine: CheckedEngine, model: str, dtype: str | None) -> Iterator[
 def ask(engine: CheckedEngine) -> ProbeAnswer:
     """The statement of one process of the engine. Raises subprocess.TimeoutExpired."""
     done = _run(engine.probe, timeout_s=_PROBE_S)
-    last = (done.stdout.strip().splitlines() or [""])[-1]
     try:
-        return msgspec.json.decode(last, type=ProbeAnswer)
+        return last_of(done.stdout, ProbeAnswer)
     except msgspec.DecodeError:
         return ProbeAnswer(_end_of(done))
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask, Stack, count, forget_prefixes, services
 
 from devkit import checkpoints
 from devkit.engines import EngineServer, wait_until
+from devkit.processes import cpu_s
 
 SECOND = ("--cornplug-save", "second")
 IDLE_S = 1.0
@@ -41,12 +40,6 @@ def stored(stack: Stack, pages: int) -> None:
 def shareable(prompt_tokens: int) -> int:
     """Tokens of a prompt in whole pages that another engine can take."""
     return (prompt_tokens - 1) // 64 * 64
-
-
-def cpu_s(server: EngineServer) -> float:
-    """CPU seconds that a server's processes have used so far."""
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in server.pids()]
-    return sum(int(ticks) for fields in stats for ticks in fields[11:13]) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.mark.support("Sharing", "an idle engine stores a prompt that it had once")

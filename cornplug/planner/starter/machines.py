@@ -8,19 +8,18 @@ from itertools import groupby
 from typing import Final
 
 from cornplug.errors import ConfigError
+from cornplug.planner.candidates.replica_configs import TP_WITHOUT_NVLINK
 from cornplug.planner.inputs import gpu_catalog
 from cornplug.planner.inputs.component_shapes import weights_bytes
 from cornplug.planner.inputs.gpu_catalog import GpuPrice
 from cornplug.planner.inputs.input_error import nearest
-from cornplug.planner.inputs.schema import GpuSpec, LLMShape, Quantisation
+from cornplug.planner.inputs.schema import GpuSpec, LLMShape, Quantisation, RooflineProfile
 
 DEGREES: Final = (1, 2, 4, 8)
-_TP_WITHOUT_NVLINK: Final = 2
 _GIB: Final = 1 << 30
 _ROOM: Final = 0.8
 """Part of a GPU's memory for weights; the rest is the KV cache's and the engine's."""
-_COMPUTE, _BANDWIDTH = 0.5, 0.8
-"""Efficiencies of the roofline that a profile has by default."""
+_ROOFLINE: Final = RooflineProfile()
 
 
 @dataclass(frozen=True)
@@ -52,12 +51,12 @@ class HostingOption:
         """Seconds in which the weights that one token passes through are read once, at `most_tp`."""
         active = (llm.active_parameters or llm.parameters) / llm.parameters
         read = weights_bytes(llm, self.quantisation, tp=self.most_tp) * active
-        return read / (_BANDWIDTH * self.gpu.bandwidth_gb_s * 1e9)
+        return read / (_ROOFLINE.bandwidth_efficiency * self.gpu.bandwidth_gb_s * 1e9)
 
     def prefill_s(self, llm: LLMShape, tokens: int) -> float:
         """Seconds of the arithmetic for a prompt, at `most_tp`: two operations a weight and token."""
         flops = 2 * (llm.active_parameters or llm.parameters) * tokens
-        return flops / (_COMPUTE * self.gpu.bf16_tflops * 1e12 * self.most_tp)
+        return flops / (_ROOFLINE.compute_efficiency * self.gpu.bf16_tflops * 1e12 * self.most_tp)
 
 
 def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
@@ -99,7 +98,7 @@ def _able(llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachi
 
 
 def _option(llm: LLMShape, published: Quantisation, gpu: GpuSpec, gpus: int) -> HostingOption | None:
-    most = gpus if gpu.nvlink else min(gpus, _TP_WITHOUT_NVLINK)
+    most = gpus if gpu.nvlink else min(gpus, TP_WITHOUT_NVLINK)
     tp = max(degree for degree in DEGREES if degree <= most and llm.heads % degree == 0)
     choices: tuple[Quantisation, ...] = (published, "fp8") if published == "none" else (published,)
     for quantisation in choices:

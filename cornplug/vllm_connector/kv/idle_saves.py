@@ -22,6 +22,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.daemon.allocator import align_up
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import PageSaves
@@ -39,8 +40,6 @@ _LIMIT_S: Final = 1.0
 pages when it is idle again; a caller that pauses the engine waits no longer than that."""
 _BATCH_BYTES: Final = 32 << 20
 """Pages that are copied at a time; a request that arrives has so many bytes beside it."""
-_ALIGNMENT_BYTES: Final = 64
-"""Of an entry's room in the store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +172,7 @@ class IdleSaves:
         except CornplugError:
             free = 0
         else:
-            room_bytes = -(-self._page.page_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            free = (stat.capacity_bytes - stat.used_bytes) // room_bytes
+            free = (stat.capacity_bytes - stat.used_bytes) // align_up(self._page.page_bytes)
         if free <= 0:
             self._forget()
         return free

@@ -91,7 +91,7 @@ class PageSaves:
             if not isinstance(answer, Reservation):
                 continue
             request_id = tracked.request.request_id
-            self._open[answer.token] = OpenSave(answer, request_id, index)
+            self.begin(answer, request_id, index)
             tracked.open_saves.add(answer.token)
             writes.setdefault(request_id, []).append(PageWrite(index, answer.token, answer.location))
         return [
@@ -100,7 +100,7 @@ class PageSaves:
         ]
 
     def begin(self, reservation: Reservation, name: str, index: int) -> OpenSave:
-        """A save of a page that no running request has, under a name that is no request's."""
+        """The save of a page, of this request or under a name that stands for none."""
         save = self._open[reservation.token] = OpenSave(reservation, name, index)
         return save
 
