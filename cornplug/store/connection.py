@@ -30,9 +30,12 @@ from cornplug.store import messages
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
+from cornplug.store.entry_table import MappedEntryTable
 from cornplug.store.write_fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10
+_WELCOME_FDS: Final = 3
+"""Descriptors beside `DaemonWelcome`: the arena, its fences, the table of its entries."""
 _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
@@ -50,7 +53,8 @@ class _Waiter:
 
 
 class DaemonConnection:
-    """A greeted connection and the arena that came with it. Its calls raise OSError once it has ended."""
+    """A greeted connection, and the `arena` and the `table` of its entries that came with it. Its calls raise
+    OSError once it has ended."""
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
         """Connect and say hello.
@@ -72,7 +76,7 @@ class DaemonConnection:
             self._sock.settimeout(timeout_s)
             self._sock.connect(str(path))
             self._check_peer(path)
-            self.arena = self._hello(secret, time.monotonic() + timeout_s)
+            self.arena, self.table = self._hello(secret, time.monotonic() + timeout_s)
             self._sock.setblocking(False)
             on_error.pop_all()
 
@@ -257,11 +261,11 @@ class DaemonConnection:
         if (uid := foreign_user(self._sock)) is not None:
             raise ConfigError("store.socket", f"{path} is served by user {uid}", "Name a socket of yours.")
 
-    def _hello(self, secret: bytes, end_s: float) -> MappedArena:
+    def _hello(self, secret: bytes, end_s: float) -> tuple[MappedArena, MappedEntryTable]:
         self._sock.sendall(
             messages.frame(messages.ClientHello(messages.PROTOCOL_VERSION, messages.secret_tag(secret)))
         )
-        data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, 2)
+        data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_BYTES, _WELCOME_FDS)
         try:
             if not data:
                 raise ConnectionResetError("the store closed the connection")
@@ -273,10 +277,14 @@ class DaemonConnection:
             if isinstance(reply, messages.ClientRejected):
                 field = "store.secret_file" if reply.reason == "secret" else "store.socket"
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
-            if not isinstance(reply, messages.DaemonWelcome) or len(fds) != 2:
+            if not isinstance(reply, messages.DaemonWelcome) or len(fds) != _WELCOME_FDS:
                 raise ConnectionResetError("no store answers there")
-            fences = MappedFences(fds[1])
-            return MappedArena(fds[0], reply.arena_id, reply.capacity_bytes, fences)
+            arena_fd, fences_fd, table_fd = fds
+            try:
+                arena = MappedArena(arena_fd, reply.arena_id, reply.capacity_bytes, MappedFences(fences_fd))
+                return arena, MappedEntryTable(table_fd)
+            except ValueError as e:
+                raise ConnectionResetError(f"no store answers there: {e}") from e
         finally:
             for fd in fds:
                 os.close(fd)

@@ -7,7 +7,7 @@ One request, one reply (but for `ReleaseRequest`), in order. A client that no lo
 knows it by its number when it comes. No request and no answer is large: the client cuts its requests
 (`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that no client waits for another's. Keys travel
 joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
-travel; the arena does, once, as a file descriptor beside `DaemonWelcome`.
+travel; the arena and its tables do, once, as file descriptors beside `DaemonWelcome`.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class StatRequest(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Answer to `ClientHello`; the arena's file descriptor comes with it."""
+    """Answer to `ClientHello`; the file descriptors of the arena, of its write fences and of the table of its
+    entries come with it."""
 
     arena_id: bytes
     capacity_bytes: int

@@ -7,32 +7,28 @@ one that reserved; but `view` looks here first, and a writer that passes has the
 
 from __future__ import annotations
 
-import fcntl
 import mmap
 import os
 from typing import Final
 
 from cornplug.store.base import PayloadLocation
+from cornplug.store.sealed_memory import sealed_memory
 
 SLOTS: Final = 1 << 16
 """Reservations that may be open at once, of all clients."""
 TABLE_BYTES: Final = 8 * SLOTS
 NO_SLOT: Final = -1
-_F_SEAL_FUTURE_WRITE: Final = 0x0010
-"""Linux 5.1; the standard library has no name for it."""
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 
 class WriteFences:
     """The owner's side. Without `shared` the table is this process's own."""
 
     def __init__(self, *, shared: bool = False) -> None:
-        self.fd = os.memfd_create("cornplug-fences", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING) if shared else -1
         if shared:
-            os.ftruncate(self.fd, TABLE_BYTES)
-        self._table = memoryview(mmap.mmap(self.fd, TABLE_BYTES)).cast("Q")
-        if shared:
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.fd, mapped = sealed_memory("cornplug-fences", TABLE_BYTES, others_write=False)
+        else:
+            self.fd, mapped = -1, mmap.mmap(-1, TABLE_BYTES)
+        self._table = memoryview(mapped).cast("Q")
         self._free: list[int] = []
         self._used = 0
 

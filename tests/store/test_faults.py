@@ -23,8 +23,10 @@ from cornplug.store import messages
 from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.client import PoolStore
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
+from cornplug.store.entry_table_layout import TableShape
 from cornplug.store.write_fences import WriteFences
 from cornplug.testing.store import fill, key, lease, present, reserve
 
@@ -355,8 +357,10 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
     with listener.accept()[0] as peer:
         peer.recv(4096)
         arena, fences = os.memfd_create("test"), WriteFences(shared=True)
+        table = EntryTableWriter(TableShape.of(4096))
         os.truncate(arena, 4096)
-        socket.send_fds(peer, [messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096))], [arena, fences.fd])
+        welcome = messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096))
+        socket.send_fds(peer, [welcome], [arena, fences.fd, table.fd])
         os.close(arena)
         fences.close()
         received = bytearray()

@@ -4,7 +4,7 @@ Pure: no clock, no socket, no memory. `now_s` is an argument and growth of the a
 the same rules serve the reference store and the daemon, and tests run years in milliseconds. An `owner` is
 one connection.
 
-    entries      key -> entry    all that lookups see
+    entries      key -> entry    all that lookups see; clients read the table (`entry_table_writer.py`)
     placement                    where entries lie, and room for new ones (`placement.py`)
     open entries                 entries being written (`reservations.py`)
 """
@@ -29,6 +29,7 @@ from cornplug.store.base import (
     WriterPart,
 )
 from cornplug.store.daemon.allocator import align_up
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.lease_limits import LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
@@ -65,11 +66,13 @@ class StoreIndex:
         reservation_s: float = RESERVATION_S,
         reclaim_s: float = RECLAIM_S,
         fences: WriteFences | None = None,
+        table: EntryTableWriter | None = None,
     ) -> None:
         self.arena_id = arena_id
         self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._drop)
         self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
+        self._table = table
         self._sightings = Sightings()
         self._entries: dict[bytes, StoredEntry] = {}
         self._open_entries = OpenEntries(
@@ -173,6 +176,8 @@ class StoreIndex:
         entry = StoredEntry(open_entry.key, meta, open_entry.app, location, open_entry.room)
         self._entries[entry.key] = entry
         self.placement.add(entry)
+        if self._table is not None:
+            self._table.add(entry.key, location, meta)
         return True
 
     def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
@@ -268,6 +273,8 @@ class StoreIndex:
 
     def _drop(self, entry: StoredEntry) -> None:
         del self._entries[entry.key]
+        if self._table is not None:
+            self._table.remove(entry.key)
         self.placement.pin(entry)
         entry.visible = False
         if not entry.readers:

@@ -25,9 +25,11 @@ from cornplug.store import messages
 from cornplug.store.arena import SharedArena
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.daemon.arena_growth import ArenaGrowth
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.session import ClientFault, ClientSession
+from cornplug.store.entry_table_layout import TableShape
 from cornplug.store.validation import check_app, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 
@@ -70,9 +72,10 @@ class StoreServer:
         self._tag = messages.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
         self._fences = WriteFences(shared=True)
+        self._table = EntryTableWriter(TableShape.of(arena.capacity_bytes))
         self._index = StoreIndex(
             arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
-            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences,
+            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences, table=self._table,
         )  # fmt: skip
         self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._growth = ArenaGrowth(arena)
@@ -194,7 +197,7 @@ class StoreServer:
         session.welcomed = True
         session.send(
             messages.DaemonWelcome(self._arena.id, self._arena.capacity_bytes),
-            fds=[self._arena.fd, self._fences.fd],
+            fds=[self._arena.fd, self._fences.fd, self._table.fd],
         )
 
     def _reply(self, owner: int, request: messages.Request) -> messages.Reply | None:
@@ -298,6 +301,7 @@ class StoreServer:
             gc.collect()
 
     def _close_all(self) -> None:
+        self._table.close()
         for session in list(self._sessions.values()):
             self._end(session, ClientFault("closed"))
         self._growth.close()

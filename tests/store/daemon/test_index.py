@@ -12,7 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
+from cornplug.store.entry_table import PRESENT, UNLISTED, MappedEntryTable
+from cornplug.store.entry_table_layout import TableShape
 from cornplug.testing.store import key
 
 CAPACITY = 4096
@@ -43,8 +46,15 @@ class IndexAgainstModel(RuleBasedStateMachine):
         self.granted = granted
         self.grown = 0
         # That reservations expire has tests of its own.
+        self.writer = EntryTableWriter(TableShape(buckets=2, records=6))
+        self.table = MappedEntryTable(self.writer.fd)
         self.index = StoreIndex(
-            b"\1" * 16, CAPACITY, quarantine_s=QUARANTINE_S, grow=self.grow, reservation_s=1e9
+            b"\1" * 16,
+            CAPACITY,
+            quarantine_s=QUARANTINE_S,
+            grow=self.grow,
+            reservation_s=1e9,
+            table=self.writer,
         )
 
     def grow(self, want_bytes: int) -> int:
@@ -162,6 +172,20 @@ class IndexAgainstModel(RuleBasedStateMachine):
         stat = self.index.stat()
         assert (stat.entries, stat.leases) == (len(self.visible), len(self.leases))
         assert stat.reservations == len(self.writing)
+
+    @invariant()
+    def table_shows_what_lookups_find(self) -> None:
+        for each, answer in zip(
+            map(key, range(8)), self.table.contains([key(n) for n in range(8)]), strict=True
+        ):
+            assert answer == UNLISTED or answer == (each in self.visible)
+            record = self.table.read(self.table.find(each))
+            if answer == PRESENT:
+                assert record is not None
+                assert (record.meta, record.offset, record.size) == self.visible[each]
+
+    def teardown(self) -> None:
+        self.writer.close()
 
     @invariant()
     def no_two_share_room_and_none_is_lost(self) -> None:

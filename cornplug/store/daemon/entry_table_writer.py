@@ -1,0 +1,95 @@
+"""The daemon's side of the table of entries (`cornplug/store/entry_table_layout.py`)."""
+
+from __future__ import annotations
+
+import os
+
+import xxhash
+
+from cornplug.store.base import PayloadLocation
+from cornplug.store.entry_table_layout import (
+    BUCKETS,
+    MAX_META_BYTES,
+    META_AT,
+    RECORD,
+    RECORD_MASK,
+    RECORDS,
+    SERVING,
+    TAGS,
+    WORD_BYTES,
+    TableShape,
+    tag_of,
+)
+from cornplug.store.sealed_memory import sealed_memory
+
+
+class EntryTableWriter:
+    """A table that this process alone writes. Raises OSError where there is no memory for it."""
+
+    def __init__(self, shape: TableShape) -> None:
+        self.shape = shape
+        self.fd, mapped = sealed_memory("cornplug-table", shape.size_bytes, others_write=False)
+        self._bytes = memoryview(mapped)
+        self._words = self._bytes.cast("Q")
+        self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
+        self._words[SERVING] = 1
+        self._records: dict[bytes, int] = {}
+        self._keys: dict[int, bytes] = {}
+        self._free: list[int] = []
+        self._used = 0
+
+    def __len__(self) -> int:
+        """Entries that have a tag."""
+        return len(self._records)
+
+    def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
+        """Show an entry that is new. Where the table has no place for it, its bucket says so."""
+        at = self.shape.bucket_word(key)
+        lane = next((i for i in range(at, at + TAGS) if not self._words[i]), None)
+        record = self._take_record() if lane is not None else 0
+        if lane is None or not record:
+            self._words[at + TAGS] += 1
+            return
+        self._records[key], self._keys[record] = record, key
+        if len(meta) <= MAX_META_BYTES:
+            self._describe(record, location, meta)
+        # The tag comes last: a reader that finds it finds the record whole, or takes it for damaged.
+        self._words[lane] = tag_of(key) | record
+
+    def remove(self, key: bytes) -> None:
+        """Show an entry no longer."""
+        at = self.shape.bucket_word(key)
+        record = self._records.pop(key, 0)
+        if not record:
+            self._words[at + TAGS] -= 1
+            return
+        lane = next(i for i in range(at, at + TAGS) if self._words[i] & RECORD_MASK == record)
+        self._words[lane] = 0
+        start = self.shape.record_at(record)
+        self._bytes[start : start + META_AT] = bytes(META_AT)
+        del self._keys[record]
+        self._free.append(record)
+
+    def key_of(self, record: int) -> bytes | None:
+        """The key of the entry that has this record now; any number may be asked for."""
+        return self._keys.get(record)
+
+    def close(self) -> None:
+        """No client finds anything here from now on."""
+        self._words[SERVING] = 0
+        os.close(self.fd)
+
+    def _take_record(self) -> int:
+        """The number of an empty record, 0 when there is none."""
+        if self._free:
+            return self._free.pop()
+        if self._used == self.shape.records:
+            return 0
+        self._used += 1
+        return self._used
+
+    def _describe(self, record: int, location: PayloadLocation, meta: bytes) -> None:
+        data = RECORD.pack(0, location.generation, location.offset, location.size, len(meta)) + meta
+        start = self.shape.record_at(record)
+        self._bytes[start : start + len(data)] = data
+        self._words[start // WORD_BYTES] = xxhash.xxh3_64_intdigest(data[WORD_BYTES:])

@@ -1,0 +1,121 @@
+"""A client's side of the table of entries (`entry_table_layout.py`): lookups without a message.
+
+Keys are looked up with numpy when there are several: one line of the cache a key, no Python loop.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from cornplug.store.base import KEY_BYTES
+from cornplug.store.entry_table_layout import (
+    BUCKETS,
+    HEADER_BYTES,
+    LANES,
+    META_AT,
+    RECORD,
+    RECORD_BYTES,
+    RECORD_MASK,
+    RECORDS,
+    SERVING,
+    TAG_MASK,
+    TAG_SET,
+    TAGS,
+    WORD_BYTES,
+    TableShape,
+    tag_of,
+)
+
+ABSENT: Final = 0
+PRESENT: Final = 1
+UNLISTED: Final = 2
+"""The key's bucket has entries without a tag: only the daemon knows whether this key's is one."""
+_ANSWERS: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
+_FEW_KEYS: Final = 6
+"""So many are looked up one by one: numpy's calls cost more."""
+_KEY_WORDS: Final = KEY_BYTES // WORD_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRecord:
+    """What the table says of one entry."""
+
+    number: int
+    generation: int
+    offset: int
+    size: int
+    meta: bytes
+
+
+class MappedEntryTable:
+    """The table as a client sees it. Its calls raise ConnectionResetError once the daemon has ended well."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises OSError or ValueError when that is no table."""
+        size_bytes = os.fstat(fd).st_size
+        self._bytes = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
+        self._words = self._bytes.cast("Q")
+        self.shape = TableShape(self._words[BUCKETS], self._words[RECORDS])
+        buckets = self.shape.buckets
+        if buckets < 1 or buckets & (buckets - 1) or self.shape.size_bytes != size_bytes:
+            raise ValueError(f"no table of entries: {self.shape}, {size_bytes} bytes")
+        self._buckets = np.frombuffer(self._bytes, np.uint64, buckets * LANES, HEADER_BYTES).reshape(
+            -1, LANES
+        )
+
+    def contains(self, keys: Sequence[bytes]) -> bytes:
+        """ABSENT, PRESENT or UNLISTED for each key of 32 bytes."""
+        self._check_serving()
+        if len(keys) <= _FEW_KEYS:
+            return bytes([_ANSWERS[min(self._look(key), 1)] for key in keys])
+        words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
+        lines = self._buckets.take((words[:, 0] & np.uint64(self.shape.buckets - 1)).view(np.int64), axis=0)
+        tags = (words[:, 1] | np.uint64(TAG_SET)) & np.uint64(TAG_MASK)
+        found = (lines ^ tags[:, None]) <= np.uint64(RECORD_MASK)
+        # The eight truth values of a row are one word.
+        mask = found.view(np.uint64).ravel() != 0
+        unlisted = lines[:, TAGS] != 0
+        answers = bytearray(mask.tobytes())
+        for i in np.flatnonzero(unlisted & ~mask).tolist():
+            answers[i] = UNLISTED
+        return bytes(answers)
+
+    def find(self, key: bytes) -> int:
+        """The number of the key's record; 0 when it is absent, -1 when it may be unlisted."""
+        self._check_serving()
+        return self._look(key)
+
+    def read(self, number: int) -> EntryRecord | None:
+        """A record's content; None for one that is empty, damaged or being changed."""
+        if not 1 <= number <= self.shape.records:
+            return None
+        start = self.shape.record_at(number)
+        data = bytes(self._bytes[start : start + RECORD_BYTES])
+        checksum, generation, offset, size, length = RECORD.unpack_from(data)
+        end = META_AT + length
+        if not generation or end > RECORD_BYTES or checksum != xxhash.xxh3_64_intdigest(data[WORD_BYTES:end]):
+            return None
+        return EntryRecord(number, generation, offset, size, data[META_AT:end])
+
+    def still(self, record: EntryRecord) -> bool:
+        """Whether the entry of `record` was there all the time since it was read."""
+        return self._words[self.shape.record_at(record.number) // WORD_BYTES + 1] == record.generation
+
+    def _look(self, key: bytes) -> int:
+        at = self.shape.bucket_word(key)
+        tag = tag_of(key)
+        for word in self._words[at : at + TAGS].tolist():
+            if word & TAG_MASK == tag:
+                return word & RECORD_MASK
+        return -1 if self._words[at + TAGS] else 0
+
+    def _check_serving(self) -> None:
+        if self._words[SERVING] != 1:
+            raise ConnectionResetError("the store has ended")

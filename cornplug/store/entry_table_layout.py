@@ -1,0 +1,83 @@
+"""Where the table of a store's entries has what: the daemon writes it, every client maps it read-only.
+
+    u64 words of the header    serving (1, or 0 once the daemon has ended) | buckets | records; fills a page
+    buckets                    64 bytes each: 7 tags and the number of the bucket's entries that have none
+    records                    256 bytes each, numbered from 1: a location and the entry's header
+
+A tag is 39 bits of a key and the number of its record; 0 is no tag. Other bits of the key choose the bucket,
+so a lookup reads one line of a processor's cache. Keys are digests: they need no hashing. An entry has no tag
+if its bucket has 7 others or all records are taken, and an entry with a large header has an empty record. The
+daemon knows those all the same.
+
+    record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty one | u64 offset | u64 size
+              u32 length of the header | the header
+
+The writer changes several words for one entry, and readers have no lock. A reader therefore believes a record
+only if its checksum is right, and bytes of the arena only if the header in the record is their key's, the
+header's checksums are right, and the generation is the same after the copy.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+WORD_BYTES: Final = 8
+LANES: Final = 8
+"""Words of a bucket: its tags, and the count of its entries without one."""
+TAGS: Final = LANES - 1
+RECORD_BITS: Final = 24
+RECORD_MASK: Final = (1 << RECORD_BITS) - 1
+TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
+TAG_SET: Final = 1 << 63
+"""In every tag, so that none is 0."""
+SERVING, BUCKETS, RECORDS = range(3)
+"""Words of the header."""
+HEADER_BYTES: Final = mmap.PAGESIZE
+BUCKET_BYTES: Final = LANES * WORD_BYTES
+RECORD_BYTES: Final = 256
+RECORD: Final = struct.Struct("=QQQQI")
+"""A record before the header: checksum of the rest, generation, offset, size, length of the header."""
+META_AT: Final = RECORD.size
+MAX_META_BYTES: Final = RECORD_BYTES - META_AT
+KEY_WORDS: Final = struct.Struct("=QQ")
+_ENTRY_BYTES: Final = 64 << 10
+"""One record for so much of the arena: the table then has 0.4 % of its size, if it is full."""
+_LEAST_RECORDS: Final = 1024
+_MOST_RECORDS: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class TableShape:
+    """The numbers of buckets (a power of two) and records."""
+
+    buckets: int
+    records: int
+
+    @classmethod
+    def of(cls, capacity_bytes: int) -> TableShape:
+        """The shape for an arena of this capacity: two records a bucket, when all are taken."""
+        records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
+        return cls(1 << ((records + 1) // 2 - 1).bit_length(), records)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the whole table."""
+        return self.record_at(self.records + 1)
+
+    def bucket_word(self, key: bytes) -> int:
+        """The first word of a key's bucket, counted from the table's begin."""
+        bucket: int = KEY_WORDS.unpack_from(key)[0] & (self.buckets - 1)
+        return HEADER_BYTES // WORD_BYTES + bucket * LANES
+
+    def record_at(self, record: int) -> int:
+        """The byte at which a record begins."""
+        return HEADER_BYTES + self.buckets * BUCKET_BYTES + (record - 1) * RECORD_BYTES
+
+
+def tag_of(key: bytes) -> int:
+    """A key's tag, without the number of a record."""
+    tag: int = KEY_WORDS.unpack_from(key)[1]
+    return (tag | TAG_SET) & TAG_MASK

@@ -1,0 +1,203 @@
+"""The table of entries as clients read it: against a dict, full, damaged, and in the middle of a change."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cornplug.store.base import PayloadLocation
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
+from cornplug.store.entry_table_layout import MAX_META_BYTES, SERVING, TAGS, WORD_BYTES, TableShape
+from cornplug.testing.store import key
+
+SHAPE = TableShape(buckets=4, records=24)
+"""Small, so that buckets and records run out."""
+
+
+def at(generation: int, offset: int = 0, size: int = 8) -> PayloadLocation:
+    return PayloadLocation(b"a" * 16, offset, size, generation)
+
+
+@pytest.fixture
+def writer() -> Iterator[EntryTableWriter]:
+    made = EntryTableWriter(TableShape.of(1 << 20))
+    yield made
+    made.close()
+
+
+class TableAgainstDict(RuleBasedStateMachine):
+    """A client may be told to ask the daemon; what it is told otherwise is so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writer = EntryTableWriter(SHAPE)
+        self.table = MappedEntryTable(self.writer.fd)
+        self.entries: dict[bytes, tuple[PayloadLocation, bytes]] = {}
+        self.generation = 0
+
+    @rule(name=st.integers(0, 60), meta=st.sampled_from([b"", b"meta", b"m" * MAX_META_BYTES, b"m" * 300]))
+    def add(self, name: int, meta: bytes) -> None:
+        if key(name) not in self.entries:
+            self.generation += 1
+            self.entries[key(name)] = at(self.generation, 64 * name, name), meta
+            self.writer.add(key(name), *self.entries[key(name)])
+
+    @precondition(lambda self: self.entries)
+    @rule(which=st.integers(0, 60))
+    def remove(self, which: int) -> None:
+        gone = sorted(self.entries)[which % len(self.entries)]
+        self.writer.remove(gone)
+        del self.entries[gone]
+
+    @precondition(lambda self: self.entries)
+    @rule()
+    def remove_all(self) -> None:
+        for gone in self.entries:
+            self.writer.remove(gone)
+        self.entries.clear()
+        assert self.table.contains([key(name) for name in range(61)]) == bytes(61)
+
+    @invariant()
+    def says_nothing_wrong(self) -> None:
+        names = [key(name) for name in range(61)]
+        mask = self.table.contains(names)
+        assert mask == b"".join(self.table.contains([each]) for each in names), "one by one as all together"
+        assert mask.count(PRESENT) == len(self.writer)
+        for each, answer in zip(names, mask, strict=True):
+            found = self.table.find(each)
+            if answer != UNLISTED:
+                assert (answer == PRESENT) == (each in self.entries)
+                assert (answer == PRESENT) == (found > 0)
+            if answer == PRESENT:
+                assert self.writer.key_of(found) == each
+                location, meta = self.entries[each]
+                expected = EntryRecord(found, location.generation, location.offset, location.size, meta)
+                assert self.table.read(found) == (None if len(meta) > MAX_META_BYTES else expected)
+
+    def teardown(self) -> None:
+        self.writer.close()
+
+
+TestTableAgainstDict = TableAgainstDict.TestCase
+TestTableAgainstDict.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+
+
+def test_entry_table_full_one_leaves_entries_to_the_daemon(writer: EntryTableWriter) -> None:
+    table = MappedEntryTable(writer.fd)
+    for name in range(3 * writer.shape.records):
+        writer.add(key(name), at(name + 1), b"")
+    assert len(writer) <= writer.shape.records
+    mask = table.contains([key(name) for name in range(3 * writer.shape.records)])
+    assert mask.count(PRESENT) == len(writer)
+    assert ABSENT not in mask
+    for name in range(3 * writer.shape.records):
+        writer.remove(key(name))
+    assert table.contains([key(name) for name in range(512)]) == bytes(512)
+
+
+@pytest.mark.parametrize("capacity_bytes", [1, 1 << 20, 4 << 30, 64 << 30, 1 << 44])
+def test_table_shape_any_arena_takes_at_most_a_hundredth(capacity_bytes: int) -> None:
+    shape = TableShape.of(capacity_bytes)
+    assert shape.buckets & (shape.buckets - 1) == 0
+    assert 2 * shape.buckets >= shape.records > shape.buckets // 2
+    assert shape.size_bytes < max(capacity_bytes // 100, 512 << 10)
+
+
+def test_entry_table_random_keys_seldom_overflow_a_bucket(writer: EntryTableWriter) -> None:
+    for name in range(writer.shape.records):
+        writer.add(key(name), at(name + 1), b"")
+    assert len(writer) > 0.995 * writer.shape.records
+
+
+def test_entry_table_freed_records_are_used_again(writer: EntryTableWriter) -> None:
+    for name in range(20 * writer.shape.records):
+        writer.add(key(name), at(name + 1), b"m")
+        writer.remove(key(name))
+    assert MappedEntryTable(writer.fd).find(key(0)) == 0
+    writer.add(key("last"), at(1), b"m")
+    assert MappedEntryTable(writer.fd).find(key("last")) == 1
+
+
+def test_entry_table_record_changed_since_it_was_read_is_noticed(writer: EntryTableWriter) -> None:
+    table = MappedEntryTable(writer.fd)
+    writer.add(key("a"), at(1), b"m")
+    found = table.read(table.find(key("a")))
+    assert found is not None
+    assert table.still(found)
+    writer.remove(key("a"))
+    assert not table.still(found)
+    writer.add(key("b"), at(2), b"m")
+    assert table.find(key("b")) == found.number, "the record has another entry"
+    assert not table.still(found)
+
+
+def test_entry_table_record_in_the_middle_of_a_change_is_not_believed(writer: EntryTableWriter) -> None:
+    """A record of which any so many bytes are of another entry: a reader asks the daemon."""
+    table = MappedEntryTable(writer.fd)
+    writer.add(key("a"), at(1, 64, 8), b"a" * 90)
+    number = table.find(key("a"))
+    start = writer.shape.record_at(number)
+    whole = bytes(writer._bytes[start : start + 200])
+    writer.remove(key("a"))
+    writer.add(key("b"), at(2, 128, 16), b"b" * 100)
+    later = bytes(writer._bytes[start : start + 200])
+    meanings = set()
+    for cut in range(0, 200, WORD_BYTES):
+        for torn in (whole[:cut] + later[cut:], later[:cut] + whole[cut:]):
+            writer._bytes[start : start + 200] = torn
+            meanings.add(table.read(number))
+    a, b = b"a" * 90, b"b" * 100
+    assert meanings == {None, EntryRecord(number, 1, 64, 8, a), EntryRecord(number, 2, 128, 16, b)}
+
+
+def test_entry_table_damaged_bytes_raise_no_error_and_show_no_other_entry(writer: EntryTableWriter) -> None:
+    source = random.Random(5)
+    table = MappedEntryTable(writer.fd)
+    metas = {key(name): hashlib.sha256(key(name)).digest() for name in range(200)}
+    for number, (each, meta) in enumerate(metas.items()):
+        writer.add(each, at(number + 1, 64 * number, 64), meta)
+    shape = writer.shape
+    for _ in range(3000):
+        spot = source.randrange(shape.record_at(1) - 64 * shape.buckets, shape.record_at(201))
+        writer._bytes[spot] = source.randrange(256)
+    for each in metas:
+        assert table.contains([each] * 10)[0] == table.contains([each])[0]
+        record = table.read(table.find(each))
+        assert record is None or record.meta in metas.values()
+
+
+def test_entry_table_of_ended_daemon_answers_nothing(writer: EntryTableWriter) -> None:
+    table = MappedEntryTable(writer.fd)
+    writer.add(key("a"), at(1), b"")
+    writer._words[SERVING] = 0
+    for ask in (lambda: table.contains([key("a")]), lambda: table.find(key("a"))):
+        with pytest.raises(ConnectionResetError):
+            ask()
+
+
+def test_entry_table_other_memory_is_refused(writer: EntryTableWriter) -> None:
+    fd = os.memfd_create("test")
+    try:
+        os.truncate(fd, writer.shape.size_bytes)
+        with pytest.raises(ValueError, match="no table"):
+            MappedEntryTable(fd)
+    finally:
+        os.close(fd)
+
+
+def test_entry_table_clients_cannot_write_it(writer: EntryTableWriter) -> None:
+    with pytest.raises(PermissionError):
+        mmap.mmap(writer.fd, 4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.fd, 4096)
+    with pytest.raises(TypeError):
+        MappedEntryTable(writer.fd)._words[TAGS] = 1
