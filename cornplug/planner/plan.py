@@ -23,6 +23,8 @@ class PlannedNodes(PlanRecord):
     count: int
     price_per_hour: float
     """Of one."""
+    idle_gpus: float = 0.0
+    """Of all of them: paid for, and free for other work."""
     hosts: list[str] = Field(default_factory=list)
 
 
@@ -92,6 +94,8 @@ class ReplicaGroup(PlanRecord):
     """Of a GPU; 1 for whole ones."""
     quantisation: str
     replicas: int
+    extra_replicas: int = 0
+    """Of `replicas`: on GPUs that would be idle. They cost nothing, and the SLOs do not need them."""
     placement: list[list[int]] = Field(default_factory=list)
     """For each replica: [node's number in its class, first GPU]."""
     utilisation: float

@@ -124,7 +124,7 @@ def test_decide_a15_encoder_pool_matches_expected_nodes() -> None:
 
 @pytest.mark.parametrize(("n_plus_one", "count", "machines"), [(False, 6, 2), (True, 7, 2), ("node", 9, 3)])
 def test_decide_b01_node_loss_has_spare_replicas(n_plus_one: bool | str, count: int, machines: int) -> None:
-    found = plan(with_rules(read("b01_node_loss"), n_plus_one=n_plus_one))
+    found = plan(with_rules(read("b01_node_loss"), n_plus_one=n_plus_one, use_idle_gpus=False))
     assert (replicas(found), nodes(found)) == ({"llm/PD@A100-80": count}, {"A100": machines})
     if n_plus_one == "node":
         (group,) = found.groups

@@ -227,6 +227,8 @@ class PlanRules(InputTable):
     n_plus_one: Flag | Literal["node"] = True
     """An online application survives the loss of one replica of each of its services; "node": of any one
     node, with all replicas on it."""
+    use_idle_gpus: Flag = True
+    """Further replicas fill GPUs of rented nodes that would be idle; false: they stay free for other work."""
     network_utilisation: Share = 0.7
     """Share of the nodes' network cards that planned traffic may fill."""
     router: RouterPolicy = "power_of_two"

@@ -188,6 +188,8 @@ class PoolSolution:
     history: tuple[SolveProgress, ...] = ()
     started: Mapping[str, int] = field(default_factory=dict)
     switched: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    extra: Mapping[str, int] = field(default_factory=dict)
+    """Cell -> replicas, of `replicas`, on GPUs that would be idle without them."""
     timed_out: bool = False
     """The wall clock ended the search: another run may find another plan."""
 

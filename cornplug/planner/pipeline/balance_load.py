@@ -14,7 +14,7 @@ from pulp import lpSum
 
 from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import milp
-from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
+from cornplug.planner.optimizer.optimization_problem import CurrentState, OptimizationProblem, PoolSolution
 from cornplug.planner.optimizer.solution import flows, slack
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
@@ -34,7 +34,8 @@ def balance_load(
     """
     if any(u.slices is not None for u in pool.demands):
         return solution
-    model = milp.build(replace(pool, current=None))
+    # As what runs: the model's own bounds on replicas are of those that a plan needs
+    model = milp.build(replace(pool, current=CurrentState(solution.replicas)))
     _hold(model, solution)
     fullest = _fullest(model, solution)
     model.problem.setObjective(lpSum(fullest))

@@ -17,7 +17,7 @@ from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import build_plan_routes
 from cornplug.planner.pipeline.formulate import FormulatedProblem
-from cornplug.planner.pipeline.place_replicas import Slot, placement
+from cornplug.planner.pipeline.place_replicas import Slot, idle_gpus, placement
 from cornplug.planner.plan import (
     CacheSize,
     KVGeometry,
@@ -59,6 +59,7 @@ def group_name(cell: str) -> str:
 
 
 def _nodes(problem: FormulatedProblem, solution: PoolSolution) -> list[PlannedNodes]:
+    idle = idle_gpus(problem.pool, solution)
     return [
         PlannedNodes(
             name=n.name,
@@ -66,6 +67,7 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution) -> list[PlannedNo
             gpus=n.gpus,
             count=solution.nodes[n.name],
             price_per_hour=n.price_per_hour or 0.0,
+            idle_gpus=idle[n.name],
             hosts=[n.host] if n.host else [],
         )
         for n in problem.nodes
@@ -103,6 +105,7 @@ def _group(
         share=footprint.share,
         quantisation=footprint.quantisation,
         replicas=replicas,
+        extra_replicas=solution.extra.get(cell.name, 0),
         placement=[list(slot) for slot in slots],
         utilisation=sum(f.rate / cell.capacity[f.demand] for f in flows) / replicas,
         capacity=dict(cell.capacity),

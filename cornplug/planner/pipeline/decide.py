@@ -17,6 +17,7 @@ from cornplug.planner.pipeline.confirm_capacities import Report, Watch
 from cornplug.planner.pipeline.derate import derate
 from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
 from cornplug.planner.pipeline.lose_nodes import with_spare_nodes
+from cornplug.planner.pipeline.use_idle_gpus import use_idle_gpus
 from cornplug.planner.pipeline.validate import SloMiss, validate
 from cornplug.planner.plan import Plan
 
@@ -53,9 +54,19 @@ def decide(
     problem = formulate(plan_input)
     report("cells", 1.0)
     if not plan_input.rules.simulate:
-        problem, solution = with_spare_nodes(problem, report, watch)
+        problem, solution = _solved(problem, report, watch)
         return PlanDecision(build_plan(problem, solution, digest=digest), problem, solution)
     return _validated(problem, digest, report, watch)
+
+
+def _solved(
+    problem: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+) -> tuple[FormulatedProblem, PoolSolution]:
+    """As `with_spare_nodes`, and what is paid for is used where the rules ask for it."""
+    problem, solution = with_spare_nodes(problem, report, watch, first=first)
+    if problem.rules.use_idle_gpus:
+        solution = use_idle_gpus(problem.pool, solution, problem.solver)
+    return problem, solution
 
 
 def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: Watch | None) -> PlanDecision:
@@ -63,7 +74,7 @@ def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: W
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
-            problem, solution = with_spare_nodes(problem, report, watch, first=not tried)
+            problem, solution = _solved(problem, report, watch, first=not tried)
         except (PlanInfeasible, PlanUnfinished):
             if not tried:
                 raise

@@ -31,6 +31,14 @@ def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, li
     return slots
 
 
+def idle_gpus(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, float]:
+    """Node class -> GPUs of its paid nodes on which no replica stands."""
+    idle = {n.name: float(n.gpus * solution.nodes.get(n.name, 0)) for n in pool.nodes}
+    for cell in pool.cells:
+        idle[cell.nodes] -= cell.gpus * solution.replicas.get(cell.name, 0)
+    return idle
+
+
 def place(
     footprints: Mapping[str, tuple[float, int]],
     gpus: int,

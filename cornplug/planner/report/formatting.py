@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cornplug.planner.plan import OptimalityProof, Plan
+from cornplug.planner.plan import OptimalityProof, Plan, ReplicaGroup
 
 NONE = "–"
 
@@ -59,6 +59,26 @@ def mark(profile: str) -> str:
     if profile.startswith("roofline"):
         return "ESTIMATE"
     return "measured" if profile.startswith("measured") else "given"
+
+
+def replicas(of: ReplicaGroup) -> str:
+    """ "4", or "3+1": three, and one on GPUs that would be idle."""
+    extra = of.extra_replicas
+    return f"{of.replicas - extra}+{extra}" if extra else f"{of.replicas}"
+
+
+def paid_gpus(plan: Plan) -> list[str]:
+    """Sentences on the GPUs that the SLOs do not need: those of extra replicas, and idle ones."""
+    found = []
+    if any(g.extra_replicas for g in plan.groups):
+        found.append(
+            "+: extra replicas on GPUs that would be idle. They cost nothing, and the SLOs do not need them."
+        )
+    for n in plan.nodes:
+        if n.idle_gpus > 1e-6:
+            of = f"{n.idle_gpus:g} of the {n.count * n.gpus} GPUs of {n.name}"
+            found.append(f"{of} are paid for and idle: they are free for other work.")
+    return found
 
 
 def headline(plan: Plan) -> str:

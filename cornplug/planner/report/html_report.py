@@ -49,6 +49,8 @@ def _environment() -> Environment:
         "proof": formatting.proof,
         "headline": formatting.headline,
         "mark": formatting.mark,
+        "replicas": formatting.replicas,
+        "paid_gpus": formatting.paid_gpus,
         "px": _px,
     }
     made.globals |= {

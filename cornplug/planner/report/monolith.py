@@ -45,6 +45,8 @@ def it_loses(cost: float, single: CounterfactualAnswer) -> str:
     if single.value is None:
         reason = f" ({single.reason})" if single.reason else ""
         return f"The monolith loses here: with monoliths only, no plan keeps the SLOs on this pool{reason}."
+    if single.value <= cost + 1e-6:
+        return "The monolith everywhere costs the same here."
     return f"The monolith loses here: everywhere, it costs {_more(single.value, cost)}."
 
 

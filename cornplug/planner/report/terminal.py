@@ -48,14 +48,14 @@ def _table(*columns: str, right: frozenset[str] = frozenset()) -> Table:
     return table
 
 
-def _groups(plan: Plan) -> Table:
+def _groups(plan: Plan) -> Group:
     table = _table(
         "replicas", "service", "engine", "on", "each", "weights", "load", "times", right=frozenset({"load"})
     )
     for g in plan.groups:
         mark = formatting.mark(g.profile)
         table.add_row(
-            Text(f"{g.replicas} ×"),
+            Text(f"{formatting.replicas(g)} ×"),
             Text(g.service),
             Text(g.engine),
             Text(f"{g.gpu} ({g.nodes})"),
@@ -64,7 +64,7 @@ def _groups(plan: Plan) -> Table:
             formatting.percent(g.utilisation),
             Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),
         )
-    return table
+    return Group(table, *(Text(said, style="dim") for said in formatting.paid_gpus(plan)))
 
 
 def _routes(plan: Plan) -> Table:

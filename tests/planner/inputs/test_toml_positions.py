@@ -6,7 +6,7 @@ import tomllib
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cornplug.planner.inputs.input_error import Place, field
@@ -111,7 +111,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(["[[t]]", "[u{}.v]", "[t.w{}]", "# [[t]]"]), _VALUES), max_size=5))
 def test_lines_of_random_tables_point_at_each_key(tables: list[tuple[str, str]]) -> None:
     text = "[[t]]\n" + "".join(

@@ -188,7 +188,7 @@ def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
     ("single", "says"),
     [
         (CounterfactualAnswer(12.0, True), "everywhere, it costs $12.00/h, 20 % more."),
-        (CounterfactualAnswer(10.0, True), "$10.00/h, the same."),
+        (CounterfactualAnswer(10.0, True), "The monolith everywhere costs the same here."),
         (
             CounterfactualAnswer(None, True, "demand[a/b]: too slow"),
             "no plan keeps the SLOs on this pool (demand[a/b]: too slow).",

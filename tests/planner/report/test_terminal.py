@@ -63,6 +63,17 @@ def test_terminal_why_names_constraints_and_alternatives() -> None:
     assert "30 %" in row(said, "gold")
 
 
+def test_terminal_extra_replicas_and_idle_gpus_are_named() -> None:
+    given = plan()
+    assert "free for other work" not in shown(given)
+    busy = group("llm7/PD@h100", "PD", replicas=3, extra_replicas=1)
+    idle = given.nodes[0].model_copy(update={"idle_gpus": 2.5})
+    said = shown(plan(groups=[busy], nodes=[idle]))
+    assert row(said, "llm7/PD", "vllm").split()[0] == "2+1"
+    assert "2.5 of the 8 GPUs of h100x8 are paid for and idle: they are free for other work." in said
+    assert "the SLOs do not need them" in said
+
+
 def test_terminal_unserved_rate_is_shown() -> None:
     latency_forecasts = plan().latency_forecasts[0].model_copy(update={"served": 5.0})
     assert "5/s of 7.5/s" in shown(plan(latency_forecasts=[latency_forecasts]))

@@ -1,0 +1,87 @@
+"""More replicas on GPUs that a solution pays for and leaves idle.
+
+A node is paid whole. The model takes as few replicas as carry the work (its bounds on them are what keeps its
+relaxation tight), and the rest of a node would serve nothing. Further replicas of the fullest groups cost no
+more, lower the waits and leave head-room.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import replace
+
+from cornplug.planner.inputs.schema import SolverOptions
+from cornplug.planner.optimizer.optimization_problem import (
+    Cell,
+    CurrentState,
+    OptimizationProblem,
+    PoolSolution,
+)
+from cornplug.planner.pipeline.balance_load import balance_load
+from cornplug.planner.pipeline.lose_nodes import unsurvived
+from cornplug.planner.pipeline.place_replicas import idle_gpus
+
+
+def use_idle_gpus(pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions) -> PoolSolution:
+    """The solution with `extra` replicas, at the same cost; as it is where none fits.
+
+    When re-planning, only running replicas that the solution would stop: to start one has a cost.
+    """
+    extra = _extra_replicas(pool, solution)
+    if not extra:
+        return solution
+    filled = balance_load(
+        pool, replace(solution, replicas=Counter(solution.replicas) + extra, extra=extra), settings
+    )
+    if filled is None or unsurvived(pool, filled):
+        return solution
+    # Slack that the model's own rows left: extra replicas are no reason for a plan.
+    return replace(filled, slack=solution.slack)
+
+
+def _extra_replicas(pool: OptimizationProblem, solution: PoolSolution) -> Counter[str]:
+    """Cell -> replicas that fit beside the others, each of the cell whose replicas have the most load."""
+    idle, replicas, extra = idle_gpus(pool, solution), Counter(solution.replicas), Counter[str]()
+    load, stopped = _loads(pool, solution), _stopped(pool.current, solution)
+    while True:
+        fitting = [
+            (c, source)
+            for c in pool.cells
+            if load[c.name] > 0 and c.gpus <= idle[c.nodes] + 1e-9
+            for source in _sources(c, pool.current, stopped)[:1]
+        ]
+        if not fitting:
+            return extra
+        fullest, source = max(fitting, key=lambda it: load[it[0].name] / replicas[it[0].name])
+        stopped[source] -= 1
+        idle[fullest.nodes] -= fullest.gpus
+        replicas[fullest.name] += 1
+        extra[fullest.name] += 1
+
+
+def _loads(pool: OptimizationProblem, solution: PoolSolution) -> defaultdict[str, float]:
+    """Cell -> replicas that its work fills."""
+    cells, load = {c.name: c for c in pool.cells}, defaultdict[str, float](float)
+    for f in solution.flows:
+        load[f.cell] += f.rate / cells[f.cell].capacity[f.demand]
+    return load
+
+
+def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[str]:
+    """Cell -> running replicas that the solution stops."""
+    if current is None:
+        return Counter()
+    left = Counter(current.replicas) + Counter(solution.started)
+    for (source, to), n in solution.switched.items():
+        left[source] -= n
+        left[to] += n
+    left.subtract(solution.replicas)
+    return left
+
+
+def _sources(cell: Cell, current: CurrentState | None, stopped: Counter[str]) -> list[str]:
+    """Cells of which a replica can become one of `cell` for nothing: itself, unless only running ones can."""
+    if current is None:
+        return [cell.name]
+    same = [cell.name, *sorted(one for one, other in current.free if other == cell.name)]
+    return [name for name in same if stopped[name] > 0]
