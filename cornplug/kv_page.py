@@ -7,12 +7,15 @@ A page holds `page_tokens` tokens of every layer, head outermost:
 (MLA: one head and one plane of latent vectors, which every rank holds and the first writes),
 so that a tensor-parallel rank with a contiguous range of heads reads and writes contiguous
 bytes, and any TP or PP degree can read pages that another wrote. The unit of integrity is the
-*segment*: one head of one layer. Keys are cached after rotary embedding, as both engines do.
+*segment*: one head of all layers, or of as many of them as the writer's pipeline stages leave whole. A
+page has few: each is a call on the way of the page, and 8 bytes in its header. Keys are cached after
+rotary embedding, as both engines do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +43,8 @@ class PageGeometry:
     """torch's name without "torch.": float32, float16 or bfloat16."""
     planes: int = PLANES
     """2: keys and values. 1: MLA's latent (compressed KV and rotary key side by side in `dim`)."""
+    layer_runs: int = 1
+    """Segments of a head, of equally many layers each. The writer's choice: readers take any."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -49,10 +54,8 @@ class PageGeometry:
             )
         if min(self.page_tokens, self.heads, self.layers, self.dim, self.planes) < 1:
             raise LayoutError(f"empty page: {self}", reason="layout")
-        if self.heads * self.layers > MAX_SEGMENTS:
-            raise LayoutError(
-                f"{self.heads} heads x {self.layers} layers exceed {MAX_SEGMENTS} segments", reason="layout"
-            )
+        if self.layer_runs < 1 or self.layers % self.layer_runs or self.segments > MAX_SEGMENTS:
+            raise LayoutError(f"a page of no segments: {self}", reason="layout")
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -61,16 +64,26 @@ class PageGeometry:
 
     @property
     def segments(self) -> int:
-        """Segments of a page: one a head and layer."""
-        return self.heads * self.layers
+        """Segments of a page as this engine writes it."""
+        return self.heads * self.layer_runs
 
     @property
-    def segment_bytes(self) -> int:
+    def layer_bytes(self) -> int:
+        """Of one head of one layer."""
         return self.planes * self.page_tokens * self.dim * ITEM_BYTES[self.dtype]
 
     @property
+    def segment_bytes(self) -> int:
+        return self.layers // self.layer_runs * self.layer_bytes
+
+    @property
     def page_bytes(self) -> int:
-        return self.segments * self.segment_bytes
+        return self.heads * self.layers * self.layer_bytes
+
+    def runs_in(self, segments: int) -> int | None:
+        """Runs of layers in a page that was written as so many segments; None where no page has so many."""
+        runs, rest = divmod(segments, self.heads)
+        return runs if runs and not rest and not self.layers % runs else None
 
     def spec(self) -> dict[str, Any]:
         """The fields of the geometry that belong to a page's identity."""
@@ -86,11 +99,15 @@ class RankSlice:
     writes: bool
     """False for a rank whose heads another rank holds as well (TP degree above the KV heads)."""
 
-    def segments(self, page: PageGeometry) -> Iterator[tuple[int, int]]:
-        """(segment index in the page, segment index in the slice), in the slice's own order."""
-        for i, head in enumerate(self.heads):
-            for j, layer in enumerate(self.layers):
-                yield head * page.layers + layer, i * len(self.layers) + j
+    def runs(self, page: PageGeometry, runs: int) -> range:
+        """The runs of layers that hold this slice's, in a page with so many of each head."""
+        size = page.layers // runs
+        return range(self.layers.start // size, -(-self.layers.stop // size))
+
+
+def layer_runs(layers: int, first_layers: Iterable[int]) -> int:
+    """The fewest equal runs of layers that pipeline stages, by their first layers, leave whole."""
+    return layers // math.gcd(layers, *first_layers)
 
 
 def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple[range, bool]:

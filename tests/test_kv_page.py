@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -9,7 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.errors import LayoutError
-from cornplug.kv_page import MAX_SEGMENTS, PageGeometry, RankSlice, pages_between, tensor_parallel_heads
+from cornplug.kv_page import (
+    MAX_SEGMENTS,
+    PageGeometry,
+    RankSlice,
+    layer_runs,
+    pages_between,
+    tensor_parallel_heads,
+)
 
 
 def geometry(**fields: object) -> PageGeometry:
@@ -20,9 +28,12 @@ def geometry(**fields: object) -> PageGeometry:
 def test_sizes_follow_from_the_shape() -> None:
     page = geometry()
     assert page.shape == (8, 32, 2, 64, 128)
-    assert page.segments == 256
-    assert page.segment_bytes == 2 * 64 * 128 * 2
+    assert page.segments == 8
+    assert page.layer_bytes == 2 * 64 * 128 * 2
     assert page.page_bytes == 8 * 32 * 2 * 64 * 128 * 2 == page.segments * page.segment_bytes
+    staged = geometry(layer_runs=4)
+    assert (staged.segments, staged.segment_bytes) == (32, page.segment_bytes // 4)
+    assert (staged.page_bytes, staged.spec()) == (page.page_bytes, page.spec()), "one page, whoever wrote it"
     assert geometry(dtype="float32").page_bytes == 2 * page.page_bytes
     assert page.spec() == {
         "layout": "head-layer-kv-token-dim/1",
@@ -40,7 +51,9 @@ def test_sizes_follow_from_the_shape() -> None:
         ({"page_tokens": 0}, "layout"),
         ({"layers": -1}, "layout"),
         ({"dim": 0}, "layout"),
-        ({"heads": 256, "layers": 256}, "layout"),
+        ({"heads": 256, "layers": 256, "layer_runs": 256}, "layout"),
+        ({"layer_runs": 0}, "layout"),
+        ({"layer_runs": 3}, "layout"),
     ],
 )
 def test_page_geometry_that_is_no_page_is_an_error(fields: dict[str, object], reason: str) -> None:
@@ -50,7 +63,7 @@ def test_page_geometry_that_is_no_page_is_an_error(fields: dict[str, object], re
 
 
 def test_page_geometry_largest_page_is_accepted() -> None:
-    assert geometry(heads=255, layers=257).segments == MAX_SEGMENTS
+    assert geometry(heads=255, layers=257, layer_runs=257).segments == MAX_SEGMENTS
 
 
 @pytest.mark.parametrize(
@@ -86,28 +99,48 @@ def splits(draw: st.DrawFn) -> tuple[PageGeometry, int, list[range]]:
 
 
 @given(splits())
-def test_kv_page_writing_ranks_partition_the_page(split: tuple[PageGeometry, int, list[range]]) -> None:
-    page, size, stages = split
+def test_kv_page_writing_ranks_partition_the_segments(split: tuple[PageGeometry, int, list[range]]) -> None:
+    plain, size, stages = split
+    runs = layer_runs(plain.layers, [stage.start for stage in stages])
+    page = dataclasses.replace(plain, layer_runs=runs)
+    assert page.runs_in(page.segments) == runs
     written: list[int] = []
     for rank in range(size):
         heads, writes = tensor_parallel_heads(page.heads, size, rank)
         for layers in stages:
-            mine = RankSlice(heads=heads, layers=layers, writes=writes)
-            pairs = list(mine.segments(page))
-            # In its own memory a slice lies without gaps, in its own order.
-            assert [here for _, here in pairs] == list(range(len(heads) * len(layers)))
-            for (there, _), (head, layer) in zip(pairs, ((h, n) for h in heads for n in layers), strict=True):
-                assert divmod(there, page.layers) == (head, layer)
+            mine = RankSlice(heads=heads, layers=layers, writes=writes).runs(page, runs)
+            per_run = page.layers // runs
+            assert range(mine.start * per_run, mine.stop * per_run) == layers
             if writes:
-                written += [there for there, _ in pairs]
+                written += [head * runs + run for head in heads for run in mine]
     assert sorted(written) == list(range(page.segments))
 
 
-def test_kv_page_contiguous_heads_are_contiguous_bytes() -> None:
-    page = geometry()
-    heads, writes = tensor_parallel_heads(8, 4, 2)
-    there = [there for there, _ in RankSlice(heads=heads, layers=range(32), writes=writes).segments(page)]
-    assert there == list(range(there[0], there[0] + len(there)))
+@given(splits(), st.integers(1, 24))
+def test_rank_slice_runs_cover_its_layers_and_no_run_more(
+    split: tuple[PageGeometry, int, list[range]], runs: int
+) -> None:
+    page, _, stages = split
+    if page.layers % runs:
+        assert page.runs_in(page.heads * runs) is None
+        return
+    size = page.layers // runs
+    for layers in stages:
+        found = RankSlice(heads=range(1), layers=layers, writes=False).runs(page, runs)
+        assert list(found) == sorted({layer // size for layer in layers})
+
+
+@pytest.mark.parametrize(("segments", "runs"), [(8, 1), (16, 2), (256, 32), (0, None), (4, None), (24, None)])
+def test_page_geometry_runs_of_another_writers_segments(segments: int, runs: int | None) -> None:
+    assert geometry().runs_in(segments) == runs
+
+
+@pytest.mark.parametrize(
+    ("layers", "first", "runs"),
+    [(32, [0], 1), (32, [0, 16], 2), (80, [0, 20, 40, 60], 4), (61, [0, 31], 61), (6, [0, 2, 4], 3)],
+)
+def test_layer_runs_are_as_few_as_the_stages_allow(layers: int, first: list[int], runs: int) -> None:
+    assert layer_runs(layers, first) == runs
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> b
 
 
 def read_page_checksums(lease: Lease, page: PageGeometry) -> array[int]:
-    """The checksums of a leased page, one a segment: those of `read_page_header`, which raises."""
+    """The checksums of a leased page, one a segment of its writer's: those of `read_page_header`, which
+    raises."""
     meta, (before, after) = lease.meta, _around_key(page)
     end = len(before) + len(lease.key) + len(after)
     # A prompt has thousands of pages, and their headers differ in key and checksums alone.
@@ -59,6 +60,6 @@ def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
     header = decode_header(lease.meta, key=lease.key)
     if header.shape != page.shape or header.dtype != page.dtype:
         raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
-    if len(header.checksums) != page.segments or lease.location.size != page.page_bytes:
+    if page.runs_in(len(header.checksums)) is None or lease.location.size != page.page_bytes:
         raise CodecError("a page of other size than it says", reason="wrong_shape")
     return header

@@ -29,13 +29,13 @@ class RankPages:
 
     @property
     def segments(self) -> int:
-        """Segments of a page that this rank holds."""
-        return len(self.held.heads) * len(self.held.layers)
+        """Segments of a page that this rank writes."""
+        return len(self.held.heads) * len(self.held.runs(self.page, self.page.layer_runs))
 
     @property
     def size_bytes(self) -> int:
         """Bytes of a page that this rank holds."""
-        return self.segments * self.page.segment_bytes
+        return len(self.held.heads) * len(self.held.layers) * self.page.layer_bytes
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
@@ -56,11 +56,24 @@ class RankPages:
 
     def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
         """`read`, with the checksums of the page's header. Raises CodecError("corrupt"), StoreUnavailable."""
-        arena = self._arena(self.store.view(location))
-        for head, here, there in zip(self.held.heads, _rows(into), arena, strict=True):
-            np.copyto(here, there)
-            segments = self._segments(head)
-            if list(checksums[segments.start : segments.stop]) != self._sums(here):
+        page, held = self.page, self.held
+        runs = len(checksums) // page.heads
+        size = page.layers // runs
+        mine = held.runs(page, runs)
+        summed = range(mine.start * size, mine.stop * size)
+        step = size * page.layer_bytes
+        arena = self._arena(self.store.view(location), summed)
+        for head, here, there in zip(held.heads, _rows(into), arena, strict=True):
+            copied = here
+            if summed == held.layers:
+                np.copyto(here, there)
+            else:
+                # The writer's stages were others: verified are all layers of its segments.
+                copied = there.copy()
+                first = (held.layers.start - summed.start) * page.layer_bytes
+                np.copyto(here, copied[first : first + here.size])
+            wanted = checksums[head * runs + mine.start : head * runs + mine.stop]
+            if list(wanted) != checksums_of(copied.data, step):
                 raise CodecError("a page is corrupt", reason="corrupt")
 
     def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
@@ -70,9 +83,12 @@ class RankPages:
         Raises StoreUnavailable.
         """
         sums: dict[int, int] = {}
-        arena = self._arena(self.store.view(location, writable=True))
+        runs, step = self.page.layer_runs, self.page.segment_bytes
+        mine = self.held.runs(self.page, runs)
+        arena = self._arena(self.store.view(location, writable=True), self.held.layers)
         for head, here, there in zip(self.held.heads, _rows(source), arena, strict=True):
-            sums |= zip(self._segments(head), self._sums(here), strict=True)
+            segments = range(head * runs + mine.start, head * runs + mine.stop)
+            sums |= zip(segments, checksums_of(here.data, step), strict=True)
             np.copyto(there, here)
         return sums
 
@@ -85,21 +101,12 @@ class RankPages:
         with suppress(CornplugError):
             self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
 
-    def _arena(self, payload: memoryview) -> Bytes:
-        """This rank's part of a page in the store, shape (heads, bytes of its layers)."""
-        step, layers = self.page.segment_bytes, self.held.layers
+    def _arena(self, payload: memoryview, layers: range) -> Bytes:
+        """This rank's heads of a page in the store, shape (heads, bytes of `layers`)."""
+        step = self.page.layer_bytes
         whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, -1)
         heads = whole[self.held.heads.start : self.held.heads.stop]
         return heads[:, layers.start * step : layers.stop * step]
-
-    def _segments(self, head: int) -> range:
-        """The segments of one head that this rank holds."""
-        first, layers = head * self.page.layers, self.held.layers
-        return range(first + layers.start, first + layers.stop)
-
-    def _sums(self, row: Bytes) -> list[int]:
-        """Checksums of one head's bytes, a segment each."""
-        return checksums_of(row.data, self.page.segment_bytes)
 
 
 def _rows(part: torch.Tensor) -> Bytes:

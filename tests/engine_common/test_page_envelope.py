@@ -46,6 +46,16 @@ def test_read_page_checksums_equal_the_headers() -> None:
         assert tuple(read_page_checksums(lease, PAGE)) == tuple(SUMS.values())
 
 
+@pytest.mark.parametrize("layer_runs", [1, 3])
+def test_read_page_checksums_of_any_writers_stages(layer_runs: int) -> None:
+    """An engine with pipeline stages writes more segments; every engine reads them."""
+    writer = dataclasses.replace(PAGE, layer_runs=layer_runs)
+    sums = {segment: 5 + segment for segment in range(writer.segments)}
+    lease = leased(page_header(KEY, writer, sums))
+    for reader in (PAGE, writer):
+        assert tuple(read_page_checksums(lease, reader)) == tuple(sums.values())
+
+
 @pytest.mark.parametrize(
     ("lease", "reason"),
     [
@@ -54,7 +64,9 @@ def test_read_page_checksums_equal_the_headers() -> None:
         (leased(other(dtype="float16")), "wrong_shape"),
         (leased(other(shape=(*PAGE.shape[:4], 16))), "wrong_shape"),
         (leased(other(shape=(3, 2, *PAGE.shape[2:]))), "wrong_shape"),
-        (leased(other(checksums=(1, 2))), "wrong_shape"),
+        (leased(other(checksums=(1, 2, 3))), "wrong_shape"),
+        (leased(other(checksums=(1,))), "wrong_shape"),
+        (leased(other(checksums=(1, 2, 3, 4))), "wrong_shape"),
         (leased(other(), size=PAGE.page_bytes - 1), "wrong_shape"),
         (leased(resealed(other(), 4, 9)), "version"),
         (leased(resealed(other(), 6, 99)), "version"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -19,6 +20,11 @@ from cornplug.store.memory import MemoryStore
 PAGE = PageGeometry(page_tokens=16, heads=4, layers=6, dim=8, dtype="bfloat16")
 KEY = b"k" * 32
 SPLITS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 3), (4, 6)]
+
+
+def staged(layers: int) -> PageGeometry:
+    """The page as an engine with so many pipeline stages writes it."""
+    return dataclasses.replace(PAGE, layer_runs=layers)
 
 
 def parts(heads: int, layers: int) -> Iterator[RankSlice]:
@@ -53,9 +59,10 @@ def save(store: MemoryStore, kv: torch.Tensor, split: tuple[int, int] = (1, 1)) 
     [reserved] = client.reserve([(KEY, PAGE.page_bytes)], app="test", deadline_s=1)
     assert isinstance(reserved, Reservation)
     sums: dict[int, int] = {}
+    page = staged(split[1])
     for held in parts(*split):
-        sums |= RankPages(PAGE, held, client).write(cut(kv, held), reserved.location)
-    assert client.commit([(reserved, page_header(KEY, PAGE, sums))], deadline_s=1) == [True]
+        sums |= RankPages(page, held, client).write(cut(kv, held), reserved.location)
+    assert client.commit([(reserved, page_header(KEY, page, sums))], deadline_s=1) == [True]
     return sums
 
 
@@ -73,40 +80,50 @@ def test_rank_pages_of_any_split_read_another_splits_page(
     save(store, kv, writers)
     client, lease = store.connect(), leased(store)
     for held in parts(*readers):
-        mine = RankPages(PAGE, held, client)
+        mine = RankPages(staged(readers[1]), held, client)
         into = mine.memory()
         mine.read(lease, into)
         assert torch.equal(into, cut(kv, held))
 
 
-def test_rank_pages_write_sums_each_segment_of_the_source(store: MemoryStore, kv: torch.Tensor) -> None:
-    flat = kv.view(torch.uint8).reshape(PAGE.segments, -1).numpy()
-    assert save(store, kv, (2, 3)) == {i: checksum(flat[i].data) for i in range(PAGE.segments)}
+def test_rank_pages_write_sums_each_segment_of_the_source(kv: torch.Tensor) -> None:
+    for layers in (1, 3):
+        page = staged(layers)
+        flat = kv.view(torch.uint8).reshape(page.segments, -1).numpy()
+        expected = {i: checksum(flat[i].data) for i in range(page.segments)}
+        assert save(MemoryStore(capacity_bytes=8 << 20), kv, (2, layers)) == expected
 
 
 def test_rank_pages_bytes_of_all_ranks_are_the_page(store: MemoryStore) -> None:
     client = store.connect()
     for split in SPLITS:
-        ranks = [RankPages(PAGE, held, client) for held in parts(*split)]
+        page = staged(split[1])
+        ranks = [RankPages(page, held, client) for held in parts(*split)]
         assert sum(mine.size_bytes for mine in ranks) == PAGE.page_bytes
-        assert sum(mine.segments for mine in ranks) == PAGE.segments
+        assert sum(mine.segments for mine in ranks) == page.segments
         assert all(mine.memory().nbytes == mine.size_bytes for mine in ranks)
 
 
-def test_rank_pages_read_damaged_segment_is_corrupt_for_its_rank_only(
-    store: MemoryStore, kv: torch.Tensor
+@pytest.mark.parametrize("writer_stages", [1, 2, 3, 6])
+@pytest.mark.parametrize("reader_stages", [1, 2, 3, 6])
+def test_rank_pages_read_damaged_segment_is_corrupt_for_each_rank_that_reads_it(
+    store: MemoryStore, kv: torch.Tensor, writer_stages: int, reader_stages: int
 ) -> None:
-    save(store, kv)
+    """A rank verifies all layers of the segments that its layers lie in, and no others."""
+    save(store, kv, (1, writer_stages))
     client, lease = store.connect(), leased(store)
-    client.raw(lease.location)[5 * PAGE.segment_bytes] ^= 1  # head 0, layer 5
-    for held in parts(2, 3):
-        mine = RankPages(PAGE, held, client)
-        if 0 in held.heads and 5 in held.layers:
+    client.raw(lease.location)[5 * PAGE.layer_bytes] ^= 1  # head 0, layer 5
+    size = PAGE.layers // writer_stages
+    for held in parts(2, reader_stages):
+        mine = RankPages(staged(reader_stages), held, client)
+        if 0 in held.heads and 5 // size in {layer // size for layer in held.layers}:
             with pytest.raises(CodecError) as raised:
                 mine.read(lease, mine.memory())
             assert (raised.value.reason, raised.value.is_damage) == ("corrupt", True)
         else:
-            mine.read(lease, mine.memory())
+            into = mine.memory()
+            mine.read(lease, into)
+            assert torch.equal(into, cut(kv, held))
 
 
 def test_rank_pages_read_page_of_other_geometry_is_wrong_shape(store: MemoryStore, kv: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, RankSlice, tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, RankSlice, layer_runs, tensor_parallel_heads
 from cornplug.vllm_connector.model.model_config import drafts_with_kv
 
 if TYPE_CHECKING:
@@ -28,14 +28,24 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
-    model = config.model_config
+    model, layers = config.model_config, _layers(config, cache)
     return PageGeometry(
         page_tokens=page_tokens,
         heads=model.get_total_num_kv_heads(),
-        layers=_layers(config, cache),
+        layers=layers,
         dim=spec.head_size,
         dtype=dtype_name(spec.dtype),
+        layer_runs=layer_runs(layers, _first_layers(layers, parallel.pipeline_parallel_size)),
     )
+
+
+def _first_layers(layers: int, stages: int) -> list[int]:
+    """The first layer of each pipeline stage."""
+    from vllm.distributed.utils import get_pp_indices
+
+    if stages == 1:
+        return [0]
+    return [get_pp_indices(layers, stage, stages)[0] for stage in range(stages)]
 
 
 def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
