@@ -24,6 +24,7 @@ from cornplug.store.arena import MappedArena
 from cornplug.store.autostart import IDLE_EXIT_S, spawn, start_lock
 from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 from cornplug.store.connection import DaemonConnection, StoreSlow
+from cornplug.store.entry_table import UNLISTED
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 
 _FIRST_BACKOFF_S: Final = 0.1
@@ -97,6 +98,19 @@ class PoolStore:
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         check_keys(keys)
+        with self._connected() as connection:
+            mask = connection.table.contains(keys)
+        if UNLISTED not in mask:
+            return mask
+        answers = bytearray(mask)
+        unlisted = [i for i, answer in enumerate(mask) if answer == UNLISTED]
+        told = self.contains_by_message([keys[i] for i in unlisted], deadline_s=deadline_s)
+        for i, answer in zip(unlisted, told, strict=True):
+            answers[i] = answer
+        return bytes(answers)
+
+    def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        """As `contains`, answered by the daemon."""
         ask = self._asker(deadline_s)
         some = messages.batches(keys, messages.MAX_LOOKUP_KEYS)
         return b"".join(

@@ -40,6 +40,8 @@ UNLISTED: Final = 2
 _ANSWERS: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
 _FEW_KEYS: Final = 6
 """So many are looked up one by one: numpy's calls cost more."""
+_TAG_SET, _TAG_MASK, _RECORD_MASK = np.uint64(TAG_SET), np.uint64(TAG_MASK), np.uint64(RECORD_MASK)
+_PRESENT, _UNLISTED = np.uint8(PRESENT), np.uint8(UNLISTED)
 _KEY_WORDS: Final = KEY_BYTES // WORD_BYTES
 
 
@@ -66,9 +68,9 @@ class MappedEntryTable:
         buckets = self.shape.buckets
         if buckets < 1 or buckets & (buckets - 1) or self.shape.size_bytes != size_bytes:
             raise ValueError(f"no table of entries: {self.shape}, {size_bytes} bytes")
-        self._buckets = np.frombuffer(self._bytes, np.uint64, buckets * LANES, HEADER_BYTES).reshape(
-            -1, LANES
-        )
+        words = np.frombuffer(self._bytes, np.uint64, buckets * LANES, HEADER_BYTES)
+        self._buckets = words.reshape(-1, LANES)
+        self._bucket_mask = np.uint64(buckets - 1)
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
         """ABSENT, PRESENT or UNLISTED for each key of 32 bytes."""
@@ -76,16 +78,15 @@ class MappedEntryTable:
         if len(keys) <= _FEW_KEYS:
             return bytes([_ANSWERS[min(self._look(key), 1)] for key in keys])
         words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
-        lines = self._buckets.take((words[:, 0] & np.uint64(self.shape.buckets - 1)).view(np.int64), axis=0)
-        tags = (words[:, 1] | np.uint64(TAG_SET)) & np.uint64(TAG_MASK)
-        found = (lines ^ tags[:, None]) <= np.uint64(RECORD_MASK)
+        lines = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
+        tags = (words[:, 1] | _TAG_SET) & _TAG_MASK
         # The eight truth values of a row are one word.
-        mask = found.view(np.uint64).ravel() != 0
-        unlisted = lines[:, TAGS] != 0
-        answers = bytearray(mask.tobytes())
-        for i in np.flatnonzero(unlisted & ~mask).tolist():
-            answers[i] = UNLISTED
-        return bytes(answers)
+        found = ((lines ^ tags[:, None]) <= _RECORD_MASK).view(np.uint64).ravel() != 0
+        unlisted = lines[:, TAGS]
+        if not unlisted.any():
+            return found.tobytes()
+        answers: bytes = np.where(found, _PRESENT, _UNLISTED * (unlisted != 0)).tobytes()
+        return answers
 
     def find(self, key: bytes) -> int:
         """The number of the key's record; 0 when it is absent, -1 when it may be unlisted."""

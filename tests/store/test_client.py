@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -22,7 +23,7 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
-from cornplug.testing.store import StoreStage, fill, lease, present, reserve
+from cornplug.testing.store import StoreStage, fill, key, lease, present, reserve
 
 from .conftest import answers, eventually
 
@@ -75,8 +76,10 @@ def test_pool_store_killed_daemon_is_survived(connect: Connect, start_daemon: St
     assert held is not None
     daemon.kill()
     daemon.wait()
-    reason, took_s = _refused(lambda: present(store, "a"))
+    reason, took_s = _refused(lambda: lease(store, "a"))
     assert (reason, took_s < 0.5) == ("store_down", True)
+    eventually(lambda: not store.connected)
+    assert _refused(lambda: present(store, "a"))[0] == "store_down", "its table is not believed for long"
     view = store.view(held.location)
     assert bytes(view) == b"payload"
     if again:
@@ -117,17 +120,62 @@ def test_pool_store_stopped_daemon_costs_one_deadline(connect: Connect, start_da
     fill(store, "a", b"x")
     held = lease(store, "a")
     os.kill(daemon.pid, signal.SIGSTOP)
-    reason, took_s = _refused(lambda: store.contains([b"k" * 32], deadline_s=0.05))
+    reason, took_s = _refused(lambda: store.stat(deadline_s=0.05))
     assert reason == "store_timeout"
     assert 0.04 < took_s < 0.5
     time.sleep(0.1)
-    refused = [_refused(lambda: store.contains([b"k" * 32], deadline_s=0.05)) for _ in range(20)]
+    refused = [_refused(lambda: store.stat(deadline_s=0.05)) for _ in range(20)]
     assert {reason for reason, _ in refused} == {"store_slow"}
     assert sum(took_s for _, took_s in refused) < 0.5, "to wait each time is a second"
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: _stat_works(store))
     assert held is not None
     assert store.stat(deadline_s=5).leases == 1, "the connection went on, and what it holds"
+
+
+def test_pool_store_lookup_needs_no_answer_of_the_daemon(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store = connect()
+    for name in range(4):
+        fill(store, name, b"x")
+    store.delete([key(1)], deadline_s=5)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    assert present(store, *range(5)) == b"\1\0\1\1\0"
+    assert present(store, *range(300)) == b"\1\0\1\1" + bytes(296)
+
+
+def test_pool_store_lookup_beyond_a_full_table_asks_the_daemon(
+    connect: Connect, serve_in_thread: Callable[..., StoreServer]
+) -> None:
+    serve_in_thread()
+    store = connect()
+    names = range(2048)
+    rooms = store.reserve([(key(name), 64) for name in names], app="test", deadline_s=20)
+    written = [(room, b"") for room in rooms if isinstance(room, Reservation)]
+    assert all(store.commit(written, deadline_s=20))
+    assert len(written) == len(names), "twice as many as the table has records"
+    assert present(store, *names, "absent") == b"\1" * len(names) + b"\0"
+    store.delete([key(name) for name in names], deadline_s=20)
+    assert present(store, *names) == bytes(len(names))
+
+
+def test_pool_store_damaged_table_never_raises(
+    connect: Connect, serve_in_thread: Callable[..., StoreServer]
+) -> None:
+    """A wrong answer to a lookup is a miss later on: leases and checksums are not of the table."""
+    server = serve_in_thread()
+    store = connect()
+    for name in range(50):
+        fill(store, name, bytes([name]) * 64)
+    source = random.Random(3)
+    table = server._table
+    for _ in range(5000):
+        table._bytes[source.randrange(4096, len(table._bytes))] = source.randrange(256)
+    assert len(present(store, *range(100))) == 100
+    for name in range(50):
+        held = lease(store, name)
+        assert held is not None
+        assert bytes(store.view(held.location)) == bytes([name]) * 64
 
 
 def test_threads_wait_for_their_turn_no_longer_than_asked(connect: Connect, start_daemon: Start) -> None:

@@ -28,7 +28,7 @@ from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
 from cornplug.store.entry_table_layout import TableShape
 from cornplug.store.write_fences import WriteFences
-from cornplug.testing.store import fill, key, lease, present, reserve
+from cornplug.testing.store import fill, key, lease, reserve
 
 from .conftest import eventually
 
@@ -103,7 +103,7 @@ def _waits_of(store: PoolStore) -> Iterator[list[float]]:
     def ask() -> None:
         while not done.is_set():
             began_s = time.perf_counter()
-            present(store, "small")
+            store.contains_by_message([key("small")], deadline_s=5)
             waits.append(time.perf_counter() - began_s)
             time.sleep(0.001)
 
@@ -274,7 +274,7 @@ def _works(store: PoolStore) -> bool:
 def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect, start_daemon: Start) -> None:
     daemon = start_daemon()
     store = connect()
-    present(store, "a")
+    _works(store)
     os.kill(daemon.pid, signal.SIGSTOP)
     background = threading.Thread(target=lambda: _times_out(store, 1.0))
     background.start()
@@ -288,7 +288,7 @@ def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect,
 
 def _times_out(store: PoolStore, deadline_s: float) -> str:
     with pytest.raises(StoreUnavailable) as e:
-        store.contains([key("a")], deadline_s=deadline_s)
+        store.delete([key("a")], deadline_s=deadline_s)
     return e.value.reason
 
 
@@ -298,10 +298,10 @@ def test_threads_do_not_wait_for_each_others_answers(
     """Ten threads ask a store that takes 50 ms for an answer, all that it was asked by then at once."""
     slow_daemon(0.05)
     store = connect()
-    answers: list[bytes] = []
+    answers: list[int] = []
 
     def ask() -> None:
-        answers.append(store.contains([key("a")], deadline_s=2))
+        answers.append(store.delete([key("a")], deadline_s=2))
 
     threads = [threading.Thread(target=ask) for _ in range(10)]
     began_s = time.perf_counter()
@@ -309,7 +309,7 @@ def test_threads_do_not_wait_for_each_others_answers(
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == [b"\0"] * 10
+    assert answers == [0] * 10
     assert time.perf_counter() - began_s < 0.4, "one after the other takes 0.5 s"
 
 
@@ -329,12 +329,12 @@ def test_circuit_breaker_slow_store_is_asked_ever_less_often(
     assert 2 <= reasons.count("store_timeout") <= 8
     assert waited_s < 0.5
     assert store.connected
-    assert store.contains([key("a")], deadline_s=2) == b"\0", "a caller that waits longer is served"
+    assert store.delete([key("a")], deadline_s=2) == 0, "a caller that waits longer is served"
 
 
 @pytest.fixture
 def slow_daemon(store_config: StoreConfig) -> Iterator[Callable[[float], None]]:
-    """A server between clients and a socket of its own, that answers `Contains` late."""
+    """A server between clients and a socket of its own, that answers `DeleteRequest` late."""
     stop = threading.Event()
     threads: list[threading.Thread] = []
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -383,7 +383,7 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
             peer.settimeout(0.5)
             while (body := messages.take_frame(received)) is not None:
                 number, _ = messages.take_number(body)
-                peer.sendall(messages.frame(messages.ContainsReply(b"\0"), number))
+                peer.sendall(messages.frame(messages.DeleteReply(0), number))
 
 
 def test_circuit_breaker_counts_each_deadline_apart() -> None:
