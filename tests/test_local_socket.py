@@ -50,7 +50,7 @@ STORE = {
     "ReleaseRequest": (store_messages.ReleaseRequest([9, 10]), 0),
     "DeleteRequest": (store_messages.DeleteRequest(KEY), 5),
     "StatRequest": (store_messages.StatRequest(), 6),
-    "DaemonWelcome": (store_messages.DaemonWelcome(b"a" * 16, 1 << 30), None),
+    "DaemonWelcome": (store_messages.DaemonWelcome(b"a" * 16, 1 << 30, 5), None),
     "ContainsReply": (store_messages.ContainsReply(b"\1\0"), 1),
     "LeaseReply": (store_messages.LeaseReply([Lease(9, KEY, META, AT), None]), 2),
     "ReserveReply": (store_messages.ReserveReply([Reservation(9, KEY, AT), "full"]), 3),

@@ -149,3 +149,7 @@ class MappedArena:
         """`view` without its checks."""
         view = memoryview(self._map)[location.offset : location.offset + location.size]
         return view if writable else view.toreadonly()
+
+    def bytes_at(self, offset: int, size: int) -> memoryview:
+        """Bytes inside the arena, read-only, whatever they belong to."""
+        return memoryview(self._map)[offset : offset + size].toreadonly()

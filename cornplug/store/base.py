@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 
@@ -116,7 +116,7 @@ class StoreStat(msgspec.Struct, frozen=True):
     """Of the 256 apps with most; all others together under OTHER_APPS."""
     evictions: int
     hits: int
-    """Keys for which `lease` found an entry, since the store began."""
+    """Keys for which `lease` or a copying read found an entry, since the store began."""
     misses: int
     refusals: int
     """Reservations refused with FULL or TOO_LARGE."""
@@ -173,3 +173,34 @@ class Store(Protocol):
 
     def close(self) -> None:
         """End the connection: every lease and reservation of it ends."""
+
+
+class Unfound(enum.Enum):
+    """The reason why `UnleasedReads.find_unleased` found no entry."""
+
+    ABSENT = "absent"
+    UNKNOWN = "unknown"
+    """`Store.lease` knows."""
+
+
+class UnleasedEntry(Protocol):
+    """An entry that nothing keeps in place: copy its bytes, verify the copy, then `confirm`."""
+
+    @property
+    def meta(self) -> bytes:
+        """Its header, or damaged bytes."""
+
+    @property
+    def payload(self) -> memoryview:
+        """Its payload, read-only, or the bytes of another entry by now."""
+
+    def confirm(self) -> bool:
+        """Whether the entry was in place until now. True counts as a hit, and as a use for LRU."""
+
+
+@runtime_checkable
+class UnleasedReads(Protocol):
+    """What a store may offer besides: reads that cost no message and hold no lease."""
+
+    def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
+        """The entry of a key. ABSENT counts as a miss. Raises StoreUnavailable without a store."""

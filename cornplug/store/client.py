@@ -19,12 +19,21 @@ from typing import Final, Protocol, TypeVar
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.private_paths import read_secret
-from cornplug.store import messages
+from cornplug.store import messages, unleased
 from cornplug.store.arena import MappedArena
 from cornplug.store.autostart import IDLE_EXIT_S, spawn, start_lock
-from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.base import (
+    Lease,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    StoreStat,
+    Unfound,
+    WriterPart,
+)
 from cornplug.store.connection import DaemonConnection, StoreSlow
 from cornplug.store.entry_table import UNLISTED
+from cornplug.store.unleased import TableEntry
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 
 _FIRST_BACKOFF_S: Final = 0.1
@@ -116,6 +125,12 @@ class PoolStore:
         return b"".join(
             ask(messages.ContainsRequest(b"".join(each)), messages.ContainsReply).mask for each in some
         )
+
+    def find_unleased(self, key: bytes) -> TableEntry | Unfound:
+        """As `UnleasedReads.find_unleased`, for `payload.py`."""
+        check_keys([key])
+        with self._connected() as connection:
+            return unleased.find(key, connection.arena, connection.table, connection.notes)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)

@@ -31,11 +31,12 @@ from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.entry_table import MappedEntryTable
+from cornplug.store.use_notes import NO_PAGE, ClientNotes
 from cornplug.store.write_fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10
-_WELCOME_FDS: Final = 3
-"""Descriptors beside `DaemonWelcome`: the arena, its fences, the table of its entries."""
+_WELCOME_FDS: Final = 4
+"""Descriptors beside `DaemonWelcome`: the arena, its fences, the table of its entries, the notes of reads."""
 _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
@@ -53,8 +54,8 @@ class _Waiter:
 
 
 class DaemonConnection:
-    """A greeted connection, and the `arena` and the `table` of its entries that came with it. Its calls raise
-    OSError once it has ended."""
+    """A greeted connection, and what came with it: the `arena`, the `table` of its entries, a page of
+    `notes` of this client, None where all were taken. Its calls raise OSError once it has ended."""
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
         """Connect and say hello.
@@ -76,7 +77,7 @@ class DaemonConnection:
             self._sock.settimeout(timeout_s)
             self._sock.connect(str(path))
             self._check_peer(path)
-            self.arena, self.table = self._hello(secret, time.monotonic() + timeout_s)
+            self.arena, self.table, self.notes = self._hello(secret, time.monotonic() + timeout_s)
             self._sock.setblocking(False)
             on_error.pop_all()
 
@@ -261,7 +262,7 @@ class DaemonConnection:
         if (uid := foreign_user(self._sock)) is not None:
             raise ConfigError("store.socket", f"{path} is served by user {uid}", "Name a socket of yours.")
 
-    def _hello(self, secret: bytes, end_s: float) -> tuple[MappedArena, MappedEntryTable]:
+    def _hello(self, secret: bytes, end_s: float) -> tuple[MappedArena, MappedEntryTable, ClientNotes | None]:
         self._sock.sendall(
             messages.frame(messages.ClientHello(messages.PROTOCOL_VERSION, messages.secret_tag(secret)))
         )
@@ -279,10 +280,11 @@ class DaemonConnection:
                 raise ConfigError(field, reply.message, _REMEDIES[reply.reason])
             if not isinstance(reply, messages.DaemonWelcome) or len(fds) != _WELCOME_FDS:
                 raise ConnectionResetError("no store answers there")
-            arena_fd, fences_fd, table_fd = fds
+            arena_fd, fences_fd, table_fd, notes_fd = fds
             try:
                 arena = MappedArena(arena_fd, reply.arena_id, reply.capacity_bytes, MappedFences(fences_fd))
-                return arena, MappedEntryTable(table_fd)
+                notes = None if reply.notes_page == NO_PAGE else ClientNotes(notes_fd, reply.notes_page)
+                return arena, MappedEntryTable(table_fd), notes
             except ValueError as e:
                 raise ConnectionResetError(f"no store answers there: {e}") from e
         finally:

@@ -83,10 +83,9 @@ class MappedEntryTable:
         # The eight truth values of a row are one word.
         found = ((lines ^ tags[:, None]) <= _RECORD_MASK).view(np.uint64).ravel() != 0
         unlisted = lines[:, TAGS]
-        if not unlisted.any():
-            return found.tobytes()
-        answers: bytes = np.where(found, _PRESENT, _UNLISTED * (unlisted != 0)).tobytes()
-        return answers
+        answers = found if not unlisted.any() else np.where(found, _PRESENT, _UNLISTED * (unlisted != 0))
+        mask: bytes = answers.tobytes()
+        return mask
 
     def find(self, key: bytes) -> int:
         """The number of the key's record; 0 when it is absent, -1 when it may be unlisted."""

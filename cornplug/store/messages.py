@@ -87,11 +87,13 @@ class StatRequest(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """Answer to `ClientHello`; the file descriptors of the arena, of its write fences and of the table of its
-    entries come with it."""
+    """Answer to `ClientHello`; the file descriptors of the arena, of its write fences, of the table of its
+    entries and of the notes of reads come with it."""
 
     arena_id: bytes
     capacity_bytes: int
+    notes_page: int
+    """Where this client notes its reads (`use_notes.py`); -1: nowhere, it asks."""
 
 
 class ContainsReply(msgspec.Struct, frozen=True, array_like=True, tag=11):

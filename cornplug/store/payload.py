@@ -17,7 +17,15 @@ import xxhash
 from cornplug import codec
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store import reserve_retry
-from cornplug.store.base import Lease, Reservation, ReserveRefusal, Store
+from cornplug.store.base import (
+    Lease,
+    Reservation,
+    ReserveRefusal,
+    Store,
+    Unfound,
+    UnleasedEntry,
+    UnleasedReads,
+)
 
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
@@ -46,9 +54,17 @@ def get_payload(
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
     """The header and a verified copy of a payload, or None when it is absent.
 
-    Raises CodecError for an entry that does not match its header (it is dropped from the store
-    first), StoreUnavailable when the store does not answer.
+    Asks for a lease only if the store offers no other read, or the other read did not find this entry whole.
+    Raises CodecError for an entry that does not match its header (it is dropped from the store first),
+    StoreUnavailable when the store does not answer.
     """
+    entry = _find_unleased(store, key)
+    if isinstance(entry, tuple):
+        copied = _verified_copy(*entry)
+        if copied is not None:
+            return entry[1], copied
+    elif entry is Unfound.ABSENT:
+        return None
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
     if lease is None:
         return None
@@ -72,6 +88,12 @@ def get_payload_into(
     Raises ValueError when `target` (flat bytes) has another size; otherwise as `get_payload`. After
     an error the bytes of `target` are undefined.
     """
+    entry = _find_unleased(store, key)
+    if isinstance(entry, tuple):
+        if _copied_into(target, *entry):
+            return entry[1]
+    elif entry is Unfound.ABSENT:
+        return None
     lease = store.lease([key], ttl_s=lease_s, deadline_s=deadline_s)[0]
     if lease is None:
         return None
@@ -80,11 +102,7 @@ def get_payload_into(
         source = store.view(lease.location)
         if target.nbytes != source.nbytes:
             raise ValueError(f"payload of {source.nbytes} bytes, target of {target.nbytes}")
-        if source.nbytes % len(header.checksums):
-            found: tuple[int, ...] = ()
-        else:
-            found = copy_checksummed(target, source, len(header.checksums), of="target")
-        if found != header.checksums:
+        if not _copy_verified(target, source, header):
             _discard(store, key, deadline_s)
             raise CodecError("payload does not match its checksums", reason="corrupt")
         return header
@@ -122,6 +140,41 @@ def put_payload(
         meta = codec.encode_header(header)
         on_error.pop_all()
     return "stored" if store.commit([(answer, meta)], deadline_s=deadline_s)[0] else "lost"
+
+
+def _find_unleased(store: Store, key: bytes) -> tuple[UnleasedEntry, codec.PayloadHeader] | Unfound:
+    """An entry and its header, if the store gives both without a lease."""
+    if not isinstance(store, UnleasedReads):
+        return Unfound.UNKNOWN
+    entry = store.find_unleased(key)
+    if isinstance(entry, Unfound):
+        return entry
+    try:
+        return entry, codec.decode_header(entry.meta, key=key)
+    except CodecError:
+        return Unfound.UNKNOWN
+
+
+def _verified_copy(entry: UnleasedEntry, header: codec.PayloadHeader) -> bytearray | None:
+    payload = bytearray(entry.payload)
+    try:
+        codec.verify(header, memoryview(payload))
+    except CodecError:
+        return None
+    return payload if entry.confirm() else None
+
+
+def _copied_into(target: memoryview, entry: UnleasedEntry, header: codec.PayloadHeader) -> bool:
+    source = entry.payload
+    return target.nbytes == source.nbytes and _copy_verified(target, source, header) and entry.confirm()
+
+
+def _copy_verified(target: memoryview, source: memoryview, header: codec.PayloadHeader) -> bool:
+    """Whether the copy matches its checksums."""
+    segments = len(header.checksums)
+    if source.nbytes % segments:
+        return False
+    return copy_checksummed(target, source, segments, of="target") == header.checksums
 
 
 def _sum_and_copy(target: memoryview, source: memoryview, start: int, end: int) -> int:

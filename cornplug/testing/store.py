@@ -13,9 +13,10 @@ from typing import ClassVar
 
 import pytest
 
+from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Store
-from cornplug.store.payload import get_payload, get_payload_into
+from cornplug.store.payload import get_payload, get_payload_into, put_payload
 from cornplug.testing.store_sightings import SightingContract
 from cornplug.testing.store_stage import (
     DEADLINE_S,
@@ -256,6 +257,22 @@ class StoreContract(WritingContract, SightingContract):
         assert target == payload
         assert get_payload(other, key("none"), deadline_s=DEADLINE_S) is None
         assert store.stat(deadline_s=DEADLINE_S).leases == 0
+
+    def test_store_copying_reads_count_and_refresh(self, store: Store, other: Store) -> None:
+        for name in range(4):
+            put_payload(
+                store, bytes(self.quarter), kind=PayloadKind.EMBEDDING, key=key(name), dtype="float16",
+                shape=(1,), app="test", deadline_s=DEADLINE_S,
+            )  # fmt: skip
+        target = memoryview(bytearray(self.quarter))
+        assert get_payload(other, key(0), deadline_s=DEADLINE_S) is not None
+        assert get_payload_into(other, key(1), target, deadline_s=DEADLINE_S) is not None
+        assert get_payload(other, key("none"), deadline_s=DEADLINE_S) is None
+        stat = store.stat(deadline_s=DEADLINE_S)
+        assert (stat.hits, stat.misses, stat.leases) == (2, 1, 0)
+        fill(store, 4, b"x" * self.quarter)
+        fill(store, 5, b"x" * self.quarter)
+        assert present(store, *range(6)) == b"\1\1\0\0\1\1"
 
     def test_store_corrupt_byte_is_found_and_entry_deleted(
         self, stage: StoreStage, store: Store, other: Store

@@ -27,6 +27,7 @@ from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
 from cornplug.store.entry_table_layout import TableShape
+from cornplug.store.use_notes import NO_PAGE
 from cornplug.store.write_fences import WriteFences
 from cornplug.testing.store import fill, key, lease, reserve
 
@@ -359,8 +360,8 @@ def _answer_late(listener: socket.socket, delay_s: float, stop: threading.Event)
         arena, fences = os.memfd_create("test"), WriteFences(shared=True)
         table = EntryTableWriter(TableShape.of(4096))
         os.truncate(arena, 4096)
-        welcome = messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096))
-        socket.send_fds(peer, [welcome], [arena, fences.fd, table.fd])
+        welcome = messages.frame(messages.DaemonWelcome(b"\1" * 16, 4096, NO_PAGE))
+        socket.send_fds(peer, [welcome], [arena, fences.fd, table.fd, fences.fd])
         os.close(arena)
         fences.close()
         received = bytearray()

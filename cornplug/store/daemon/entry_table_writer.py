@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import xxhash
 
@@ -12,7 +13,6 @@ from cornplug.store.entry_table_layout import (
     MAX_META_BYTES,
     META_AT,
     RECORD,
-    RECORD_MASK,
     RECORDS,
     SERVING,
     TAGS,
@@ -33,14 +33,18 @@ class EntryTableWriter:
         self._words = self._bytes.cast("Q")
         self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
         self._words[SERVING] = 1
-        self._records: dict[bytes, int] = {}
+        # What is in the table is for readers: this process decides nothing by it but the choice of a lane.
+        self._places: dict[bytes, tuple[int, int]] = {}
+        """Key -> its record and the word of its tag."""
+        self._untagged: Counter[int] = Counter()
+        """Bucket's word -> entries without a tag."""
         self._keys: dict[int, bytes] = {}
         self._free: list[int] = []
         self._used = 0
 
     def __len__(self) -> int:
         """Entries that have a tag."""
-        return len(self._records)
+        return len(self._places)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
         """Show an entry that is new. Where the table has no place for it, its bucket says so."""
@@ -48,9 +52,9 @@ class EntryTableWriter:
         lane = next((i for i in range(at, at + TAGS) if not self._words[i]), None)
         record = self._take_record() if lane is not None else 0
         if lane is None or not record:
-            self._words[at + TAGS] += 1
+            self._count_untagged(at, 1)
             return
-        self._records[key], self._keys[record] = record, key
+        self._places[key], self._keys[record] = (record, lane), key
         if len(meta) <= MAX_META_BYTES:
             self._describe(record, location, meta)
         # The tag comes last: a reader that finds it finds the record whole, or takes it for damaged.
@@ -58,12 +62,11 @@ class EntryTableWriter:
 
     def remove(self, key: bytes) -> None:
         """Show an entry no longer."""
-        at = self.shape.bucket_word(key)
-        record = self._records.pop(key, 0)
-        if not record:
-            self._words[at + TAGS] -= 1
+        place = self._places.pop(key, None)
+        if place is None:
+            self._count_untagged(self.shape.bucket_word(key), -1)
             return
-        lane = next(i for i in range(at, at + TAGS) if self._words[i] & RECORD_MASK == record)
+        record, lane = place
         self._words[lane] = 0
         start = self.shape.record_at(record)
         self._bytes[start : start + META_AT] = bytes(META_AT)
@@ -78,6 +81,12 @@ class EntryTableWriter:
         """No client finds anything here from now on."""
         self._words[SERVING] = 0
         os.close(self.fd)
+
+    def _count_untagged(self, bucket_word: int, more: int) -> None:
+        self._untagged[bucket_word] += more
+        self._words[bucket_word + TAGS] = self._untagged[bucket_word]
+        if not self._untagged[bucket_word]:
+            del self._untagged[bucket_word]
 
     def _take_record(self) -> int:
         """The number of an empty record, 0 when there is none."""

@@ -35,6 +35,7 @@ from cornplug.store.daemon.lease_limits import LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
+from cornplug.store.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128
@@ -188,6 +189,15 @@ class StoreIndex:
                 self._end_lease(token)
             elif self._open_entries.owns(owner, token):
                 self._open_entries.lose(token, now_s=now_s)
+
+    def count_reads(self, reads: NotedReads) -> None:
+        """Count copying reads that a client made by the table, and refresh LRU. Its numbers may be any."""
+        self._hits += reads.hits
+        self._misses += reads.misses
+        for record in reads.records:
+            entry = self._entries.get(self._table.key_of(record) or b"") if self._table is not None else None
+            if entry is not None:
+                self.placement.touch(entry)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Make entries invisible; their room is free once they have no lease. The number dropped."""

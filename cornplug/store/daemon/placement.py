@@ -137,6 +137,11 @@ class EntryPlacement:
         self._lru[entry.key] = entry
         self._refused_bytes = None
 
+    def touch(self, entry: StoredEntry) -> None:
+        """An entry was read: of those that can be evicted, it is the last."""
+        if entry.key in self._lru:
+            self._lru.move_to_end(entry.key)
+
     def remove(self, entry: StoredEntry) -> None:
         """Free the room of a pinned entry."""
         offset = entry.location.offset

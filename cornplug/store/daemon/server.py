@@ -30,6 +30,7 @@ from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.session import ClientFault, ClientSession
 from cornplug.store.entry_table_layout import TableShape
+from cornplug.store.use_notes import UseNotes
 from cornplug.store.validation import check_app, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 
@@ -72,6 +73,7 @@ class StoreServer:
         self._tag = messages.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
         self._fences = WriteFences(shared=True)
+        self._notes = UseNotes()
         self._table = EntryTableWriter(TableShape.of(arena.capacity_bytes))
         self._index = StoreIndex(
             arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
@@ -195,9 +197,10 @@ class StoreServer:
             session.send(messages.ClientRejected("secret", message))
             raise ClientFault(message)
         session.welcomed = True
+        session.notes_page = self._notes.open()
         session.send(
-            messages.DaemonWelcome(self._arena.id, self._arena.capacity_bytes),
-            fds=[self._arena.fd, self._fences.fd, self._table.fd],
+            messages.DaemonWelcome(self._arena.id, self._arena.capacity_bytes, session.notes_page),
+            fds=[self._arena.fd, self._fences.fd, self._table.fd, self._notes.fd],
         )
 
     def _reply(self, owner: int, request: messages.Request) -> messages.Reply | None:
@@ -218,6 +221,7 @@ class StoreServer:
                 check_entries(wanted)
                 check_app(app)
                 check_part(part)
+                self._collect_reads()
                 answers = index.reserve(
                     owner,
                     wanted,
@@ -243,9 +247,21 @@ class StoreServer:
             case messages.DeleteRequest(keys):
                 return messages.DeleteReply(index.delete(messages.split_keys(keys)))
             case messages.StatRequest():
+                self._collect_reads()
                 return messages.StatReply(index.stat())
             case _:
                 raise ValueError(f"no request: {type(request).__name__}")
+
+    def _collect_reads(self) -> None:
+        """Before victims are chosen or counts are told; and at each tick, so that reads of all clients keep
+        about their order."""
+        for session in self._sessions.values():
+            self._collect_reads_of(session)
+
+    def _collect_reads_of(self, session: ClientSession) -> None:
+        reads = self._notes.take(session.notes_page)
+        if reads is not None:
+            self._index.count_reads(reads)
 
     def _grow(self, missing_bytes: int) -> int | None:
         """The index's question. The memory comes on the thread; where there is none, it evicts."""
@@ -260,6 +276,7 @@ class StoreServer:
         self._renew_listener()
         now_s = time.monotonic()
         self._index.sweep(now_s)
+        self._collect_reads()
         for session in list(self._sessions.values()):
             if not session.welcomed and now_s - session.since_s > HELLO_WITHIN_S:
                 self._end(session, ClientFault("said no hello"))
@@ -284,6 +301,8 @@ class StoreServer:
     def _end(self, session: ClientSession, why: ClientFault) -> None:
         level = logging.DEBUG if str(why) == "closed" else logging.WARNING
         _log.log(level, "client %d ends: %s", session.owner, why)
+        self._collect_reads_of(session)
+        self._notes.shut(session.notes_page)
         del self._sessions[session.owner]
         self._selector.unregister(session.sock)
         session.close()
@@ -306,4 +325,5 @@ class StoreServer:
             self._end(session, ClientFault("closed"))
         self._growth.close()
         self._fences.close()
+        self._notes.close()
         self._selector.close()

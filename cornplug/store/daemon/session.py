@@ -14,6 +14,7 @@ from typing import Final
 from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user
 from cornplug.store import messages
+from cornplug.store.use_notes import NO_PAGE
 
 _CHUNK_BYTES: Final = 256 << 10
 
@@ -30,6 +31,7 @@ class ClientSession:
         self.owner = owner
         self.since_s = since_s
         self.welcomed = False
+        self.notes_page = NO_PAGE
         self._received = bytearray()
         self._unsent = b""
 
