@@ -106,9 +106,11 @@ class PoolStore:
         return self._connection is not None
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        check_keys(keys)
-        with self._connected() as connection:
+        connection = self._reachable()
+        try:
             mask = connection.table.contains(keys)
+        except OSError as e:
+            raise _gone(e) from e
         if UNLISTED not in mask:
             return mask
         answers = bytearray(mask)
@@ -129,8 +131,11 @@ class PoolStore:
     def find_unleased(self, key: bytes) -> TableEntry | Unfound:
         """As `UnleasedReads.find_unleased`, for `payload.py`."""
         check_keys([key])
-        with self._connected() as connection:
+        connection = self._reachable()
+        try:
             return unleased.find(key, connection.arena, connection.table, connection.notes)
+        except OSError as e:
+            raise _gone(e) from e
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)
@@ -218,12 +223,16 @@ class PoolStore:
 
         return ask
 
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[DaemonConnection]:
+    def _reachable(self) -> DaemonConnection:
         connection = self._connection
         if connection is None:
             self._keep()
             raise StoreUnavailable(self._why, reason="store_refused" if self._refused else "store_down")
+        return connection
+
+    @contextlib.contextmanager
+    def _connected(self) -> Iterator[DaemonConnection]:
+        connection = self._reachable()
         try:
             yield connection
         except StoreSlow as e:
@@ -231,7 +240,7 @@ class PoolStore:
         except TimeoutError:
             raise StoreUnavailable("the store did not answer in time", reason="store_timeout") from None
         except OSError as e:
-            raise StoreUnavailable(f"the store is gone: {e}", reason="store_down") from e
+            raise _gone(e) from e
 
     def _granted(self, count: int, some: Callable[[int], list[G]]) -> list[G]:
         """Answers for all of `count` keys, asked for in the portions that the daemon cuts. Where
@@ -340,6 +349,10 @@ class PoolStore:
         self._connection = None
         if connection is not None:
             connection.abandon()
+
+
+def _gone(why: OSError) -> StoreUnavailable:
+    return StoreUnavailable(f"the store is gone: {why}", reason="store_down")
 
 
 def _after_fork() -> None:

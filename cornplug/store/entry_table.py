@@ -32,6 +32,7 @@ from cornplug.store.entry_table_layout import (
     TableShape,
     tag_of,
 )
+from cornplug.store.validation import check_keys
 
 ABSENT: Final = 0
 PRESENT: Final = 1
@@ -73,11 +74,15 @@ class MappedEntryTable:
         self._bucket_mask = np.uint64(buckets - 1)
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
-        """ABSENT, PRESENT or UNLISTED for each key of 32 bytes."""
+        """ABSENT, PRESENT or UNLISTED for each key. Raises ValueError for keys that are not of 32 bytes."""
         self._check_serving()
         if len(keys) <= _FEW_KEYS:
+            check_keys(keys)
             return bytes([_ANSWERS[min(self._look(key), 1)] for key in keys])
-        words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
+        joined = b"".join(keys)
+        if len(joined) != len(keys) * KEY_BYTES:
+            check_keys(keys)
+        words = np.frombuffer(joined, np.uint64).reshape(-1, _KEY_WORDS)
         lines = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
         tags = (words[:, 1] | _TAG_SET) & _TAG_MASK
         # The eight truth values of a row are one word.
