@@ -28,7 +28,7 @@ def test_bed_environment_named_by_variable_is_taken(tmp_path: Path, monkeypatch:
 
 
 def test_bed_environment_unknown_bed_names_the_others() -> None:
-    with pytest.raises(ValueError, match="v3: there are v1, v2, v2-gpu"):
+    with pytest.raises(ValueError, match="v3: there are v1, v1-one, v2, v2-gpu"):
         bed_environment("v3")
 
 

@@ -1,4 +1,4 @@
-"""vLLM's CPU platform with a GPU's attention backend, KV layout, executor and asynchronous scheduling.
+"""vLLM's CPU platform with a GPU's attention backend, KV layout and asynchronous scheduling.
 
 A `vllm.general_plugins` entry point for tests of connectors. It needs TRITON_INTERPRET=1 and the Triton
 backend of triton-interpreted-cpu. TRITON_ATTN's kernel that writes the cache runs in Triton's interpreter.
@@ -35,14 +35,12 @@ def register() -> None:
 
 
 def _as_on_gpu(original: Callable[[Any], None]) -> Callable[[type, Any], None]:
-    """vLLM's check of a config on a CPU, but for what it takes away: asynchronous scheduling, one process."""
+    """vLLM's check of a config on a CPU, but for the asynchronous scheduling that it takes away."""
 
     def check_and_update_config(cls: type, config: Any) -> None:
         async_scheduling = config.scheduler_config.async_scheduling
-        executor = config.parallel_config.distributed_executor_backend
         original(config)
         config.scheduler_config.async_scheduling = async_scheduling
-        config.parallel_config.distributed_executor_backend = executor
 
     return check_and_update_config
 

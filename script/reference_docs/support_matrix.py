@@ -23,6 +23,7 @@ way to run vLLM without a GPU:
 | bed | model runner | KV layout | processes | scheduling |
 |---|---|---|---|---|
 | v1 | V1 | CPU's | several | synchronous |
+| v1-one | V1 | CPU's | one | synchronous |
 | v2 | V2 | CPU's | several | synchronous |
 | v2-gpu | V2 | Triton attention's, as on a GPU | one | asynchronous |
 """

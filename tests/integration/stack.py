@@ -32,7 +32,7 @@ from devkit.vllm_beds import bed_of_this_run
 
 STORE_DEADLINE_S = 0.2
 ENCODER_DEADLINE_S = 3.0
-MACHINE_NOISE_S = 4.0 if bed_of_this_run() == "v1" else 15.0
+MACHINE_NOISE_S = 4.0 if bed_of_this_run().startswith("v1") else 15.0
 """Time that two busy cores may add to any request, with or without cornplug: on V2 they interpret kernels."""
 
 PREAMBLE = "You are a careful assistant. " + " ".join(

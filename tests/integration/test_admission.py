@@ -46,7 +46,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_admission_late_requests_are_refused_and_the_rest_answered(server: VllmServer) -> None:
     def ask(key: str) -> httpx.Response:
-        body = {"model": "model", "prompt": "one two three", "max_tokens": 96, "ignore_eos": True}
+        body = {"model": "model", "prompt": "one two three", "max_tokens": 48, "ignore_eos": True}
         return http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
 
     # One client: making one takes longer than the tiny model does, and no queue would come about. Each

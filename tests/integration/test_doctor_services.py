@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from cornplug.config import STORE_PROTOCOL
 from devkit import checkpoints
 from devkit.engines import EncoderProcess, StoreProcess
+from devkit.processes import at_once
 
 
 def test_doctor_finds_what_serves_a_model(short_path: Path) -> None:
@@ -19,11 +21,9 @@ def test_doctor_finds_what_serves_a_model(short_path: Path) -> None:
     run = short_path / "cornplug"
     env = {"XDG_RUNTIME_DIR": str(short_path), "XDG_CACHE_HOME": str(short_path / "cache")}
 
-    def doctor(dtype: str) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "cornplug.cli", "doctor", "--json", "--model", str(model)]
-        out = subprocess.run(
-            [*command, "--dtype", dtype], capture_output=True, text=True, env={**os.environ, **env}
-        )
+    def doctor(*args: str) -> list[dict[str, Any]]:
+        command = [sys.executable, "-m", "cornplug.cli", "doctor", "--json", *args]
+        out = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
         assert out.returncode == 0, out.stdout + out.stderr
         findings: list[dict[str, Any]] = json.loads(out.stdout)
         return findings
@@ -32,10 +32,12 @@ def test_doctor_finds_what_serves_a_model(short_path: Path) -> None:
         StoreProcess(run / f"store-{STORE_PROTOCOL}.sock", env=env),
         EncoderProcess([model], socket=run / "encoder.sock", dtype="float32", env=env) as encoder,
     ):
-        assert {f["status"] for f in doctor("float32")} == {"ok"}
-        *rest, last = doctor("bfloat16")
-        assert {f["status"] for f in rest} == {"ok"}
+        # Side by side: each asks both engines about the model, which imports them.
+        same, (*rest, last) = at_once(
+            *(partial(doctor, "--model", str(model), "--dtype", dtype) for dtype in ("float32", "bfloat16"))
+        )
+        assert {f["status"] for f in (*same, *rest)} == {"ok"}
         assert (last["status"], "same tower" in last["what"]) == ("warn", True)
         assert encoder.stop() == 0
-        lost = next(f for f in doctor("float32") if f["check"] == "encoder")
+        lost = next(f for f in doctor() if f["check"] == "encoder")
         assert lost["status"] == "warn"
