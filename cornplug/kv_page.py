@@ -45,6 +45,8 @@ class PageGeometry:
     """2: keys and values. 1: MLA's latent (compressed KV and rotary key side by side in `dim`)."""
     layer_runs: int = 1
     """Segments of a head, of equally many layers each. The writer's choice: readers take any."""
+    engine: str = ""
+    """The only engine that shares these pages, where no test compares both engines' bytes; "" for both."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -87,7 +89,8 @@ class PageGeometry:
 
     def spec(self) -> dict[str, Any]:
         """The fields of the geometry that belong to a page's identity."""
-        return {"layout": "head-layer-kv-token-dim/1", "shape": list(self.shape), "dtype": self.dtype}
+        fields = {"layout": "head-layer-kv-token-dim/1", "shape": list(self.shape), "dtype": self.dtype}
+        return {**fields, "engine": self.engine} if self.engine else fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,6 +42,12 @@ def test_sizes_follow_from_the_shape() -> None:
     }
 
 
+def test_page_spec_of_one_engine_differs() -> None:
+    """Its keys then differ: pages of the other engine are never read."""
+    assert geometry(engine="vllm").spec() == {**geometry().spec(), "engine": "vllm"}
+    assert geometry(engine="vllm").shape == geometry().shape
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

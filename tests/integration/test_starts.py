@@ -79,7 +79,7 @@ LINES = {
     ),
     "embeddings": Line(qwen2_text, ("--runner", "pooling", "--convert", "embed"), ask=_embeds),
     # The head size that the CPU decode kernel is compiled for: 512 + 64.
-    "mla": Line(partial(deepseek_v2, kv_lora_rank=512, rope_dim=64), says=NOT_SHARED),
+    "mla": Line(partial(deepseek_v2, kv_lora_rank=512, rope_dim=64)),
     "sliding-windows": Line(gemma3, says=NOT_SHARED),
     "several-connectors": Line(
         qwen2_text,

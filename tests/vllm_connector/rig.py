@@ -21,7 +21,8 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.worker.gpu import kv_connector as second_runner
 
@@ -117,6 +118,30 @@ class Backend:
         cache[slots // size, :, slots % size, dim:] = value
 
 
+class LatentBackend(Backend):
+    """One of MLA, whose layer gives it caches without heads."""
+
+    def do_kv_cache_update(  # type: ignore[override]
+        self,
+        compressed: torch.Tensor,
+        rotary: torch.Tensor,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        size = cache.shape[1]
+        cache[slots // size, slots % size] = torch.cat([compressed, rotary.squeeze(1)], dim=-1)
+
+
+def mla_layer(impl: Any, kv_lora_rank: int, qk_rope_head_dim: int) -> Any:
+    """vLLM's layer, as far as the write of its cache reads it."""
+    layer: Any = object.__new__(MLAAttention)
+    sizes = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+    layer.__dict__.update(sizes, impl=impl, kv_cache_dtype="auto", _k_scale=torch.tensor(1.0))
+    return layer
+
+
 class BrokenBackend(Backend):
     """Keeps no V: a cache that cannot be mapped."""
 
@@ -128,7 +153,7 @@ class BrokenBackend(Backend):
 
 @dataclass
 class Rank:
-    """One worker process: its connector and its caches, (blocks, heads, block_size, 2 * dim)."""
+    """One worker process: its connector and its caches, (blocks, heads, block_size, planes * dim)."""
 
     connector: CornplugConnector
     heads: range
@@ -147,17 +172,21 @@ class Rank:
         for position in range(start, end):
             block, slot = self.place(request, block_size, position)
             values = expected(request.all_token_ids, position, self.heads, self.layers)
-            for cache, (key, value) in zip(self.caches.values(), values, strict=True):
-                cache[block, :, slot, :DIM], cache[block, :, slot, DIM:] = key, value
+            for cache, planes in zip(self.caches.values(), values, strict=True):
+                cache[block, :, slot] = self._side_by_side(planes)
 
     def check(self, request: Request, block_size: int, end: int) -> None:
         """Every byte of the first `end` tokens is what the model would have computed."""
         for position in range(end):
             block, slot = self.place(request, block_size, position)
             values = expected(request.all_token_ids, position, self.heads, self.layers)
-            for cache, (key, value) in zip(self.caches.values(), values, strict=True):
-                assert torch.equal(cache[block, :, slot, :DIM], key), (request.request_id, position)
-                assert torch.equal(cache[block, :, slot, DIM:], value), (request.request_id, position)
+            for cache, planes in zip(self.caches.values(), values, strict=True):
+                theirs = self._side_by_side(planes)
+                assert torch.equal(cache[block, :, slot], theirs), (request.request_id, position)
+
+    def _side_by_side(self, planes: torch.Tensor) -> torch.Tensor:
+        """K before V, shape (heads, 2 * DIM); of latents there is one plane."""
+        return torch.cat(planes.unbind(), dim=-1)[:, : next(iter(self.caches.values())).shape[3]]
 
 
 class Engine:
@@ -181,13 +210,14 @@ class Engine:
         kernel_block: int = 0,
         accelerator: bool = False,
         second_runner: bool = False,
+        latent: bool = False,
         **fields: Any,
     ) -> None:
         """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
         numbers from 0 again. `kernel_block`: the caches are in smaller blocks than the engine counts.
         `accelerator`: the workers copy as on one, with copies that arrive late. `second_runner`: vLLM's V2
-        model runner calls the workers, the default on a GPU."""
-        self.second_runner = second_runner
+        model runner calls the workers, the default on a GPU. `latent`: the model has MLA."""
+        self.second_runner, self.latent = second_runner, latent
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = list(range(blocks))
@@ -208,7 +238,8 @@ class Engine:
         self.ranks = []
         for stage in range(pp):
             for shard in range(tp):
-                backend = backends[stage * tp + shard] if backends else Backend()
+                plain = LatentBackend() if latent else Backend()
+                backend = backends[stage * tp + shard] if backends else plain
                 self.ranks.append(self._rank(config, stage, shard, blocks, backend, extra_layers))
         self.aggregator = KVOutputAggregator(len(self.ranks))
         self.counts: dict[tuple[str, ...], float] = {}
@@ -238,8 +269,8 @@ class Engine:
         )
 
     def _cache_config(self, layers: range, blocks: int) -> KVCacheConfig:
-        heads = max(1, HEADS // self.tp)
-        spec = FullAttentionSpec(
+        heads = 1 if self.latent else max(1, HEADS // self.tp)
+        spec = (MLAAttentionSpec if self.latent else FullAttentionSpec)(
             block_size=self.block_size, num_kv_heads=heads, head_size=DIM, dtype=torch.float32
         )
         group = KVCacheGroupSpec(self._names(layers), spec)
@@ -266,7 +297,9 @@ class Engine:
     ) -> Rank:
         per_stage = LAYERS // self.pp
         layers = range(stage * per_stage, (stage + 1) * per_stage + extra_layers)
-        if HEADS % self.tp == 0:
+        if self.latent:
+            heads = range(1)
+        elif HEADS % self.tp == 0:
             heads = range(shard * HEADS // self.tp, (shard + 1) * HEADS // self.tp)
         else:
             heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
@@ -276,13 +309,21 @@ class Engine:
         layers = range(layers.start, layers.stop + self.draft)
         caches = {
             name: torch.full(
-                (blocks * self.block_size // self.kernel_block, len(heads), self.kernel_block, 2 * DIM),
+                (
+                    blocks * self.block_size // self.kernel_block,
+                    len(heads),
+                    self.kernel_block,
+                    DIM if self.latent else 2 * DIM,
+                ),
                 POISON,
             )
             for name in names
         }
         config.compilation_config.static_forward_context.update(
-            {name: SimpleNamespace(impl=backend) for name in caches}
+            {
+                name: mla_layer(backend, 6, 2) if self.latent else SimpleNamespace(impl=backend)
+                for name in caches
+            }
         )
         connector.register_kv_caches(dict(reversed(caches.items())))
         worker: Any = connector._worker

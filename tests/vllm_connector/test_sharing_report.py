@@ -59,6 +59,7 @@ def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, S
     models = {
         "text": text,
         "windows": _with_windows(folder / "windows"),
+        "latents": checkpoints.deepseek_v2(folder / "latents", kv_lora_rank=512, rope_dim=64),
         "audio": checkpoints.qwen2_audio(folder / "audio"),
         "none": folder,
         "unreadable": checkpoints.qwen2_text(folder / "unreadable"),
@@ -87,6 +88,10 @@ def test_sharing_report_of_text_is_kv_alone(said: Mapping[str, Said]) -> None:
     }
     off = said["text, KV off"]["KV"]
     assert (off.shared, off.why) == (False, "engine.share_kv is false")
+
+
+def test_sharing_report_of_latents_is_kv(said: Mapping[str, Said]) -> None:
+    assert said["latents"]["KV"] == SharingVerdict(what="KV", shared=True)
 
 
 def test_sharing_report_of_windows_names_a_remedy(said: Mapping[str, Said]) -> None:

@@ -145,7 +145,7 @@ class BlockCopies:
         self._device = caches[0].device
         self._dtype = caches[0].dtype
         self._slots = layouts[0].block_size
-        affine = all(p.strides is not None for at in layouts for p in (at.keys, at.values))
+        affine = all(plane.strides is not None for at in layouts for plane in at.planes)
         self._direct = (self._device.type == "cpu" and affine) if direct is None else direct
         if side is None:
             side = CpuSide() if self._device.type == "cpu" else CudaSide(self._device, urgent=urgent)
@@ -241,10 +241,10 @@ class BlockCopies:
             slab._staging.end = self.side.begun()
 
     def _planes(self, host: torch.Tensor) -> Iterator[tuple[BlockPlane, torch.Tensor, torch.Tensor]]:
-        """(plane, its cache, its part of `host`), `host` of shape (heads, layers, 2, n, dim)."""
+        """(plane, its cache, its part of `host`), `host` of shape (heads, layers, planes, n, dim)."""
         for i, (cache, layout) in enumerate(zip(self._caches, self._layouts, strict=True)):
-            yield layout.keys, cache, host[:, i, 0]
-            yield layout.values, cache, host[:, i, 1]
+            for j, plane in enumerate(layout.planes):
+                yield plane, cache, host[:, i, j]
 
     def _where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
         """(block, slot) of each token of these pages; neighbours of one request are looked up at once."""
@@ -273,39 +273,50 @@ def kernel_table(blocks: Sequence[int], block_size: int, slots: int) -> NDArray[
 
 
 def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
-    """As few gathers as can be: K and V together where they lie alike, and all layers together
+    """As few gathers as can be: all planes together where they lie alike, and all layers together
     where they lie evenly in one allocation, as vLLM's do."""
     found: list[_Part | _IndexedPart] = []
+    every = slice(0, len(layouts[0].planes))
     for i, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
-        layer, keys, values = slice(i, i + 1), layout.keys, layout.values
-        if keys.strides is not None and keys.strides == values.strides and values.base > keys.base:
-            found.append(_Part(_strided(cache, keys, values.base - keys.base), layer, slice(0, 2)))
+        layer, step = slice(i, i + 1), _plane_step(layout.planes)
+        if step is not None:
+            view = _strided(cache, layout.planes[0], len(layout.planes), step)
+            found.append(_Part(view, layer, every))
             continue
-        for j, plane in enumerate((keys, values)):
+        for j, plane in enumerate(layout.planes):
             places = slice(j, j + 1)
             if plane.strides is None:
                 found.append(_IndexedPart(plane, cache, layer, places))
             else:
-                found.append(_Part(_strided(cache, plane, 0), layer, places))
-    one = _merged(found)
+                found.append(_Part(_strided(cache, plane, 1, 0), layer, places))
+    one = _merged(found, every)
     return [one] if one is not None else found
 
 
-def _strided(cache: torch.Tensor, plane: BlockPlane, plane_step: int) -> torch.Tensor:
-    """A view of shape (1, blocks, heads, planes, slots, dim); one plane where `plane_step` is 0."""
-    assert plane.strides is not None
-    heads, tokens, dim = plane.offsets.shape
-    head, token, channel = plane.strides
+def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
+    """Elements from one plane to the next, 0 for a single one; None where they do not lie alike."""
+    first, last = planes[0], planes[-1]
+    if first.strides is None or first.strides != last.strides:
+        return None
+    step = last.base - first.base
+    return step if step > 0 or len(planes) == 1 else None
+
+
+def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
+    """A view of so many planes, shape (1, blocks, heads, planes, slots, dim)."""
+    assert first.strides is not None
+    heads, tokens, dim = first.offsets.shape
+    head, token, channel = first.strides
     return cache.as_strided(
-        (1, cache.shape[0], heads, 2 if plane_step else 1, tokens, dim),
+        (1, cache.shape[0], heads, planes, tokens, dim),
         (0, cache.stride(0), head, plane_step, token, channel),
-        cache.storage_offset() + plane.base,
+        cache.storage_offset() + first.base,
     )
 
 
-def _merged(parts: Sequence[_Part | _IndexedPart]) -> _Part | None:
-    """All layers as one part; None where they are not evenly spaced in one allocation."""
-    views = [part.view for part in parts if isinstance(part, _Part) and part.planes == slice(0, 2)]
+def _merged(parts: Sequence[_Part | _IndexedPart], planes: slice) -> _Part | None:
+    """All layers as one part of all `planes`; None where they are not evenly spaced in one allocation."""
+    views = [part.view for part in parts if isinstance(part, _Part) and part.planes == planes]
     if len(views) < len(parts) or len({(v.shape, v.stride()) for v in views}) > 1:
         return None
     # `data_ptr` would not tell the storages of fake tensors apart.
@@ -316,4 +327,4 @@ def _merged(parts: Sequence[_Part | _IndexedPart]) -> _Part | None:
     if step < 0 or any(v.storage_offset() != first + i * step for i, v in enumerate(views)):
         return None
     view = views[0].as_strided((len(views), *views[0].shape[1:]), (step, *views[0].stride()[1:]), first)
-    return _Part(view, slice(0, len(views)), slice(0, 2))
+    return _Part(view, slice(0, len(views)), planes)

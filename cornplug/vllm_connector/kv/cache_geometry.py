@@ -3,17 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, RankSlice, layer_runs, tensor_parallel_heads
+from cornplug.kv_page import PLANES, PageGeometry, RankSlice, layer_runs, tensor_parallel_heads
 from cornplug.vllm_connector.model.model_config import drafts_with_kv
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, MLAAttentionSpec
+
+_OF_LATENTS: Final[Mapping[str, str]] = {
+    "head_size": "in the page",
+    "dtype": "in the page, which refuses what it has no name for",
+    "cache_dtype_str": "compared with dtype",
+    "num_kv_heads": "compared with 1",
+    "max_tp_shards": "compared with 1: the first rank writes the whole latent, and every rank reads it",
+    "kv_quant_mode": "compared with none",
+    "block_size": "a page holds tokens, not blocks",
+    "block_stride_alignment": "the worker reads the strides of the cache itself",
+    "dcp_sharded": "context parallelism is refused",
+    "is_draft": "the page's layers follow from the config",
+}
+"""Fields of vLLM's MLAAttentionSpec that may have any value, and why: all others must have their default."""
 
 
 def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
@@ -24,18 +39,22 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     """
     if len(cache.kv_cache_groups) != 1:
         raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
-    spec = _plain(cache.kv_cache_groups[0].kv_cache_spec)
+    spec: Any = cache.kv_cache_groups[0].kv_cache_spec
+    planes = _planes(spec)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
-    model, layers = config.model_config, _layers(config, cache)
+    layers = _layers(config, cache)
     return PageGeometry(
         page_tokens=page_tokens,
-        heads=model.get_total_num_kv_heads(),
+        heads=1 if planes == 1 else config.model_config.get_total_num_kv_heads(),
         layers=layers,
         dim=spec.head_size,
         dtype=dtype_name(spec.dtype),
+        planes=planes,
         layer_runs=layer_runs(layers, _first_layers(layers, parallel.pipeline_parallel_size)),
+        # No test compares latents of vLLM with those of SGLang.
+        engine="vllm" if planes == 1 else "",
     )
 
 
@@ -86,28 +105,47 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
     return target, names[count:]
 
 
-def _plain(spec: Any) -> FullAttentionSpec:
-    """The spec, where it is one of full attention whose blocks hold K and V of every token, and no more.
+def _planes(spec: Any) -> int:
+    """2 for layers of full attention whose blocks hold K and V of every token, 1 for MLA's latents; no more.
 
     Raises LayoutError for all others. Of subclasses some free blocks in the middle of a request (R-SWA), and
     some keep sinks before its first token.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, MLAAttentionSpec
 
-    if type(spec) is not FullAttentionSpec:
+    if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
         raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
     if spec.non_causal:
         raise LayoutError("non-causal attention: KV depends on tokens that follow", reason="attention_kind")
+    if spec.kv_quant_mode != KVQuantMode.NONE:
+        raise LayoutError(f"a quantised KV cache ({spec.kv_quant_mode.name})", reason="kv_dtype")
+    if type(spec) is MLAAttentionSpec:
+        _require_plain_latents(spec)
+        return 1
     if spec.head_size_v != spec.head_size:
         raise LayoutError(
             "keys and values of different width have no page layout yet", reason="attention_kind"
         )
-    if spec.kv_quant_mode != KVQuantMode.NONE:
-        raise LayoutError(f"a quantised KV cache ({spec.kv_quant_mode.name})", reason="kv_dtype")
     if spec.tokens_per_state != 1 or spec.num_head_slots is not None or spec.state_content_bytes is not None:
         raise LayoutError("blocks that the attention backend packs", reason="layout")
-    plain: FullAttentionSpec = spec
-    return plain
+    return PLANES
+
+
+def _require_plain_latents(spec: MLAAttentionSpec) -> None:
+    """Raise LayoutError for MLA whose blocks hold anything but one latent of every token.
+
+    Such are compressed, windowed, padded and packed caches, and those of sparse attention's indexers.
+    """
+    if spec.cache_dtype_str not in (None, "auto", dtype_name(spec.dtype)):
+        raise LayoutError(f"MLA with a KV cache of {spec.cache_dtype_str}", reason="kv_dtype")
+    if spec.num_kv_heads != 1 or spec.max_tp_shards not in (None, 1):
+        raise LayoutError("MLA whose latents are split over heads or ranks", reason="attention_kind")
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.name not in _OF_LATENTS and value != field.default:
+            raise LayoutError(
+                f"MLA with {field.name} {value!r} has no page layout yet", reason="attention_kind"
+            )
 
 
 def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:

@@ -1,6 +1,6 @@
-"""Where vLLM's attention backend puts K and V: found by asking it to write, never guessed.
+"""Where vLLM's attention backend puts K and V, or MLA's latents: found by asking it to write, never guessed.
 
-`kv_caches[layer]` has shape (blocks, heads, block_size, 2 * dim), and that shape lies: the
+`kv_caches[layer]` has shape (blocks, heads, block_size, planes * dim), and that shape lies: the
 CPU backend keeps K transposed before V, other instruction sets pack otherwise. So at start
 the backend's own cache-write operation writes patterns whose values name their token, head,
 dim and plane into a scratch block; reading back where each landed gives the mapping. A mapping
@@ -19,9 +19,10 @@ import torch
 from numpy.typing import NDArray
 
 from cornplug.errors import LayoutError
+from cornplug.kv_page import PLANES
 
-# (key, value, kv_cache, slot_mapping) -> None; key and value are (tokens, heads, dim).
-WriteOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+# (*planes, kv_cache, slot_mapping) -> None; the planes are key and value, or a latent: (tokens, heads, dim).
+WriteOp = Callable[..., None]
 
 _DIGIT = 128
 """Labels stay below 2^8, the largest integers that bfloat16 holds exactly."""
@@ -49,7 +50,7 @@ class TokenPlaces:
 
 @dataclass(frozen=True)
 class BlockPlane:
-    """Element offsets of K or V inside one block, relative to the block's first element.
+    """Element offsets of K, V or latents inside one block, relative to the block's first element.
 
     `offsets` has shape (heads, block_size, dim). Where they are affine (`strides` of head,
     token and dim from `base`), a strided view does the addressing; else an index does.
@@ -107,8 +108,8 @@ class BlockPlane:
 class BlockLayout:
     """Mapping of one layer's blocks to planes."""
 
-    keys: BlockPlane
-    values: BlockPlane
+    planes: tuple[BlockPlane, ...]
+    """K and V, or MLA's latents alone."""
     block_size: int
 
 
@@ -120,12 +121,7 @@ def _flat(cache: torch.Tensor) -> torch.Tensor:
 
 def write_op(layer: Any) -> WriteOp:
     """The cache-write operation of an attention layer. Raises LayoutError where it has none."""
-    update = getattr(layer.impl, "do_kv_cache_update", None)
-    if update is None:
-        raise LayoutError(
-            f"{type(layer.impl).__name__} has no cache-write operation to verify the layout with",
-            reason="layout",
-        )
+    update = _update(layer)
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         update(layer, key, value, cache, slots)
@@ -133,15 +129,54 @@ def write_op(layer: Any) -> WriteOp:
     return write
 
 
-def derive(cache: torch.Tensor, heads: int, block_size: int, dim: int, write: WriteOp) -> BlockLayout:
-    """Find the layout of `cache`, shape (blocks, heads, block_size, 2 * dim) in any strides.
+def latent_write_op(layer: Any) -> WriteOp:
+    """The cache-write operation of a layer of MLA. Raises LayoutError where it has none.
+
+    Other layers than vLLM's own put the parts of a latent elsewhere, or pad them.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    if type(layer) is not MLAAttention:
+        raise LayoutError(f"{type(layer).__name__} has no page layout yet", reason="attention_kind")
+    update = _update(layer)
+
+    def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        compressed, rotary = latent.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
+        # As `MLAAttention.update_kv_cache`, whose cache has no heads.
+        update(
+            compressed.squeeze(1).contiguous(),
+            rotary.contiguous(),
+            cache.squeeze(1),
+            slots,
+            layer.kv_cache_dtype,
+            layer._k_scale,
+        )
+
+    return write
+
+
+def _update(layer: Any) -> Callable[..., None]:
+    update: Callable[..., None] | None = getattr(layer.impl, "do_kv_cache_update", None)
+    if update is None:
+        raise LayoutError(
+            f"{type(layer.impl).__name__} has no cache-write operation to verify the layout with",
+            reason="layout",
+        )
+    return update
+
+
+def derive(
+    cache: torch.Tensor, heads: int, block_size: int, dim: int, write: WriteOp, planes: int = PLANES
+) -> BlockLayout:
+    """Find the layout of `cache`, shape (blocks, heads, block_size, planes * dim) in any strides.
 
     Works on a scratch tensor with the same strides; `cache` itself is not touched.
-    Raises LayoutError("layout") when shape or mapping is not a permutation of K and V.
+    Raises LayoutError("layout") when shape or mapping is not a permutation of the planes (at most two).
     """
-    if tuple(cache.shape[1:]) != (heads, block_size, 2 * dim):
+    if tuple(cache.shape[1:]) != (heads, block_size, planes * dim):
         raise LayoutError(
-            f"kv cache has shape {tuple(cache.shape)}, expected (blocks, {heads}, {block_size}, {2 * dim})",
+            f"kv cache has shape {tuple(cache.shape)}, expected (blocks, {heads}, {block_size}, "
+            f"{planes * dim})",
             reason="layout",
         )
     inner = sum((n - 1) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True)) + 1
@@ -158,6 +193,8 @@ def derive(cache: torch.Tensor, heads: int, block_size: int, dim: int, write: Wr
         torch.arange(block_size), torch.arange(heads), torch.arange(dim), indexing="ij"
     )
     slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64, device=cache.device)
+    # K (or the latents) is written with positive labels and V with negative ones: the sign is the plane.
+    signs = (1, -1)[:planes]
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
         position = torch.zeros(cache.shape[1:], dtype=torch.int64)
@@ -165,24 +202,23 @@ def derive(cache: torch.Tensor, heads: int, block_size: int, dim: int, write: Wr
         while scale < size or scale == 1:
             label = (coordinate // scale % _DIGIT + 1).to(cache.dtype).to(cache.device)
             raw.zero_()
-            # K is written with positive labels and V with negative ones: the sign is the plane.
-            write(label.contiguous(), (-label).contiguous(), scratch, slots)
+            write(*((label * sign).contiguous() for sign in signs), scratch, slots)
             read = scratch[1].float().cpu().round().to(torch.int64)
             if int(torch.count_nonzero(raw)) > int(torch.count_nonzero(read)):
                 raise LayoutError("the backend's cache-write writes beyond its block", reason="layout")
             position += torch.where(read != 0, (read.abs() - 1) * scale, 0)
-            sign = read.sign()
+            plane = read.sign()
             scale *= _DIGIT
-        found.append((position.flatten(), sign.flatten()))
-    (tokens, sign), (heads_at, sign_h), (channels, sign_c) = found
-    if not (torch.equal(sign, sign_h) and torch.equal(sign, sign_c)):
+        found.append((position.flatten(), plane.flatten()))
+    (tokens, plane), (heads_at, plane_h), (channels, plane_c) = found
+    if not (torch.equal(plane, plane_h) and torch.equal(plane, plane_c)):
         raise LayoutError("the backend's cache-write does not write the same places twice", reason="layout")
 
     axes = (torch.arange(n) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True))
     addresses = sum(torch.meshgrid(*axes, indexing="ij"), torch.zeros((), dtype=torch.int64)).flatten()
-    planes = []
-    for plane_sign in (1, -1):
-        at = torch.nonzero(sign == plane_sign).flatten()
+    mapped = []
+    for sign in signs:
+        at = torch.nonzero(plane == sign).flatten()
         offsets = torch.full((heads, block_size, dim), -1, dtype=torch.int64)
         if at.numel() == heads * block_size * dim:
             offsets[heads_at[at], tokens[at], channels[at]] = addresses[at]
@@ -192,8 +228,8 @@ def derive(cache: torch.Tensor, heads: int, block_size: int, dim: int, write: Wr
                 "quantised): KV is not shared",
                 reason="layout",
             )
-        planes.append(_plane(offsets))
-    return BlockLayout(planes[0], planes[1], block_size)
+        mapped.append(_plane(offsets))
+    return BlockLayout(tuple(mapped), block_size)
 
 
 def _plane(offsets: torch.Tensor) -> BlockPlane:

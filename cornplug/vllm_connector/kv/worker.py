@@ -26,7 +26,7 @@ from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavail
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, Slab, Table, kernel_table
 from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
-from cornplug.vllm_connector.kv.layout import BlockLayout, derive, write_op
+from cornplug.vllm_connector.kv.layout import BlockLayout, derive, latent_write_op, write_op
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVWorkerMetadata,
     PageLoad,
@@ -100,10 +100,12 @@ class KVWorker:
             for name, cache in caches.items():
                 if str(cache.dtype).removeprefix("torch.") != page.dtype:
                     raise LayoutError(f"{name} holds {cache.dtype}, pages {page.dtype}", reason="kv_dtype")
-                kind = (type(layers[name].impl), cache.shape, cache.stride(), cache.dtype)
+                layer = layers[name]
+                kind = (type(layer), type(layer.impl), cache.shape, cache.stride(), cache.dtype)
                 if kind not in known:
-                    write = write_op(layers[name])
-                    known[kind] = derive(cache, len(mine.heads), self._slots_of(cache), page.dim, write)
+                    write = (latent_write_op if page.planes == 1 else write_op)(layer)
+                    slots = self._slots_of(cache)
+                    known[kind] = derive(cache, len(mine.heads), slots, page.dim, write, page.planes)
                 layouts.append(known[kind])
             if len({layout.block_size for layout in layouts}) > 1:
                 raise LayoutError("layers with blocks of several sizes", reason="layout")

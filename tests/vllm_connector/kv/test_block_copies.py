@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     KVCacheLayout,
     KVCacheTensor,
+    MLAAttentionSpec,
     compute_layout_strides,
 )
 from vllm.v1.worker.utils import allocate_kv_cache
@@ -45,6 +47,11 @@ TABLE = (7, 2, 9, 0, 11, 4, 5)
 def caches(layout: KVCacheLayout, slots: int = BLOCK, dtype: torch.dtype = torch.float32) -> list[Any]:
     """The engine's caches as vLLM makes them, (blocks, heads, slots, 2 * dim) a layer."""
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=HEADS, head_size=DIM, dtype=dtype)
+    return allocated(spec, layout, slots)
+
+
+def allocated(spec: AttentionSpec, layout: KVCacheLayout, slots: int = BLOCK) -> list[Any]:
+    """LAYERS caches of this spec as vLLM makes them."""
     names = [f"model.layers.{i}.attn" for i in range(LAYERS)]
     layer, block, *_ = compute_layout_strides(spec, BLOCKS, LAYERS, layout)
     tensor = KVCacheTensor(spec.page_size_bytes * BLOCKS * LAYERS, names, layer, block)
@@ -112,6 +119,36 @@ def test_block_copies_round_trip_every_vllm_layout(
 def test_block_copies_one_allocation_is_one_part(layout: KVCacheLayout) -> None:
     """vLLM's layers lie evenly in one allocation: not a launch for each of them."""
     assert len(copies(caches(layout), BLOCK, direct=False)._parts) == 1
+
+
+@pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
+@pytest.mark.parametrize("direct", [True, False], ids=["cpu", "accelerator"])
+def test_block_copies_round_trip_latents(layout: KVCacheLayout, direct: bool) -> None:
+    """One plane of one head, all layers in one gather."""
+
+    def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+        cache[slots // BLOCK, :, slots % BLOCK] = latent
+
+    source = allocated(
+        MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=DIM, dtype=torch.float32), layout
+    )
+    layouts = [derive(cache, 1, BLOCK, DIM, write, 1) for cache in source]
+    for cache in source:
+        cache.copy_(torch.randn(cache.shape))
+    shape, table = (1, LAYERS, 1, PAGE, DIM), np.array(TABLE)
+    out = BlockCopies(source, layouts, shape, direct=direct, side=None if direct else LateDevice())
+    assert direct or len(out._parts) == 1
+    host = out.begin_out([(table, 2), (table, 0)], None).arrived().clone()
+    blocks = [TABLE[i : i + 2] for i in (4, 0)]
+    for page, of in zip(host, blocks, strict=True):
+        for layer, cache in enumerate(source):
+            assert torch.equal(page[0, layer, 0], cache[list(of)].flatten(0, 2))
+    slab = out.slab(1)
+    slab.host.copy_(host[:1])
+    out.begin_in(slab, table, 0, 1, (0, PAGE), None)
+    out.settle()
+    for cache in source:
+        assert torch.equal(cache[list(blocks[0])], cache[list(blocks[1])])
 
 
 def test_block_copies_separate_allocations_are_parts() -> None:

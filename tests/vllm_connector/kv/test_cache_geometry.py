@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -16,9 +19,12 @@ from vllm.v1.kv_cache_interface import (
     RSWASpec,
     SinkFullAttentionSpec,
     SlidingWindowSpec,
+    SparseCacheRole,
 )
 
 from cornplug.errors import LayoutError
+from cornplug.kv_page import PageGeometry
+from cornplug.vllm_connector.kv import cache_geometry
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -69,7 +75,6 @@ def test_page_geometry_of_windows_without_eviction_is_a_page(fields: dict[str, i
         ([FullAttentionSpec(**{**SIZES, "dtype": torch.uint8})], "kv_dtype"),
         ([FullAttentionSpec(**SIZES, num_head_slots=4, state_content_bytes=128)], "layout"),
         ([FullAttentionSpec(**SIZES, tokens_per_state=2)], "layout"),
-        ([MLAAttentionSpec(**{**SIZES, "num_kv_heads": 1, "head_size": 576})], "attention_kind"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value[0]).__name__,
 )
@@ -77,6 +82,87 @@ def test_page_geometry_of_other_layers_is_refused(specs: list[Any], reason: str)
     with pytest.raises(LayoutError) as error:
         page_geometry(CONFIG, planned(*specs), 64)
     assert error.value.reason == reason
+
+
+LATENTS: dict[str, Any] = {**SIZES, "num_kv_heads": 1, "head_size": 576}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"cache_dtype_str": "auto", "max_tp_shards": 1},
+        {"cache_dtype_str": "bfloat16", "block_stride_alignment": MultipleOf(16)},
+    ],
+)
+def test_page_geometry_of_latents_is_one_plane_of_their_width(fields: dict[str, Any]) -> None:
+    """Whatever heads the model has: every rank caches the same latent of each token."""
+    page = page_geometry(CONFIG, planned(MLAAttentionSpec(**LATENTS, **fields)), 64)
+    assert (page.shape, page.dtype) == ((1, 2, 1, 64, 576), "bfloat16")
+
+
+def test_page_geometry_of_latents_is_of_this_engine_alone() -> None:
+    """SGLang's pages of the same model have the same shape, and no test compares their bytes."""
+    page = page_geometry(CONFIG, planned(MLAAttentionSpec(**LATENTS)), 64)
+    sglang = PageGeometry(page_tokens=64, heads=1, layers=2, dim=576, dtype="bfloat16", planes=1)
+    assert page.shape == sglang.shape
+    assert page.spec() != sglang.spec()
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"cache_dtype_str": "fp8_ds_mla", "state_content_bytes": 656}, "kv_dtype"),
+        ({"cache_dtype_str": "float16"}, "kv_dtype"),
+        ({"kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}, "kv_dtype"),
+        ({"dtype": torch.uint8}, "kv_dtype"),
+        ({"num_kv_heads": 2}, "attention_kind"),
+        ({"max_tp_shards": 2}, "attention_kind"),
+        ({"head_size_v": 512}, "attention_kind"),
+        ({"tokens_per_state": 4}, "attention_kind"),
+        ({"state_content_bytes": 656}, "attention_kind"),
+        ({"num_head_slots": 2}, "attention_kind"),
+        ({"page_size_padded": 1 << 20}, "attention_kind"),
+        ({"alignment": 576}, "attention_kind"),
+        ({"model_version": "deepseek_v4"}, "attention_kind"),
+        ({"cache_role": SparseCacheRole.INDEXER}, "attention_kind"),
+        ({"is_index_group_leader": True}, "attention_kind"),
+        ({"non_causal_multi_token_decode": True}, "attention_kind"),
+        ({"non_causal": True}, "attention_kind"),
+        ({"sliding_window": 128}, "attention_kind"),
+        ({"attention_chunk_size": 128}, "attention_kind"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_page_geometry_of_other_latents_is_refused(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        page_geometry(CONFIG, planned(MLAAttentionSpec(**{**LATENTS, **fields})), 64)
+    assert error.value.reason == reason
+
+
+def test_page_geometry_of_latents_with_an_unknown_field_is_refused() -> None:
+    """A later release's: whatever it says, no test has shared such a cache."""
+
+    class Later(MLAAttentionSpec):
+        pass
+
+    with pytest.raises(LayoutError, match="Later"):
+        page_geometry(CONFIG, planned(Later(**LATENTS)), 64)
+    spec = MLAAttentionSpec(**LATENTS)
+    known = dataclasses.fields(spec)
+    unknown = dataclasses.make_dataclass("Unknown", [("rotation", int, 0)]).__dataclass_fields__["rotation"]
+    object.__setattr__(spec, "rotation", 1)
+    with (
+        mock.patch.object(cache_geometry, "fields", return_value=(*known, unknown)),
+        pytest.raises(LayoutError, match="rotation 1"),
+    ):
+        page_geometry(CONFIG, planned(spec), 64)
+
+
+def test_page_geometry_knows_every_field_of_latents() -> None:
+    """A field that is none of vLLM's any more leaves the list."""
+    names = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
+    assert set(cache_geometry._OF_LATENTS) - names <= {"is_draft"}  # from 0.33 on
 
 
 def speculating(*, dynamic: bool = False, heads: int = 2, tp: int = 1, pp: int = 1) -> Any:

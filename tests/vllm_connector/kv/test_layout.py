@@ -9,10 +9,13 @@ import numpy as np
 import pytest
 import torch
 from vllm.v1.attention.backends import cpu_attn
+from vllm.v1.attention.backends.mla import cpu_mla
 
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv.block_copies import BlockCopies
-from cornplug.vllm_connector.kv.layout import BlockLayout, WriteOp, derive, write_op
+from cornplug.vllm_connector.kv.layout import BlockLayout, WriteOp, derive, latent_write_op, write_op
+
+from ..rig import mla_layer
 
 Tensor = torch.Tensor
 
@@ -29,16 +32,16 @@ def check(cache: Tensor, layout: BlockLayout, write: WriteOp, heads: int, size: 
     generator = torch.Generator().manual_seed(7)
     blocks = torch.tensor([2, 0, 1, 2, 0])
     slots = torch.tensor([3, 0, size - 1, size - 2, 5])
-    key, value = (torch.randn(5, heads, dim, generator=generator).to(cache.dtype) for _ in range(2))
-    before = torch.randn(3, heads, size, 2 * dim, generator=generator).to(cache.dtype)
+    values = [torch.randn(5, heads, dim, generator=generator).to(cache.dtype) for _ in layout.planes]
+    before = torch.randn(cache.shape, generator=generator).to(cache.dtype)
     cache.copy_(before)
-    write(key, value, cache, blocks * size + slots)
+    write(*values, cache, blocks * size + slots)
     theirs = cache.clone()
-    assert torch.equal(layout.keys.gather(cache, blocks, slots), key)
-    assert torch.equal(layout.values.gather(cache, blocks, slots), value)
+    for plane, written in zip(layout.planes, values, strict=True):
+        assert torch.equal(plane.gather(cache, blocks, slots), written)
     cache.copy_(before)
-    layout.keys.scatter(cache, blocks, slots, key)
-    layout.values.scatter(cache, blocks, slots, value)
+    for plane, written in zip(layout.planes, values, strict=True):
+        plane.scatter(cache, blocks, slots, written)
     assert torch.equal(cache, theirs)
     check_runs(cache, layout, heads, size, dim)
 
@@ -48,15 +51,16 @@ def check_runs(cache: Tensor, layout: BlockLayout, heads: int, size: int, dim: i
     table, pages, page_tokens = np.array([2, 0, 1]), (0, 1), size + size // 2
     tokens = torch.arange(2 * page_tokens)
     at = torch.from_numpy(table)[tokens // size], tokens % size
-    for direct in (True, False) if layout.keys.strides is not None else (False,):
-        copies = BlockCopies([cache], [layout], (heads, 1, 2, page_tokens, dim), direct=direct)
+    shape = heads, 1, len(layout.planes), page_tokens, dim
+    for direct in (True, False) if layout.planes[0].strides is not None else (False,):
+        copies = BlockCopies([cache], [layout], shape, direct=direct)
         host = torch.cat([copies.begin_out([(table, page)], None).arrived().clone() for page in pages])
-        for i, plane in enumerate((layout.keys, layout.values)):
+        for i, plane in enumerate(layout.planes):
             found = host[:, :, 0, i].transpose(1, 2).flatten(0, 1)
             assert torch.equal(found, plane.gather(cache, *at))
         start, end = 3, 2 * page_tokens - 1
         before = cache.clone()
-        for i, plane in enumerate((layout.keys, layout.values)):
+        for i, plane in enumerate(layout.planes):
             new = (host[:, :, 0, i] + 1).transpose(1, 2).flatten(0, 1)[start:end]
             plane.scatter(cache, at[0][start:end], at[1][start:end], new)
         theirs = cache.clone()
@@ -83,7 +87,8 @@ def test_layout_of_vllm_cpu_operation_round_trips(
     write = write_op(layer)
     cache = torch.zeros(3, heads, size, 2 * dim, dtype=dtype)
     layout = derive(cache, heads, size, dim, write)
-    assert layout.keys.strides != layout.values.strides, "the CPU keeps K transposed"
+    keys, values = layout.planes
+    assert keys.strides != values.strides, "the CPU keeps K transposed"
     check(cache, layout, write, heads, size, dim)
 
 
@@ -103,8 +108,7 @@ def test_layout_with_strides_round_trips(order: str, dtype: torch.dtype) -> None
             3, heads, size, 2 * dim
         )
     layout = derive(cache, heads, size, dim, side_by_side)
-    assert layout.keys.strides is not None
-    assert layout.values.strides is not None
+    assert all(plane.strides is not None for plane in layout.planes)
     check(cache, layout, side_by_side, heads, size, dim)
 
 
@@ -113,8 +117,8 @@ def test_layout_scatter_leaves_neighbour_layers() -> None:
     cache = whole[:, 2]
     layout = derive(cache, 2, 16, 8, side_by_side)
     assert (whole == 5).all(), "deriving works on a copy"
-    layout.keys.scatter(cache, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8))
-    layout.values.scatter(cache, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8))
+    for plane in layout.planes:
+        plane.scatter(cache, torch.tensor([1]), torch.tensor([4]), torch.ones(1, 2, 8))
     assert (whole[:, [0, 1, 3]] == 5).all()
     assert int((whole == 1).sum()) == 2 * 2 * 8
 
@@ -133,8 +137,7 @@ def test_layout_without_strides_uses_index() -> None:
 
     cache = torch.zeros(3, heads, size, 2 * dim)
     layout = derive(cache, heads, size, dim, shuffled)
-    assert layout.keys.strides is None
-    assert layout.values.strides is None
+    assert all(plane.strides is None for plane in layout.planes)
     check(cache, layout, shuffled, heads, size, dim)
 
 
@@ -148,6 +151,72 @@ def test_layout_of_256_bfloat16_slots_round_trips() -> None:
 def test_layout_of_one_head_and_channel_round_trips() -> None:
     cache = torch.zeros(3, 1, 16, 2)
     check(cache, derive(cache, 1, 16, 1, side_by_side), side_by_side, 1, 16, 1)
+
+
+# -- latents ----------------------------------------------------------------------------------
+
+RANK, ROTARY = 24, 8
+
+
+class LatentBackend:
+    """As CUDA's `concat_and_cache_mla`, which takes caches of any strides of block and token."""
+
+    def __init__(self, loses: int = 0) -> None:
+        self._loses = loses
+
+    def do_kv_cache_update(
+        self, compressed: Tensor, rotary: Tensor, cache: Tensor, slots: Tensor, dtype: str, scale: Tensor
+    ) -> None:
+        size = cache.shape[1]
+        rotary = rotary.squeeze(1)[:, : ROTARY - self._loses]
+        cache[slots // size, slots % size, :RANK] = compressed
+        cache[slots // size, slots % size, RANK : RANK + rotary.shape[1]] = rotary
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [16, 64])
+def test_layout_of_vllm_cpu_latents_round_trips(dtype: torch.dtype, size: int) -> None:
+    write = latent_write_op(mla_layer(object.__new__(cpu_mla.CPUMLAImpl), RANK, ROTARY))
+    cache = torch.zeros(3, 1, size, RANK + ROTARY, dtype=dtype)
+    layout = derive(cache, 1, size, RANK + ROTARY, write, 1)
+    check(cache, layout, write, 1, size, RANK + ROTARY)
+
+
+@pytest.mark.parametrize("order", ["by layer", "by block", "padded rows"])
+def test_layout_of_latents_with_strides_round_trips(order: str) -> None:
+    size, dim = 16, RANK + ROTARY
+    if order == "by layer":
+        cache = torch.zeros(4, 3, 1, size, dim)[2]
+    elif order == "by block":
+        cache = torch.zeros(3, 4, 1, size, dim)[:, 2]
+    else:
+        cache = torch.zeros(3, 1, size, dim + 4)[..., :dim]
+    write = latent_write_op(mla_layer(LatentBackend(), RANK, ROTARY))
+    layout = derive(cache, 1, size, dim, write, 1)
+    assert layout.planes[0].strides is not None
+    check(cache, layout, write, 1, size, dim)
+
+
+def test_layout_of_576_wide_latents_round_trips() -> None:
+    """DeepSeek's width: 512 + 64, in bfloat16, which holds integers up to 256."""
+
+    def write(latent: Tensor, cache: Tensor, slots: Tensor) -> None:
+        cache.view(-1, 576)[slots] = latent.squeeze(1)
+
+    cache = torch.zeros(3, 1, 64, 576, dtype=torch.bfloat16)
+    check(cache, derive(cache, 1, 64, 576, write, 1), write, 1, 64, 576)
+
+
+def test_derive_latents_without_permutation_are_refused() -> None:
+    write = latent_write_op(mla_layer(LatentBackend(loses=1), RANK, ROTARY))
+    with pytest.raises(LayoutError, match="no permutation"):
+        derive(torch.zeros(3, 1, 16, RANK + ROTARY), 1, 16, RANK + ROTARY, write, 1)
+
+
+def test_derive_latents_in_cache_of_two_planes_are_refused() -> None:
+    write = latent_write_op(mla_layer(LatentBackend(), RANK, ROTARY))
+    with pytest.raises(LayoutError, match="shape"):
+        derive(torch.zeros(3, 1, 16, 2 * (RANK + ROTARY)), 1, 16, RANK + ROTARY, write, 1)
 
 
 # -- refusals ---------------------------------------------------------------------------------
@@ -229,3 +298,12 @@ def test_write_op_layer_without_operation_is_refused() -> None:
     layer: Any = SimpleNamespace(impl=object())
     with pytest.raises(LayoutError, match="no cache-write operation"):
         write_op(layer)
+    with pytest.raises(LayoutError, match="no cache-write operation"):
+        latent_write_op(mla_layer(object(), RANK, ROTARY))
+
+
+def test_latent_write_op_of_another_layer_is_refused() -> None:
+    """Models that bring a class of their own pad latents, or split them otherwise."""
+    with pytest.raises(LayoutError, match="SimpleNamespace has no page layout") as error:
+        latent_write_op(SimpleNamespace(impl=LatentBackend()))
+    assert error.value.reason == "attention_kind"
