@@ -44,6 +44,8 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
+    if planes == 1 and drafts_with_kv(config) is not None:
+        raise LayoutError("a draft model beside MLA: no test shares its KV", reason="speculative")
     layers = _layers(config, cache)
     return PageGeometry(
         page_tokens=page_tokens,

@@ -208,6 +208,7 @@ def test_page_order_is_the_model_then_its_draft(draft: str) -> None:
         (speculating(heads=4), named(*TARGET, "model.layers.2"), "speculative"),
         (speculating(tp=2), named(*TARGET, "model.layers.2"), "speculative"),
         (speculating(pp=2), named(*TARGET), "speculative"),
+        (speculating(), planned(MLAAttentionSpec(**LATENTS)), "speculative"),
         (speculating(), named("model.layers.2", *TARGET), "layout"),
         (CONFIG, named(*TARGET, "model.layers.2"), "layout"),
         (CONFIG, named("model.layers.1"), "layout"),
