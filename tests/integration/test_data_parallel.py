@@ -1,0 +1,58 @@
+"""Data-parallel replicas of one `vllm serve` share the pool: each takes the other's pages from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import pytest
+from integration.stack import PREAMBLE
+
+from devkit import checkpoints
+from devkit.engines import VllmServer
+from devkit.processes import StoreProcess
+
+pytestmark = [pytest.mark.integration, pytest.mark.stress]
+
+WORDS: Final = f"{PREAMBLE} {PREAMBLE} What is a replica?"
+PAGE: Final = 64
+
+
+@pytest.fixture
+def replicas(short_path: Path) -> Iterator[VllmServer]:
+    """A server of two replicas, and a store."""
+    model, socket = checkpoints.qwen2_text(short_path / "model"), short_path / "s"
+    ours = ("--kv-connector", "cornplug", "--cornplug-app", "dp", "--cornplug-store", str(socket))
+    with (
+        StoreProcess(socket, log=short_path / "store.log"),
+        VllmServer(model, *ours, "--data-parallel-size", "2", log=short_path / "log") as server,
+    ):
+        yield server
+
+
+def ask(server: VllmServer, replica: int) -> dict[str, Any]:
+    """The whole answer of one replica."""
+    body = {
+        "model": "model",
+        "messages": [{"role": "user", "content": WORDS}],
+        "max_tokens": 8,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    url, headers = f"{server.url}/v1/chat/completions", {"X-data-parallel-rank": str(replica)}
+    answer = httpx.post(url, json=body, headers=headers, timeout=120, trust_env=False)
+    found: dict[str, Any] = answer.raise_for_status().json()
+    return found
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.support("Sharing", "data-parallel replicas of one host")
+def test_vllm_replica_continues_what_another_replica_computed(replicas: VllmServer) -> None:
+    first = ask(replicas, 0)
+    again = ask(replicas, 1)
+    assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
+    ask(replicas, 1)  # the counters reach /metrics with a further step
+    shareable = (first["usage"]["prompt_tokens"] - 1) // PAGE * PAGE
+    assert replicas.metric("cornplug_saved_tokens_total", app="dp") >= 0.9 * shareable
