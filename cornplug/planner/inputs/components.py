@@ -163,13 +163,16 @@ class RooflineProfile(InputTable):
 
     kind: Literal["roofline"] = "roofline"
     """Must be written: it tells the three kinds of profiles apart."""
-    compute_efficiency: Share = 0.5
-    """Part of the GPU's peak FLOPS that is reached."""
-    bandwidth_efficiency: Share = 0.8
+    gpu: str | None = None
+    """Device type that it is for, of the GPU table. Left out: any."""
+    compute_efficiency: Share | None = None
+    """Part of the GPU's peak FLOPS that is reached. Left out: of an LLM by GPU generation, precision and
+    experts, as fitted to published measurements; of a tower or generator 0.5."""
+    bandwidth_efficiency: Share = 0.85
     """Part of the GPU's memory bandwidth that is reached."""
-    step_overhead_s: NonNegative = 0.003
-    """Seconds added to each iteration."""
-    request_overhead_s: NonNegative = 0.005
+    step_overhead_s: NonNegative = 0.0003
+    """Seconds added to each iteration, besides those of its layers."""
+    request_overhead_s: NonNegative = 0.035
     """Seconds added to each request, off the device."""
 
 

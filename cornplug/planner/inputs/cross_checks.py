@@ -143,7 +143,7 @@ def _quantised(place: Place, component: Component, config: dict[str, Any]) -> It
 def _profile(
     place: Place, profile: Profile, gpus: Collection[str], demands: Sequence[str]
 ) -> Iterator[InputError]:
-    if isinstance(profile, (ThroughputProfile, MeasuredProfile)) and profile.gpu not in gpus:
+    if profile.gpu is not None and profile.gpu not in gpus:
         remedy = f"{nearest(profile.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         yield InputError((*place, "gpu"), f"no GPU {profile.gpu!r} in the table", remedy)
     if isinstance(profile, MeasuredProfile):

@@ -131,7 +131,7 @@ def _llm(
     llm = shape if isinstance(shape, LLMShape) else None
     kv_tokens = None
     if isinstance(profile, RooflineProfile):
-        if llm is None or (place.quantisation == "fp8" and not place.gpu.fp8_tflops):
+        if llm is None or not _estimates(profile, place.gpu, place.quantisation):
             return None
         steps: EngineStepTimes | None = _estimated(profile, component, llm, place)
         source = _roofline_source(place.gpu)
@@ -218,6 +218,8 @@ def _isolated(
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
         generate = _curve("units", profile.units, profile.unit_s)
         source = profile.source
+    elif not _estimates(profile, place.gpu, quantisation):
+        return None
     else:
         encode, generate = _estimated_curves(profile, shape, place, quantisation)
         source = _roofline_source(place.gpu)
@@ -231,12 +233,17 @@ def _isolated(
     return CellHardware(generate=curve, source=source, measured=measured)
 
 
+def _estimates(profile: RooflineProfile, gpu: GpuSpec, quantisation: str) -> bool:
+    """Whether the profile is for this GPU, and the GPU computes with such weights."""
+    return profile.gpu in (None, gpu.name) and (quantisation != "fp8" or gpu.fp8_tflops > 0)
+
+
 def _estimated_curves(
     profile: RooflineProfile, shape: Shape | None, place: ProfilePlace, quantisation: str
 ) -> tuple[PiecewiseCurve | None, PiecewiseCurve | None]:
     if isinstance(shape, TowerShape):
         return roofline.encode(shape, place.gpu, profile, tp=place.tp), None
-    if isinstance(shape, GeneratorShape) and (quantisation != "fp8" or place.gpu.fp8_tflops):
+    if isinstance(shape, GeneratorShape):
         return None, roofline.generate(shape, place.gpu, profile, tp=place.tp, quantisation=quantisation)
     return None, None
 

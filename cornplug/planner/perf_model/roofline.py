@@ -1,9 +1,9 @@
 """Times estimated from a model's shape and the GPU table, where nothing was measured.
 
-An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus the
-time of its all-reduces and a constant overhead. Source: Williams, Waterman and Patterson 2009; the
-FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. These are
-estimates: a plan says so of every cell that rests on one.
+An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus the time of its
+all-reduces, a latency of each layer and a constant overhead (`device_efficiency.py`). Source: Williams,
+Waterman and Patterson 2009; the FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus
+attention. These are estimates: a plan says so of every cell that rests on one.
 
 Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline`
 lets the others count towards the first token). A decode iteration gives all b requests a token
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import log2
 from typing import Final
 
 from cornplug.planner.inputs import component_shapes
@@ -25,12 +26,21 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
+from cornplug.planner.perf_model.device_efficiency import (
+    EXPERTS_S,
+    LAYER_S,
+    NOT_FITTED,
+    NVLINK,
+    PCIE,
+    compute_efficiency,
+)
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
 """Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
 
 MTP is one layer; EAGLE-3 one layer and the head of the vocabulary."""
+
 IMAGE_PATCHES: Final = 4096
 """Patches that attend to each other: more of them are a batch of several images."""
 _ACTIVATION_BYTES: Final = 2
@@ -43,21 +53,36 @@ class DevicePeaks:
     flops: float
     bytes: float
     link: float
+    all_reduce_s: float
+    """Latency of one among two ranks; among more, times the logarithm of their number."""
     overhead_s: float
 
     @classmethod
-    def of(cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str) -> DevicePeaks:
-        """4-bit weights (awq, gptq) are computed with at 16 bits, fp8 at the GPU's fp8 peak."""
+    def of(
+        cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = NOT_FITTED
+    ) -> DevicePeaks:
+        """4-bit weights (awq, gptq) are computed with at 16 bits, fp8 at the GPU's fp8 peak.
+
+        `efficiency`: part of the peak FLOPS, where the profile says none.
+        """
         peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
+        link = NVLINK if gpu.nvlink else PCIE
         return cls(
-            peak * 1e12 * profile.compute_efficiency,
+            peak * 1e12 * (profile.compute_efficiency or efficiency),
             gpu.bandwidth_gb_s * 1e9 * profile.bandwidth_efficiency,
-            gpu.link_gb_s * 1e9,
+            gpu.link_gb_s * 1e9 * link.efficiency,
+            link.latency_s,
             profile.step_overhead_s,
         )
 
     def seconds(self, flops: float, nbytes: float, sent: float = 0.0) -> float:
+        """Of one iteration, its layers' latencies apart."""
         return max(flops / self.flops, nbytes / self.bytes) + sent / self.link + self.overhead_s
+
+    def latency_s(self, layers: float, tp: int, *, experts: bool = False) -> float:
+        """Of an iteration's layers, whatever their work: kernels in a row, and two all-reduces each."""
+        each = LAYER_S + (EXPERTS_S if experts else 0.0) + 2 * self.all_reduce_s * log2(tp)
+        return layers * each
 
 
 def llm_steps(
@@ -81,9 +106,12 @@ def llm_steps(
         context_tokens: prompt tokens that those of an iteration attend to; None: each iteration is
             one whole prompt.
     """
-    device = DevicePeaks.of(gpu, profile, quantisation)
+    experts = shape.active_parameters is not None
+    efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
+    device = DevicePeaks.of(gpu, profile, quantisation, efficiency)
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp)
     layers = shape.layers / pp
+    latency_s = device.latency_s(layers, tp, experts=experts)
 
     def stage(tokens: float, attended: float) -> float:
         attention = 2 * layers * shape.heads * shape.head_dim * tokens * attended
@@ -91,7 +119,7 @@ def llm_steps(
         sent = _all_reduced(layers, shape.hidden, tokens, tp)
         if pp > 1:
             sent += tokens * shape.hidden * _ACTIVATION_BYTES
-        return device.seconds(flops / tp, weights * _touched(shape, tokens), sent)
+        return device.seconds(flops / tp, weights * _touched(shape, tokens), sent) + latency_s
 
     def prefill(tokens: float) -> float:
         return stage(tokens, tokens if context_tokens is None else context_tokens)
@@ -124,7 +152,8 @@ def encode(
     def batch(patches: float) -> float:
         attended = min(patches, IMAGE_PATCHES)
         flops = 2 * shape.parameters * patches + 4 * shape.layers * shape.hidden * patches * attended
-        return device.seconds(flops / tp, weights, _all_reduced(shape.layers, shape.hidden, patches, tp))
+        sent = _all_reduced(shape.layers, shape.hidden, patches, tp)
+        return device.seconds(flops / tp, weights, sent) + device.latency_s(shape.layers, tp)
 
     return _sampled(batch, max_patches, extra=(IMAGE_PATCHES,))
 

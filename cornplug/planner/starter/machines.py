@@ -14,6 +14,7 @@ from cornplug.planner.inputs.component_shapes import weights_bytes
 from cornplug.planner.inputs.gpu_catalog import GpuPrice
 from cornplug.planner.inputs.input_error import nearest
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape, Quantisation, RooflineProfile
+from cornplug.planner.perf_model.device_efficiency import compute_efficiency
 
 DEGREES: Final = (1, 2, 4, 8)
 _GIB: Final = 1 << 30
@@ -56,7 +57,8 @@ class HostingOption:
     def prefill_s(self, llm: LLMShape, tokens: int) -> float:
         """Seconds of the arithmetic for a prompt, at `most_tp`: two operations a weight and token."""
         flops = 2 * (llm.active_parameters or llm.parameters) * tokens
-        return flops / (_ROOFLINE.compute_efficiency * self.gpu.bf16_tflops * 1e12 * self.most_tp)
+        efficiency = compute_efficiency(self.gpu, fp8=False, experts=llm.active_parameters is not None)
+        return flops / (efficiency * self.gpu.bf16_tflops * 1e12 * self.most_tp)
 
 
 def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:

@@ -118,6 +118,17 @@ def test_profile_lookup_fp8_needs_gpu_support() -> None:
     assert take(component, gpu=A10G, quantisation="fp8") is None
 
 
+def test_profile_lookup_roofline_of_another_gpu_does_not_fit() -> None:
+    slow = {"kind": "roofline", "gpu": "A10G", "compute_efficiency": 0.1}
+    plain, elsewhere = take(llm({"kind": "roofline"})), take(llm(slow, {"kind": "roofline"}))
+    here = take(llm(slow, {"kind": "roofline"}), gpu=A10G)
+    assert plain is not None
+    assert elsewhere == plain
+    assert take(llm(slow)) is None
+    assert here is not None
+    assert here != take(llm({"kind": "roofline"}), gpu=A10G)
+
+
 def test_profile_lookup_tower_takes_memory_and_keeps_precision() -> None:
     component = llm({"kind": "roofline"}, quantisations=["fp8"])
     vit = encoder(

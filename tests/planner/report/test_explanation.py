@@ -149,7 +149,7 @@ def timed(ttft_s: float) -> PlanInput:
 
 
 def test_explanation_looser_bounds_cost_less() -> None:
-    tight = timed(1.0)
+    tight = timed(1.2)
     decision = decided(tight)
     found = explanation.explain(tight, decision, budget_s=60)
     costs = {p.slo_factor: p.cost_per_hour for p in found.curve}

@@ -1,0 +1,58 @@
+"""How much of a GPU's peaks engines reach, and latencies that no peak tells: the constants of the roofline.
+
+Hopper and Blackwell: fitted to half of 577 published measurements of vLLM (Llama 70B, MiniMax-M2.5,
+Qwen3-235B, Kimi-K2.5); `benchmarks/plan_vs_published.py` compares the other half. Ampere, Ada, and 16 bits of
+dense models: from kernel times of AIConfigurator 0.12, lowered where its sums are known to be short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from cornplug.planner.inputs.schema import GpuSpec
+
+
+class LinkEfficiency(NamedTuple):
+    """Of all-reduces between the GPUs of a node."""
+
+    efficiency: float
+    """Part of the link's peak bandwidth."""
+    latency_s: float
+    """Of one among two ranks; among more, times the logarithm of their number."""
+
+
+class ComputeEfficiency(NamedTuple):
+    """Parts of the peak FLOPS."""
+
+    dense: float
+    dense_fp8: float
+    experts: float
+    """Of mixtures of experts: grouped GEMMs, unevenly filled."""
+    experts_fp8: float
+
+
+NOT_FITTED: Final = 0.5
+"""Part of the peak FLOPS of towers and generators: no published times of theirs were compared."""
+NVLINK: Final = LinkEfficiency(0.6, 4.5e-6)
+PCIE: Final = LinkEfficiency(0.5, 15e-6)
+LAYER_S: Final = 40e-6
+"""Kernels of a layer that follow one another, whatever their work."""
+EXPERTS_S: Final = 45e-6
+"""Of a layer with experts besides: routing, permutation, two grouped GEMMs."""
+
+_OF_GENERATION: Final[Mapping[str, ComputeEfficiency]] = {
+    "ampere": ComputeEfficiency(0.7, 0.7, 0.25, 0.25),
+    "ada": ComputeEfficiency(0.52, 0.42, 0.2, 0.12),
+    "hopper": ComputeEfficiency(0.68, 0.6, 0.19, 0.125),
+    "blackwell": ComputeEfficiency(0.47, 0.35, 0.1, 0.09),
+    "cpu": ComputeEfficiency(0.5, 0.5, 0.5, 0.5),
+}
+
+
+def compute_efficiency(gpu: GpuSpec, *, fp8: bool, experts: bool) -> float:
+    """The part of the GPU's peak FLOPS, of this precision, that an engine reaches with long prompts."""
+    of = _OF_GENERATION[gpu.generation]
+    if experts:
+        return of.experts_fp8 if fp8 else of.experts
+    return of.dense_fp8 if fp8 else of.dense
