@@ -184,7 +184,12 @@ _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "pp": (1, 2, 4, 8),
     "shares": (0.25, 0.5, 1.0),
 }
-SHAPE_KINDS: Final = {"encoder": "tower", "llm": "llm", "generator": "generator"}
+TP_DEGREES: Final = tuple(map(int, _SIZES["tp"]))
+SHAPES: Final = {"encoder": TowerShape, "llm": LLMShape, "generator": GeneratorShape}
+"""Component's kind -> its shape's table."""
+SHAPE_KINDS: Final[Mapping[str, str]] = {
+    kind: table.model_fields["kind"].default for kind, table in SHAPES.items()
+}
 _CHAIN: Final = (
     "Write some of {allowed}: sizes that divide each other are what makes packing onto nodes exact."
 )

@@ -12,12 +12,11 @@ from typing import Any, Final, cast
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import core_schema
 
-from cornplug.planner.inputs.components import SHAPE_KINDS
+from cornplug.planner.inputs.components import SHAPES
 from cornplug.planner.inputs.schema import PlanInput
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
-_SHAPES: Final = {"tower": "TowerShape", "llm": "LLMShape", "generator": "GeneratorShape"}
 _BOUND: Final = {"anyOf": [{"required": [key]} for key in ("ttft_s", "tpot_s", "e2e_s")]}
 _ITS_OWN_BOUND: Final = {"properties": {"slo": _BOUND}, "required": ["slo"]}
 
@@ -34,8 +33,8 @@ def _is(key: str, value: str, *, default: bool = False) -> dict[str, Any]:
 _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
     "Component": [
         *(
-            _if(_is("kind", kind), {"properties": {"shape": {"$ref": f"#/$defs/{_SHAPES[shape]}"}}})
-            for kind, shape in SHAPE_KINDS.items()
+            _if(_is("kind", kind), {"properties": {"shape": {"$ref": f"#/$defs/{shape.__name__}"}}})
+            for kind, shape in SHAPES.items()
         ),
         {"if": _is("kind", "encoder"), "else": {"properties": {"tower_of": False}}},
         _if(_is("speculative", "eagle3"), {"required": ["speculative_model"]}),

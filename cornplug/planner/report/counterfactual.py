@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cornplug.errors import PlanInfeasible
 from cornplug.planner.inputs.schema import SolverOptions
-from cornplug.planner.optimizer import infeasibility, milp
+from cornplug.planner.optimizer import infeasibility, milp, objectives
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
@@ -50,7 +50,7 @@ def ask(pool: OptimizationProblem, settings: SolverOptions, seconds: float) -> C
         infeasibility.refuse_unserved(model, {})
     except PlanInfeasible as e:
         return CounterfactualAnswer(None, True, str(e).removeprefix("no plan: "))
-    goal = milp.goals(model)[0]
+    goal = objectives.goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
     run = run_solver(model.problem, SolverLimits(settings.gap, seconds, settings.threads))
     if run.status in ("infeasible", "none"):

@@ -7,11 +7,11 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from cornplug.planner.inputs.components import TP_DEGREES
 from cornplug.planner.inputs.gpu_catalog import GpuPrice
 from cornplug.planner.inputs.schema import InputTable, TowerShape
 from cornplug.planner.starter.known_models import StartingModel
 from cornplug.planner.starter.machines import (
-    DEGREES,
     HostingOption,
     PricedMachine,
     hosting_options,
@@ -161,7 +161,7 @@ def _llm(name: str, model: StartingModel, folder: str | None, options: Sequence[
         max_model_len=min(_MODEL_LEN, model.llm.max_context),
         quantisations=json.dumps(list(dict.fromkeys(wanted))),
         of_quantisations=said,
-        tp=[degree for degree in DEGREES if model.llm.heads % degree == 0],
+        tp=[degree for degree in TP_DEGREES if model.llm.heads % degree == 0],
         **_gpu(options),
     )
 

@@ -11,12 +11,12 @@ from cornplug.errors import ConfigError
 from cornplug.planner.candidates.replica_configs import TP_WITHOUT_NVLINK
 from cornplug.planner.inputs import gpu_catalog
 from cornplug.planner.inputs.component_shapes import weights_bytes
+from cornplug.planner.inputs.components import TP_DEGREES
 from cornplug.planner.inputs.gpu_catalog import GpuPrice
 from cornplug.planner.inputs.input_error import nearest
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape, Quantisation, RooflineProfile
 from cornplug.planner.perf_model.device_efficiency import compute_efficiency
 
-DEGREES: Final = (1, 2, 4, 8)
 _GIB: Final = 1 << 30
 _ROOM: Final = 0.8
 """Part of a GPU's memory for weights; the rest is the KV cache's and the engine's."""
@@ -101,7 +101,7 @@ def _able(llm: LLMShape, published: Quantisation, machines: Sequence[PricedMachi
 
 def _option(llm: LLMShape, published: Quantisation, gpu: GpuSpec, gpus: int) -> HostingOption | None:
     most = gpus if gpu.nvlink else min(gpus, TP_WITHOUT_NVLINK)
-    tp = max(degree for degree in DEGREES if degree <= most and llm.heads % degree == 0)
+    tp = max(degree for degree in TP_DEGREES if degree <= most and llm.heads % degree == 0)
     choices: tuple[Quantisation, ...] = (published, "fp8") if published == "none" else (published,)
     for quantisation in choices:
         computes = quantisation != "fp8" or gpu.fp8_tflops > 0

@@ -8,7 +8,7 @@ import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.optimizer import decomposition, milp
+from cornplug.planner.optimizer import decomposition, milp, objectives
 from cornplug.planner.optimizer.incumbent import Incumbent
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
@@ -76,7 +76,7 @@ def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationPro
     seen: list[SolveProgress] = []
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = milp.cost_objective(model).expression
+    money = objectives.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.001, 20.0, work=20.0), seen.append)
     bounds_before = {name: (x.lowBound, x.upBound) for name, x in model.x.items()}
     parts = [milp.build(subproblem(pool, part)) for part in groups(pool)]
@@ -97,7 +97,7 @@ def test_rounds_at_other_prices_bound_as_truly(pool: OptimizationProblem) -> Non
     """A gap of nothing keeps them going until their work is done."""
     exact = milp.solve(pool, EXACT).objective
     model = milp.build(pool)
-    money = milp.cost_objective(model).expression
+    money = objectives.cost_objective(model).expression
     best = Incumbent(model, money, SolverLimits(0.0, 20.0, work=2.0), None)
     decomposition.rounds(best, [milp.build(subproblem(pool, part)) for part in groups(pool)], 1.1 * money)
     assert best.bound <= exact + 1e-6
