@@ -18,8 +18,10 @@ def test_plan_of_example_matches_its_input(name):
     plan = Plan.load(EXAMPLE / name / "plan.json")
 
     assert plan.input_digest == hashlib.sha256((EXAMPLE / f"{name}.toml").read_bytes()).hexdigest()
-    assert plan.proof.status == "optimal"
-    assert f"{plan.cost_per_hour:.2f}" in (EXAMPLE / "README.md").read_text()
+    assert plan.proof.status == ("optimal" if name == "hand-made" else "feasible")
+    readme = (EXAMPLE / "README.md").read_text()
+    assert f"{plan.cost_per_hour:.2f}" in readme
+    assert f"{plan.proof.bound:.2f}" in readme
 
 
 def test_plan_of_example_keeps_every_bound():
@@ -43,5 +45,5 @@ def test_compare_example_plans_shows_savings():
     out = io.StringIO()
     compare.show(ours, hand_made, Console(file=out, width=200))
 
-    assert "saves $110.08/h, 50 % of $220.16/h" in out.getvalue()
+    assert "saves $73.43/h, 44 % of $165.12/h" in out.getvalue()
     assert "estimates" in out.getvalue()

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+WORK = 2.0
+"""Ends the search before the plan is proved, and long before the time limit of a busy machine."""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_and_launch" / "plan.toml"
 _PLAN = """
 import json, sys
@@ -34,7 +36,7 @@ def planned(hash_seed: int, **solver: Any) -> dict[str, Any]:
 
 
 def test_plan_with_other_limits_threads_or_hash_seed_is_same() -> None:
-    first = planned(1)
+    first = planned(1, work=WORK, time_limit_s=300)
     assert len(first["groups"]) > 3
-    assert planned(2, time_limit_s=600) == first
-    assert planned(3, threads=2) == first
+    assert planned(2, work=WORK, time_limit_s=600) == first
+    assert planned(3, work=WORK, time_limit_s=300, threads=2) == first

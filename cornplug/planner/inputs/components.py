@@ -185,7 +185,11 @@ _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "shares": (0.25, 0.5, 1.0),
 }
 TP_DEGREES: Final = tuple(map(int, _SIZES["tp"]))
-SHAPES: Final = {"encoder": TowerShape, "llm": LLMShape, "generator": GeneratorShape}
+SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
+    "encoder": TowerShape,
+    "llm": LLMShape,
+    "generator": GeneratorShape,
+}
 """Component's kind -> its shape's table."""
 SHAPE_KINDS: Final[Mapping[str, str]] = {
     kind: table.model_fields["kind"].default for kind, table in SHAPES.items()
