@@ -1,10 +1,11 @@
 """Where the table of a store's entries has what: the daemon writes it, every client maps it read-only.
 
-    u64 words of the header    serving (1, or 0 once the daemon has ended) | buckets | records; fills a page
+    u64 words of the header    serving (1, or 0 once the daemon has ended) | buckets | records |
+                               entries without a tag; fills a page
     buckets                    64 bytes each: 7 tags and the number of the bucket's entries that have none
     records                    256 bytes each, numbered from 1: a location and the entry's header
 
-A tag is 39 bits of a key and the number of its record; 0 is no tag. Other bits of the key choose the bucket,
+A tag is 40 bits of a key and the number of its record; 0 is no tag. Other bits of the key choose the bucket,
 so a lookup reads one line of a processor's cache. Keys are digests: they need no hashing. An entry has no tag
 if its bucket has 7 others or all records are taken, and an entry with a large header has an empty record. The
 daemon knows those all the same.
@@ -31,9 +32,7 @@ TAGS: Final = LANES - 1
 RECORD_BITS: Final = 24
 RECORD_MASK: Final = (1 << RECORD_BITS) - 1
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
-TAG_SET: Final = 1 << 63
-"""In every tag, so that none is 0."""
-SERVING, BUCKETS, RECORDS = range(3)
+SERVING, BUCKETS, RECORDS, UNTAGGED = range(4)
 """Words of the header."""
 HEADER_BYTES: Final = mmap.PAGESIZE
 BUCKET_BYTES: Final = LANES * WORD_BYTES
@@ -80,4 +79,4 @@ class TableShape:
 def tag_of(key: bytes) -> int:
     """A key's tag, without the number of a record."""
     tag: int = KEY_WORDS.unpack_from(key)[1]
-    return (tag | TAG_SET) & TAG_MASK
+    return tag & TAG_MASK

@@ -16,6 +16,7 @@ from cornplug.store.entry_table_layout import (
     RECORDS,
     SERVING,
     TAGS,
+    UNTAGGED,
     WORD_BYTES,
     TableShape,
     tag_of,
@@ -38,6 +39,7 @@ class EntryTableWriter:
         """Key -> its record and the word of its tag."""
         self._untagged: Counter[int] = Counter()
         """Bucket's word -> entries without a tag."""
+        self._all_untagged = 0
         self._keys: dict[int, bytes] = {}
         self._free: list[int] = []
         self._used = 0
@@ -85,6 +87,8 @@ class EntryTableWriter:
     def _count_untagged(self, bucket_word: int, more: int) -> None:
         self._untagged[bucket_word] += more
         self._words[bucket_word + TAGS] = self._untagged[bucket_word]
+        self._all_untagged += more
+        self._words[UNTAGGED] = self._all_untagged
         if not self._untagged[bucket_word]:
             del self._untagged[bucket_word]
 
