@@ -192,6 +192,8 @@ class OptimalityProof(PlanRecord):
     incumbent: float
     bound: float
     gap: float
+    unit: str = ""
+    """Of incumbent and bound."""
 
 
 class BindingConstraint(PlanRecord):

@@ -34,7 +34,9 @@ class VLLM:
         self.waiting = Gauge("vllm:num_requests_waiting", "", names, registry=self.registry).labels(*labels)
         self.running = Gauge("vllm:num_requests_running", "", names, registry=self.registry).labels(*labels)
 
-    def serve(self, n: int, prompt: float, output: float, *, cached: float = 0.0, seed: int = 0) -> None:
+    def serve(
+        self, n: int, prompt: float, output: float, *, cached: float = 0.0, ttft_s: float = 0.2, seed: int = 0
+    ) -> None:
         """`n` requests with lengths about these means."""
         rng = random.Random(seed)
         for _ in range(n):
@@ -42,7 +44,7 @@ class VLLM:
             self.success.inc()
             self.prompt.observe(tokens)
             self.output.observe(max(int(rng.gauss(output, output / 10)), 1))
-            self.ttft.observe(0.2)
+            self.ttft.observe(ttft_s)
             self.queries.inc(tokens)
             self.hits.inc(cached * tokens)
 

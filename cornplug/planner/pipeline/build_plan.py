@@ -48,7 +48,7 @@ def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: st
         latency_forecasts=[_forecast(problem, solution, c, plan_routes) for c in problem.classes.values()],
         caches=_caches(problem, solution),
         reservations=_reservations(problem, plan_routes),
-        proof=_proof(solution),
+        proof=_proof(problem, solution),
         input_digest=digest,
         cornplug=__version__,
     )
@@ -206,7 +206,7 @@ def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float
     )
 
 
-def _proof(solution: PoolSolution) -> OptimalityProof:
+def _proof(problem: FormulatedProblem, solution: PoolSolution) -> OptimalityProof:
     return OptimalityProof(
         status=solution.status,
         solver=solvers.NAME,
@@ -215,4 +215,13 @@ def _proof(solution: PoolSolution) -> OptimalityProof:
         incumbent=solution.objective,
         bound=solution.bound,
         gap=solution.gap,
+        unit=_unit(problem),
     )
+
+
+def _unit(problem: FormulatedProblem) -> str:
+    """Of the objective."""
+    if problem.pool.objective != "cost":
+        return "weighted requests/s" if problem.pool.objective == "goodput" else "of each class"
+    current = problem.pool.current
+    return "$/h" if current is None else f"$ in {current.horizon_hours:g} h, with the change's cost"

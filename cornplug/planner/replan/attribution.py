@@ -96,6 +96,13 @@ def shares(
             yield ClassShare(window, expected[name], parts, name, tasks.get(scope, "PD"))
 
 
+def planned_rates(plan: Plan, scope: str) -> dict[str, float]:
+    """Class -> requests a second that the plan sends to the scope's engines, if they prefill."""
+    if "P" not in _tasks(plan).get(scope, "P"):
+        return {}
+    return _expected(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
+
+
 def _tasks(plan: Plan) -> dict[str, str]:
     return {g.name: g.tasks for g in plan.groups}
 

@@ -26,6 +26,7 @@ from cornplug.planner.plan import Plan
 from cornplug.planner.replan import attribution, observed_load, replan_state, workload_update
 from cornplug.planner.replan.decision import ReplanDecision, judge
 from cornplug.planner.replan.observed_load import MetricsSnapshot, ObservedWindow
+from cornplug.planner.replan.observed_times import slow_engines
 from cornplug.planner.replan.plan_diff import PlanStep
 from cornplug.planner.replan.workload_update import FigureDifference
 from cornplug.planner.report import plan_folder, progress
@@ -53,13 +54,13 @@ def main(argv: list[str]) -> int:
         replan_state.save(state_path, known, after, ())
         print("First snapshot kept: run again when the metrics' files are newer.")
         return 0
-    applications, differences = workload_update.updated(
-        plan_input.applications, old, _windows(sources, before, after)
-    )
+    windows = _windows(sources, before, after)
+    slow = [engines.text for engines in slow_engines(old, windows)]
+    applications, differences = workload_update.updated(plan_input.applications, old, windows)
     planned_for = _digest(digest, differences)
     if planned_for == old.input_digest:
         replan_state.save(state_path, known, after, ())
-        return _say(args, old, old, differences, AS_PLANNED, agreed=False)
+        return _say(args, old, old, differences, AS_PLANNED, slow, agreed=False)
     change = _change_rules(plan_input.change, args.plan)
     seen = plan_input.model_copy(update={"applications": applications, "change": change})
     try:
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     replan_state.save(state_path, known, after, verdict.signature)
     if agreed and args.output is not None:
         plan_folder.write(aged(old, decision.plan, time.time()), args.output)
-    return _say(args, old, decision.plan, differences, verdict, agreed=agreed)
+    return _say(args, old, decision.plan, differences, verdict, slow, agreed=agreed)
 
 
 def _digest(of_file: str, differences: Sequence[FigureDifference]) -> str:
@@ -163,13 +164,14 @@ def _say(
     new: Plan,
     differences: Sequence[FigureDifference],
     verdict: ReplanDecision,
+    slow: Sequence[str],
     *,
     agreed: bool,
 ) -> int:
     if args.json:
-        print(json.dumps(as_json(differences, verdict, agreed=agreed), indent=1))
+        print(json.dumps(as_json(differences, verdict, slow, agreed=agreed), indent=1))
     else:
-        print("\n".join(lines(old, new, differences, verdict, agreed=agreed)))
+        print("\n".join([*lines(old, new, differences, verdict, agreed=agreed), *slow]))
     return CHANGE if agreed else 0
 
 
@@ -189,7 +191,11 @@ def lines(
 
 
 def as_json(
-    differences: Sequence[FigureDifference], verdict: ReplanDecision, *, agreed: bool
+    differences: Sequence[FigureDifference],
+    verdict: ReplanDecision,
+    slow: Sequence[str] = (),
+    *,
+    agreed: bool,
 ) -> dict[str, object]:
     return {
         "act": agreed,
@@ -198,6 +204,7 @@ def as_json(
         "saves_per_hour": verdict.saves_per_hour,
         "switching_cost": verdict.switching_cost,
         "observed": [vars(d) for d in differences],
+        "slow": list(slow),
         "steps": [_step(s) for s in verdict.steps] if verdict.act else [],
     }
 

@@ -44,7 +44,8 @@ def proof(of: OptimalityProof) -> str:
     """The proof's status in words. Never "optimal" without a solver's proof."""
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
-    return f"feasible, gap {percent(of.gap)}: a better plan may exist, none beyond {of.bound:.4g}"
+    bound = f"{of.bound:.4g} {of.unit}".rstrip()
+    return f"feasible, gap {percent(of.gap)}: a better plan may exist, none beyond {bound}"
 
 
 def shape(tp: int, pp: int, share: float) -> str:

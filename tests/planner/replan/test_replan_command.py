@@ -37,9 +37,9 @@ class Site:
         self.file = folder / "metrics"
         self.replan()  # the first snapshot
 
-    def replan(self, *options: str, requests: int = 0) -> tuple[int, str]:
+    def replan(self, *options: str, requests: int = 0, ttft_s: float = 0.05) -> tuple[int, str]:
         """A minute passes with so many requests; exit status and what was printed."""
-        self.engine.serve(requests, 400, 60)
+        self.engine.serve(requests, 400, 60, ttft_s=ttft_s)
         self.at_s += 60
         self.file.write_text(self.engine.text)
         os.utime(self.file, (self.at_s, self.at_s))
@@ -66,6 +66,38 @@ def test_replan_planned_load_prints_one_line(site: Site) -> None:
             0,
             "The load is what the running plan was made for.\n",
         )
+
+
+def expect_ttft(site: Site, mean_s: float) -> None:
+    """The running plan expects such first tokens."""
+    path = site.folder / "plan/plan.json"
+    old = Plan.load(path)
+    expected = [
+        o.model_copy(update={"ttft": o.ttft.model_copy(update={"mean": mean_s})})
+        for o in old.latency_forecasts
+    ]
+    old.model_copy(update={"latency_forecasts": expected}).save(path)
+    site.replan()  # the first snapshot under it
+
+
+def test_replan_engines_slower_than_planned_are_named(site: Site) -> None:
+    """At the planned load no other plan helps: its times are wrong."""
+    expect_ttft(site, 0.2)
+    assert "First tokens" not in site.replan(requests=AS_PLANNED, ttft_s=0.25)[1]
+    status, said = site.replan(requests=AS_PLANNED, ttft_s=0.6)
+    first, second = said.splitlines()
+    assert (status, first) == (0, "The load is what the running plan was made for.")
+    assert second.startswith("First tokens of the plan's engines take 600 ms in the mean, planned ")
+    assert second.endswith("Measure them with `cornplug profile` and plan again.")
+    _, said = site.replan("--json", requests=AS_PLANNED, ttft_s=0.6)
+    assert json.loads(said)["slow"] == [second]
+
+
+def test_replan_few_or_many_slow_requests_blame_no_times(site: Site) -> None:
+    """Few may be a cold start; many are the load's."""
+    expect_ttft(site, 0.2)
+    for requests in (AS_PLANNED // 5, 2 * AS_PLANNED):
+        assert "First tokens" not in site.replan(requests=requests, ttft_s=0.6)[1]
 
 
 def test_replan_load_within_reserve_prints_one_line(site: Site) -> None:

@@ -39,6 +39,16 @@ def test_terminal_unproved_plan_is_not_called_optimal() -> None:
     assert "optimal" not in said
 
 
+@pytest.mark.parametrize(
+    ("unit", "says"), [("$/h", "beyond 48 $/h"), ("$ in 24 h", "48 $ in 24 h"), ("", "48")]
+)
+def test_formatting_bound_of_unproved_plan_has_its_unit(unit: str, says: str) -> None:
+    found = OptimalityProof(
+        status="feasible", solver="HiGHS", seconds=20, incumbent=60, bound=48, gap=0.2, unit=unit
+    )
+    assert formatting.proof(found).endswith(says)
+
+
 def test_terminal_estimated_profile_is_marked() -> None:
     said = shown(plan())
     assert "ESTIMATE" in row(said, "vit/E", "cornplug", "1/4 GPU")
