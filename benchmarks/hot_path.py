@@ -110,8 +110,8 @@ class Half:
         )  # fmt: skip
         with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})):
             self.scheduler = KVScheduler(SimpleNamespace(), runtime, PAGE, Tally())  # type: ignore[arg-type]
-        blocks = list(range(_BLOCKS))
-        manager: Any = SimpleNamespace(block_pool=None, get_block_ids=lambda request_id: (list(blocks),))
+        blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=block) for block in range(_BLOCKS)],))
+        manager: Any = SimpleNamespace(block_pool=None, get_blocks=lambda request_id: blocks)
         self.scheduler.bind(manager, _BLOCK_TOKENS)
         self._names = itertools.count()
 

@@ -26,6 +26,7 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 DIGEST_BYTES: Final = 32
@@ -254,10 +255,15 @@ def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -
 def page_keys(secret: bytes, root: bytes, page_tokens: int, chain_values: Iterable[bytes]) -> list[bytes]:
     """`page_key` of each of these chain values, which are digests."""
     # `keyed`, with the bytes that all keys of a root have in common framed once.
-    before = _framed(b"cornplug-page-v3", root, struct.pack(">Q", page_tokens))
-    before += struct.pack(">Q", DIGEST_BYTES)
+    before = _before_link(root, page_tokens)
     sha256, hmac_sha256 = hashlib.sha256, hmac.digest
     return [hmac_sha256(secret, sha256(before + value).digest(), "sha256") for value in chain_values]
+
+
+@lru_cache
+def _before_link(root: bytes, page_tokens: int) -> bytes:
+    before = _framed(b"cornplug-page-v3", root, struct.pack(">Q", page_tokens))
+    return before + struct.pack(">Q", DIGEST_BYTES)
 
 
 def _salt(salt: str | None) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import sys
 from array import array
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from cornplug.store.base import Lease
 
 def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
     """A page's `meta`. `checksums`: of every segment, by its index in the page."""
-    ordered = tuple(map(checksums.__getitem__, range(page.segments)))
-    return encode_header(PayloadHeader(PayloadKind.KV_PAGE, key, page.dtype, page.shape, ordered))
+    before, after, sums = _around_key(page)
+    # Several pages may complete in a step: their headers differ in key and checksums alone.
+    body = before + key + after + sums.pack(*map(checksums.__getitem__, range(page.segments)))
+    return body + checksum(body).to_bytes(8, "little")
 
 
 def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
@@ -28,7 +31,7 @@ def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> b
 def read_page_checksums(lease: Lease, page: PageGeometry) -> array[int]:
     """The checksums of a leased page, one a segment of its writer's: those of `read_page_header`, which
     raises."""
-    meta, (before, after) = lease.meta, _around_key(page)
+    meta, (before, after, _) = lease.meta, _around_key(page)
     end = len(before) + len(lease.key) + len(after)
     # A prompt has thousands of pages, and their headers differ in key and checksums alone.
     if not (
@@ -45,14 +48,14 @@ def read_page_checksums(lease: Lease, page: PageGeometry) -> array[int]:
 
 
 @lru_cache
-def _around_key(page: PageGeometry) -> tuple[bytes, bytes]:
-    """The bytes before and behind the key in the headers of such pages, up to the checksums."""
+def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
+    """The bytes before and behind the key in the headers of such pages, up to the checksums; these packed."""
     key = bytes(range(1, 33))
     header = encode_header(
         PayloadHeader(PayloadKind.KV_PAGE, key, page.dtype, page.shape, (0,) * page.segments)
     )
     before, _, after = header.partition(key)
-    return before, after[: -8 * page.segments - 8]
+    return before, after[: -8 * page.segments - 8], struct.Struct(f"<{page.segments}Q")
 
 
 def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:

@@ -11,6 +11,10 @@ from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
+from cornplug.store.posted import Answered, Posted, PostingStore
+
+RoomAnswer = Reservation | ReserveRefusal | None
+"""The store's answer for a page; None if it gave none."""
 
 
 class PagePublisher:
@@ -37,44 +41,89 @@ class PagePublisher:
         self._run, self._page, self._tally = runtime, page, tally
         self._deadline_s, self._part = deadline_s, part
         self._only_seen = only_seen
+        self._posting = runtime.store if isinstance(runtime.store, PostingStore) else None
 
-    def reserve(
-        self, keys: Sequence[bytes], *, deadline_s: float | None = None
-    ) -> list[Reservation | ReserveRefusal | None]:
+    def reserve(self, keys: Sequence[bytes], *, deadline_s: float | None = None) -> list[RoomAnswer]:
         """The store's answer for each key, None if it gives none.
 
         Counts refusals other than GROWING: the caller offers such a page again, or counts it.
         """
-        entries = [(key, self._page.page_bytes) for key in keys]
         try:
             answers = self._run.store.reserve(
-                entries,
+                self._entries(keys),
                 app=self._run.app,
                 deadline_s=deadline_s or self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
             )
         except CornplugError as e:
-            self.count_outcome(e.reason, len(keys))
-            return [None] * len(keys)
-        for answer in answers:
-            if isinstance(answer, ReserveRefusal) and answer is not ReserveRefusal.GROWING:
-                self.count_outcome(answer.value)
-        return list(answers)
+            return self._no_room(e, len(keys))
+        return self._refusals_counted(answers)
+
+    def post_reserve(self, keys: Sequence[bytes]) -> Posted[list[RoomAnswer]]:
+        """`reserve`, without a wait for the answer where the store can be asked so. `take` does not raise."""
+        if self._posting is None:
+            return Answered(self.reserve(keys))
+        try:
+            posted = self._posting.post_reserve(
+                self._entries(keys),
+                app=self._run.app,
+                deadline_s=self._deadline_s,
+                part=self._part,
+                only_seen=self._only_seen,
+            )
+        except CornplugError as e:
+            return Answered(self._no_room(e, len(keys)))
+        return _PostedRooms(self, len(keys), posted)
 
     def commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> None:
         """Publish pages. Each comes with the checksums of the segments that this process collected."""
         if not written:
             return
-        envelope = page_header if self._part is None else page_part
-        pages = [(reserved, envelope(reserved.key, self._page, sums)) for reserved, sums in written]
         try:
-            stored = sum(self._run.store.commit(pages, deadline_s=self._deadline_s))
+            done = self._run.store.commit(self._pages(written), deadline_s=self._deadline_s)
         except CornplugError as e:
-            self.count_outcome(e.reason, len(pages))
+            self.count_outcome(e.reason, len(written))
             return
+        self._done_counted(done)
+
+    def post_commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> Posted[bool]:
+        """`commit`, without a wait for the answer where the store can be asked so. `take` does not raise."""
+        if self._posting is None:
+            self.commit(written)
+            return Answered(True)
+        try:
+            posted = self._posting.post_commit(self._pages(written), deadline_s=self._deadline_s)
+        except CornplugError as e:
+            self.count_outcome(e.reason, len(written))
+            return Answered(False)
+        return _PostedPages(self, len(written), posted)
+
+    def _entries(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
+        size = self._page.page_bytes
+        return [(key, size) for key in keys]
+
+    def _pages(
+        self, written: Sequence[tuple[Reservation, Mapping[int, int]]]
+    ) -> list[tuple[Reservation, bytes]]:
+        envelope = page_header if self._part is None else page_part
+        return [(reserved, envelope(reserved.key, self._page, sums)) for reserved, sums in written]
+
+    def _refusals_counted(self, answers: Sequence[Reservation | ReserveRefusal]) -> list[RoomAnswer]:
+        for answer in answers:
+            if isinstance(answer, ReserveRefusal) and answer is not ReserveRefusal.GROWING:
+                self.count_outcome(answer.value)
+        return list(answers)
+
+    def _done_counted(self, done: Sequence[bool]) -> None:
+        stored = sum(done)
         self.count_outcome("stored", stored)
-        self.count_outcome("reservation_ended", len(pages) - stored)
+        self.count_outcome("reservation_ended", len(done) - stored)
+
+    def _no_room(self, error: CornplugError, pages: int) -> list[RoomAnswer]:
+        """A store that does not answer is the outcome of so many pages."""
+        self.count_outcome(error.reason, pages)
+        return [None] * pages
 
     def give_up(self, reserved: Sequence[Reservation], outcome: str) -> None:
         """Give the room of pages back that could not be written. A store that is gone has done so."""
@@ -91,3 +140,40 @@ class PagePublisher:
         if outcome == "stored":
             size = pages * self._page.page_bytes
             self._tally.count("cornplug_bytes_total", self._run.app, KV_PAGE, "save", by=size)
+
+
+class _PostedRooms:
+    """Room that was asked for."""
+
+    def __init__(
+        self,
+        publisher: PagePublisher,
+        pages: int,
+        posted: Posted[list[Reservation | ReserveRefusal]],
+    ) -> None:
+        self._publisher, self._count, self._posted = publisher, pages, posted
+
+    def take(self) -> list[RoomAnswer] | None:
+        try:
+            answers = self._posted.take()
+        except CornplugError as e:
+            return self._publisher._no_room(e, self._count)
+        return None if answers is None else self._publisher._refusals_counted(answers)
+
+
+class _PostedPages:
+    """Pages that were published."""
+
+    def __init__(self, publisher: PagePublisher, pages: int, posted: Posted[list[bool]]) -> None:
+        self._publisher, self._count, self._posted = publisher, pages, posted
+
+    def take(self) -> bool | None:
+        try:
+            done = self._posted.take()
+        except CornplugError as e:
+            self._publisher.count_outcome(e.reason, self._count)
+            return False
+        if done is None:
+            return None
+        self._publisher._done_counted(done)
+        return True

@@ -31,8 +31,9 @@ from cornplug.store.base import (
     Unfound,
     WriterPart,
 )
-from cornplug.store.connection import DaemonConnection, StoreSlow
+from cornplug.store.connection import DaemonConnection
 from cornplug.store.entry_table import UNLISTED
+from cornplug.store.posted import Posted, PostedCommit, PostedReserve, as_unavailable, gone
 from cornplug.store.unleased import TableEntry
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 
@@ -110,7 +111,7 @@ class PoolStore:
         try:
             mask = connection.table.contains(keys)
         except OSError as e:
-            raise _gone(e) from e
+            raise gone(e) from e
         if UNLISTED not in mask:
             return mask
         answers = bytearray(mask)
@@ -135,7 +136,7 @@ class PoolStore:
         try:
             return unleased.find(key, connection.arena, connection.table, connection.notes)
         except OSError as e:
-            raise _gone(e) from e
+            raise gone(e) from e
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
         check_keys(keys)
@@ -164,12 +165,33 @@ class PoolStore:
 
         def some(start: int) -> list[Reservation | str]:
             wanted = entries[start : start + messages.MAX_KEYS]
-            keys, sizes = b"".join(key for key, _ in wanted), [size for _, size in wanted]
-            request = messages.ReserveRequest(keys, sizes, app, part, only_seen)
-            return ask(request, messages.ReserveReply).answers
+            return ask(_reserve_request(wanted, app, part, only_seen), messages.ReserveReply).answers
 
         answers = self._granted(len(entries), some)
         return [ReserveRefusal(answer) if isinstance(answer, str) else answer for answer in answers]
+
+    def post_reserve(
+        self,
+        entries: Sequence[tuple[bytes, int]],
+        *,
+        app: str,
+        deadline_s: float,
+        part: WriterPart | None = None,
+        only_seen: bool = False,
+    ) -> Posted[list[Reservation | ReserveRefusal]]:
+        """`reserve`, answered later."""
+        check_entries(entries)
+        check_app(app)
+        check_part(part)
+
+        def request(wanted: Sequence[tuple[bytes, int]]) -> messages.ReserveRequest:
+            return _reserve_request(wanted, app, part, only_seen)
+
+        def give_back(tokens: list[int]) -> None:
+            self.release(tokens, deadline_s=0.0)
+
+        with self._connected() as connection:
+            return PostedReserve(connection, entries, request, give_back, deadline_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:
@@ -180,6 +202,19 @@ class PoolStore:
             request = messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
             done += ask(request, messages.CommitReply).done
         return done
+
+    def post_commit(
+        self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
+    ) -> Posted[list[bool]]:
+        """`commit`, answered later."""
+        for _, meta in written:
+            check_meta(meta)
+        requests = [
+            messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
+            for some in messages.commit_batches(written)
+        ]
+        with self._connected() as connection:
+            return PostedCommit(connection, requests, deadline_s)
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
         with self._connected() as connection:
@@ -233,14 +268,8 @@ class PoolStore:
     @contextlib.contextmanager
     def _connected(self) -> Iterator[DaemonConnection]:
         connection = self._reachable()
-        try:
+        with as_unavailable():
             yield connection
-        except StoreSlow as e:
-            raise StoreUnavailable(str(e), reason="store_slow") from None
-        except TimeoutError:
-            raise StoreUnavailable("the store did not answer in time", reason="store_timeout") from None
-        except OSError as e:
-            raise _gone(e) from e
 
     def _granted(self, count: int, some: Callable[[int], list[G]]) -> list[G]:
         """Answers for all of `count` keys, asked for in the portions that the daemon cuts. Where
@@ -351,8 +380,11 @@ class PoolStore:
             connection.abandon()
 
 
-def _gone(why: OSError) -> StoreUnavailable:
-    return StoreUnavailable(f"the store is gone: {why}", reason="store_down")
+def _reserve_request(
+    wanted: Sequence[tuple[bytes, int]], app: str, part: WriterPart | None, only_seen: bool
+) -> messages.ReserveRequest:
+    keys, sizes = b"".join([key for key, _ in wanted]), [size for _, size in wanted]
+    return messages.ReserveRequest(keys, sizes, app, part, only_seen)
 
 
 def _after_fork() -> None:

@@ -2,6 +2,7 @@
 
     ask: number the request, queue it, send as the socket takes it  ──> daemon, in order
     wait: one of the waiting threads reads, for itself and the others, until its own answer is there
+    post: as ask; whoever posted reads what has come when it next looks
 
 No thread waits for another's answer, only, in the daemon, for the work of earlier requests. A thread that
 stops waiting leaves its number behind: when that answer comes, its leases and reservations are given back
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import select
 import socket
@@ -29,7 +31,6 @@ from cornplug.local_socket import foreign_user
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Lease, Reservation
-from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.entry_table import MappedEntryTable
 from cornplug.store.use_notes import NO_PAGE, ClientNotes
 from cornplug.store.write_fences import MappedFences
@@ -40,6 +41,7 @@ _WELCOME_FDS: Final = 4
 _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
+_PAUSES_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 
 
 class StoreSlow(TimeoutError):
@@ -47,7 +49,9 @@ class StoreSlow(TimeoutError):
 
 
 @dataclass(slots=True, eq=False)
-class _Waiter:
+class Waiter:
+    """A question to the daemon; its number leads there."""
+
     asked_s: float
     abandoned: bool = False
     answer: memoryview | None = None
@@ -63,10 +67,12 @@ class DaemonConnection:
         Raises OSError when no daemon answers in time, ConfigError when the store refuses
         this client (other protocol, other secret, other user)."""
         self._received = bytearray()
+        self._chunk = memoryview(bytearray(_CHUNK_BYTES))
+        """Made once: as new memory for every answer it would cost more than the answer."""
         self._outbox = bytearray()
         self._answered_s = 0.0
         self._last_number = 0
-        self._waiting: dict[int, _Waiter] = {}
+        self._waiting: dict[int, Waiter] = {}
         self._breaker = CircuitBreaker()
         self._turns = threading.Condition(threading.Lock())
         self._reading = False
@@ -84,14 +90,8 @@ class DaemonConnection:
     def ask(self, request: messages.Request, end_s: float, timeout_s: float) -> messages.Reply:
         """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `StoreSlow`
         when it is not asked for, as the store is too slow for a caller that waits `timeout_s` at most."""
-        now_s = time.monotonic()
         with self._turns:
-            self._check_pace(timeout_s, now_s)
-            waiter = _Waiter(now_s)
-            self._last_number = self._last_number % _LAST_NUMBER + 1
-            self._queue(request, self._last_number)
-            self._waiting[self._last_number] = waiter
-            self._flush()
+            waiter = self._send(request, timeout_s)
             try:
                 body = self._await(waiter, end_s)
             except TimeoutError:
@@ -99,6 +99,40 @@ class DaemonConnection:
                 raise
             self._breaker.answered(timeout_s)
         return self._decoded(body)
+
+    def post(self, request: messages.Request, timeout_s: float) -> Waiter:
+        """Send a request, and take its answer later by `taken`. Raises `StoreSlow` as `ask`."""
+        with self._turns:
+            return self._send(request, timeout_s)
+
+    def taken(self, waiter: Waiter, end_s: float, timeout_s: float) -> messages.Reply | None:
+        """The answer to a posted request if it is there, else None. Never waits.
+
+        Raises TimeoutError when there is none and `end_s` of time.monotonic is over."""
+        with self._turns:
+            if waiter.answer is None and not self._reading:
+                self._check_alive()
+                self._take_in()
+            if waiter.answer is None:
+                self._check_alive()
+                now_s = time.monotonic()
+                if now_s < end_s:
+                    return None
+                waiter.abandoned = True
+                self._breaker.missed(timeout_s, now_s)
+                raise TimeoutError("no answer in time")
+            self._breaker.answered(timeout_s)
+        return self._decoded(waiter.answer)
+
+    def _send(self, request: messages.Request, timeout_s: float) -> Waiter:
+        now_s = time.monotonic()
+        self._check_pace(timeout_s, now_s)
+        waiter = Waiter(now_s)
+        self._last_number = self._last_number % _LAST_NUMBER + 1
+        self._queue(request, self._last_number)
+        self._waiting[self._last_number] = waiter
+        self._flush()
+        return waiter
 
     def tell(self, message: messages.ReleaseRequest) -> None:
         """Send a message without an answer, or keep it until the socket takes it. Waits for no daemon."""
@@ -108,14 +142,17 @@ class DaemonConnection:
 
     def _check_pace(self, timeout_s: float, now_s: float) -> None:
         """Raises StoreSlow where waiting would probably be in vain."""
-        oldest = next(iter(self._waiting.values()), None)
-        if oldest is not None and not self._reading:
+        if self._is_late(timeout_s, now_s) and not self._reading:
             self._take_in()
-            oldest = next(iter(self._waiting.values()), None)
-        if oldest is not None and now_s - oldest.asked_s > timeout_s:
+        if self._is_late(timeout_s, now_s):
             raise StoreSlow("the store has not answered for a while")
         if self._breaker.refuses(timeout_s, now_s):
             raise StoreSlow("the store was slow a moment ago")
+
+    def _is_late(self, timeout_s: float, now_s: float) -> bool:
+        """Whether the oldest question has waited for longer than this caller would."""
+        oldest = next(iter(self._waiting.values()), None)
+        return oldest is not None and now_s - oldest.asked_s > timeout_s
 
     def _queue(self, request: messages.Request, number: int) -> None:
         self._check_alive()
@@ -137,7 +174,7 @@ class DaemonConnection:
                 raise
             del self._outbox[:sent]
 
-    def _await(self, waiter: _Waiter, end_s: float) -> memoryview:
+    def _await(self, waiter: Waiter, end_s: float) -> memoryview:
         while waiter.answer is None:
             self._check_alive()
             left_s = end_s - time.monotonic()
@@ -178,10 +215,10 @@ class DaemonConnection:
     def _take_in(self) -> None:
         """Read, hand out the answers, and send the queued requests, as far as the socket allows now."""
         try:
-            data = self._sock.recv(_CHUNK_BYTES)
-            if not data:
+            size = self._sock.recv_into(self._chunk)
+            if not size:
                 raise ConnectionResetError("the store closed the connection")
-            self._received += data
+            self._received += self._chunk[:size]
         except BlockingIOError:
             pass
         except OSError as e:
@@ -306,3 +343,38 @@ _REMEDIES: Final = {
     "secret": "Use one secret file for all who share a store, or another store.socket.",
     "version": "Stop the old store (it ends once idle), or name another store.socket.",
 }
+
+
+class CircuitBreaker:
+    """Whether a store that has been slow is asked again: not before a pause that grows.
+
+    A caller that waits 0.1 s for nothing at every step is worse off than without a store. A caller that waits
+    longer may still be served, so each length of deadline has its own count. Times are of one monotonic
+    clock. Not thread-safe: its owner calls under a lock.
+    """
+
+    def __init__(self) -> None:
+        self._missed: dict[int, tuple[int, float]] = {}
+
+    def refuses(self, deadline_s: float, now_s: float) -> bool:
+        """Whether a caller with this deadline should not ask yet."""
+        missed = self._missed.get(_kind(deadline_s))
+        return missed is not None and now_s < missed[1]
+
+    def missed(self, deadline_s: float, now_s: float) -> None:
+        """An answer did not come in time."""
+        kind = _kind(deadline_s)
+        times, until_s = self._missed.get(kind, (0, 0.0))
+        # Those that waited together were disappointed together: one failure.
+        if now_s >= until_s:
+            pause_s = _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
+            self._missed[kind] = (times + 1, now_s + pause_s)
+
+    def answered(self, deadline_s: float) -> None:
+        """An answer came in time."""
+        if self._missed:
+            self._missed.pop(_kind(deadline_s), None)
+
+
+def _kind(deadline_s: float) -> int:
+    return math.frexp(deadline_s)[1]

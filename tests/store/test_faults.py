@@ -21,8 +21,8 @@ from cornplug.local_socket import receive_frame
 from cornplug.private_paths import read_secret
 from cornplug.store import messages
 from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
-from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.client import PoolStore
+from cornplug.store.connection import CircuitBreaker
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS

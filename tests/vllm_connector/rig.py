@@ -232,7 +232,10 @@ class Engine:
                 config, KVConnectorRole.SCHEDULER, self._cache_config(range(LAYERS), blocks)
             )
         manager = SimpleNamespace(
-            block_pool=None, get_block_ids=lambda request_id: (self.requests[request_id].blocks,)
+            block_pool=None,
+            get_blocks=lambda request_id: SimpleNamespace(
+                blocks=([SimpleNamespace(block_id=block) for block in self.requests[request_id].blocks],)
+            ),
         )
         self.connector.bind_kv_cache_manager(manager)
         self.ranks = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -10,6 +11,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation
+from cornplug.store.posted import Answered, Posted
 
 
 @dataclass(slots=True)
@@ -34,10 +36,10 @@ class OpenSave:
 
 
 class DeferredStoreOps:
-    """Collects operations during a step; `run` sends them to the store, in at most three calls.
+    """Collects operations during a step; `run` sends them to the store, in at most three messages.
 
-    They run on the engine's own thread: each takes 0.1 ms, while another thread would wait for its turns
-    at the interpreter's lock behind vLLM's busy loop, and delay the operations behind it.
+    They run on the engine's own thread, which waits for no commit's answer: the next step reads it. Another
+    thread would wait for its turns at the interpreter's lock behind vLLM's busy loop.
     """
 
     def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
@@ -46,9 +48,11 @@ class DeferredStoreOps:
         self._commit: list[OpenSave] = []
         self._release: list[int] = []
         self._delete: list[bytes] = []
+        self._committed: deque[Posted[bool]] = deque()
+        """Commits whose answers were not there yet."""
 
     def __bool__(self) -> bool:
-        return bool(self._commit or self._release or self._delete)
+        return bool(self._commit or self._release or self._delete or self._committed)
 
     def commit(self, save: OpenSave) -> None:
         """Publish a page that is written."""
@@ -67,7 +71,13 @@ class DeferredStoreOps:
         commit, self._commit = self._commit, []
         release, self._release = self._release, []
         delete, self._delete = self._delete, []
-        self._publisher.commit([(save.reservation, save.checksums) for save in commit])
+        while self._committed and self._committed[0].take() is not None:
+            self._committed.popleft()
+        if commit:
+            written = [(save.reservation, save.checksums) for save in commit]
+            posted = self._publisher.post_commit(written)
+            if not isinstance(posted, Answered):
+                self._committed.append(posted)
         with suppress(CornplugError):
             if release:
                 self._run.store.release(release, deadline_s=self._run.deadline_s)

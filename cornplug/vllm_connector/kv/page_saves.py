@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from typing import TYPE_CHECKING
 
-from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.posted import Answered, Posted
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest, TrackedRequests
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -39,65 +42,126 @@ class PageSaves:
         self._most_open = runtime.config.engine.max_open_saves_bytes // page.page_bytes
         self._saves = runtime.config.engine.save != "never"
         self._open: dict[int, OpenSave] = {}
+        self._posted: deque[tuple[list[AskedPage], Posted[list[RoomAnswer]]]] = deque()
+        """Pages whose answers were not there yet."""
+        self._ready: list[PageSave] = []
+        """Saves for the next step."""
         self.manager: KVCacheManager | None = None
+        self._block_size = 1
 
     def __bool__(self) -> bool:
-        return bool(self._open)
+        return bool(self._open or self._posted)
+
+    def bind(self, manager: KVCacheManager, block_size: int) -> None:
+        """Take the engine's manager of blocks, which knows the blocks of a request."""
+        self.manager, self._block_size = manager, block_size
 
     def give_up(self, tracked: TrackedRequest) -> None:
         """A preempted request's blocks are gone: pages that no worker has acknowledged are not
         written, and are offered again when they are computed again."""
         tracked.unsaved.clear()
+        for asked in tracked.asked:
+            asked.given_up = True
+            tracked.save_again_from(asked.index)
         for token in tracked.open_saves:
             save = self._open[token]
             save.given_up = True
             tracked.save_again_from(save.index)
+        self._requests.look_at(tracked)
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Reserved pages that this step's forward completes, for the worker halves to write."""
+        """Reserved pages for the worker halves to write. Their tokens are computed in this step, or were in
+        the one before: a step asks for room and does not wait, the next one has the answer."""
+        saves, self._ready = self._ready, []
+        if self._posted:
+            saves += self._answered()
         wanted = self._new_pages(output)
-        return self._reserve(wanted) if wanted else []
+        if wanted and self._ask(wanted):
+            saves += self._answered()
+        return saves
 
-    def _new_pages(self, output: SchedulerOutput) -> list[tuple[TrackedRequest, int, bytes]]:
-        """(request, page index, key) of pages that this step's forward completes."""
+    def settle(self, tracked: TrackedRequest) -> None:
+        """The request is over: take answers that are there, while its pages can still be remembered."""
+        if tracked.asked:
+            self._ready += self._answered()
+
+    def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
+        """Pages that this step's forward completes."""
         if not (self._saves and self._requests.sharing):
             return []
         found = []
         for tracked, end in self._requests.completing(output.num_scheduled_tokens):
             offered = tracked.pages_to_save(end, self._page.page_tokens)
-            found += [(tracked, i, key) for i, key in offered if i not in tracked.unseen]
+            found += [AskedPage(tracked, i, key) for i, key in offered if i not in tracked.unseen]
         return found
 
-    def _reserve(self, wanted: list[tuple[TrackedRequest, int, bytes]]) -> list[PageSave]:
-        assert self.manager is not None
-        room = max(0, self._most_open - len(self._open))
+    def _ask(self, wanted: list[AskedPage]) -> bool:
+        """Ask for room. Returns whether the answer is there already."""
+        room = max(0, self._most_open - len(self._open) - sum(len(pages) for pages, _ in self._posted))
         if len(wanted) > room:
             self._publisher.count_outcome("busy", len(wanted) - room)
-            for tracked, index, key in wanted[room:]:
-                tracked.unsaved[index] = key
+            for page in wanted[room:]:
+                page.tracked.unsaved[page.index] = page.key
             wanted = wanted[:room]
             if not wanted:
-                return []
-        answers = self._publisher.reserve([key for _, _, key in wanted])
-        writes: dict[str, list[PageWrite]] = {}
-        for (tracked, index, key), answer in zip(wanted, answers, strict=True):
-            if answer is ReserveRefusal.GROWING:
-                self._publisher.count_outcome(answer.value)
-                tracked.refused.add(index)
-                tracked.unsaved[index] = key
-            elif answer is ReserveRefusal.FIRST_SIGHT:
-                tracked.unseen.add(index)
-                tracked.unsaved[index] = key
-            if not isinstance(answer, Reservation):
-                continue
-            request_id = tracked.request.request_id
-            self.begin(answer, request_id, index)
+                return False
+        for page in wanted:
+            page.tracked.asked.append(page)
+        posted = self._publisher.post_reserve([page.key for page in wanted])
+        self._posted.append((wanted, posted))
+        return isinstance(posted, Answered)
+
+    def _answered(self) -> list[PageSave]:
+        """Saves of the pages for which the store has given room."""
+        given: dict[str, list[tuple[int, Reservation]]] = {}
+        while self._posted:
+            pages, posted = self._posted[0]
+            answers = posted.take()
+            if answers is None:
+                break
+            self._posted.popleft()
+            for page, answer in zip(pages, answers, strict=True):
+                if self._take(page, answer) and isinstance(answer, Reservation):
+                    given.setdefault(page.tracked.request.request_id, []).append((page.index, answer))
+        return [self._save(request_id, pages) for request_id, pages in given.items()]
+
+    def _take(self, page: AskedPage, answer: RoomAnswer) -> bool:
+        """Whether the page is to be written into the room that the answer gives."""
+        tracked, index = page.tracked, page.index
+        tracked.asked.remove(page)
+        if page.given_up:
+            if isinstance(answer, Reservation):
+                self._store_ops.release([answer.token])
+                self._publisher.count_outcome("preempted")
+        elif isinstance(answer, Reservation):
+            self.begin(answer, tracked.request.request_id, index)
             tracked.open_saves.add(answer.token)
-            writes.setdefault(request_id, []).append(PageWrite(index, answer.token, answer.location))
-        return [
-            PageSave(request_id, tuple(pages), tuple(self.manager.get_block_ids(request_id)[0]))
-            for request_id, pages in writes.items()
-        ]
+            return True
+        elif answer is ReserveRefusal.GROWING:
+            self._publisher.count_outcome(answer.value)
+            tracked.refused.add(index)
+            tracked.unsaved[index] = page.key
+            self._requests.look_at(tracked)
+        elif answer is ReserveRefusal.FIRST_SIGHT:
+            tracked.unseen.add(index)
+            tracked.unsaved[index] = page.key
+        self._requests.forget_if_over(tracked)
+        return False
+
+    def _save(self, request_id: str, pages: list[tuple[int, Reservation]]) -> PageSave:
+        """The save of a request's pages, with those of its blocks that hold them: it may have thousands."""
+        assert self.manager is not None
+        size, indices = self._page.page_tokens, [index for index, _ in pages]
+        # A page and a block both begin at a multiple of it.
+        unit = math.lcm(size, self._block_size)
+        start = min(indices) * size // unit * unit
+        blocks = self.manager.get_blocks(request_id).blocks[0]
+        held = blocks[start // self._block_size : -(-(max(indices) + 1) * size // self._block_size)]
+        return PageSave(
+            request_id,
+            tuple([PageWrite(i - start // size, room.token, room.location) for i, room in pages]),
+            tuple([block.block_id for block in held]),
+        )
 
     def begin(self, reservation: Reservation, name: str, index: int) -> OpenSave:
         """The save of a page, of this request or under a name that stands for none."""

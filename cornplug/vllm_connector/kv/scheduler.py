@@ -50,7 +50,7 @@ class KVScheduler:
 
     def bind(self, manager: KVCacheManager, block_size: int) -> None:
         """Take the engine's manager of blocks, which knows the blocks of a request."""
-        self._saves.manager = manager
+        self._saves.bind(manager, block_size)
         self._idle.bind(manager.block_pool, block_size)
 
     def matched_tokens(self, request: Request, computed: int) -> int:
@@ -68,10 +68,8 @@ class KVScheduler:
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
-        finishing, self._finishing = self._finishing, []
         moves = CornplugKVMetadata(
             loads=self._offers.new_loads(),
-            finishing=finishing,
             preempted=[*(output.preempted_req_ids or ()), *self._idle.reused()],
         )
         for request_id in moves.preempted:
@@ -82,14 +80,27 @@ class KVScheduler:
             self._store_ops.run()
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
         moves.saves = self._saves.of_step(output) + self._idle.of_step(output)
+        moves.finishing = self._finished_asking() if self._finishing else []
         return moves
+
+    def _finished_asking(self) -> list[str]:
+        """The finished requests, once the worker halves have heard of all their pages."""
+        told, self._finishing = self._finishing, []
+        for request_id in told:
+            tracked = self._requests.get(request_id)
+            if tracked is not None and tracked.asked:
+                self._finishing.append(request_id)
+        return [request_id for request_id in told if request_id not in self._finishing]
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Take the worker halves' answers to the moves of earlier steps."""
         self._costs.acknowledged(acks)
         self._requests.unusable = self._requests.unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
-            self._offers.failed(self._requests.get(request_id), reason)
+            tracked = self._requests.get(request_id)
+            self._offers.failed(tracked, reason)
+            if tracked is not None:
+                self._requests.look_at(tracked)
         if acks.loaded_bytes:
             self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
         self._saves.acknowledged(acks)
@@ -111,12 +122,13 @@ class KVScheduler:
         if tracked is None:
             return False
         self._offers.withdraw(tracked)
+        self._saves.settle(tracked)
         self._idle.remember(tracked, blocks)
         self._requests.forget_if_over(tracked)
         # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them
         # then: it must not hear of them twice. Saves that are still open were begun before the
         # request was preempted, and given up.
-        if tracked.open_saves and tracked.loading is None:
+        if (tracked.open_saves or tracked.asked) and tracked.loading is None:
             self._finishing.append(request.request_id)
             return True
         return False

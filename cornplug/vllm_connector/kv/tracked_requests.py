@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import BackgroundIdentity
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+_DECODED_TOKENS: Final = 16
+"""A step's tokens of a request that decodes, with its draft's, at the most."""
+
 
 @dataclass(slots=True)
 class LeasedPages:
@@ -39,6 +42,17 @@ class LeasedPages:
     """Of the leases."""
     end: int = 0
     """Once it is loading: the token before which it ends."""
+
+
+@dataclass(slots=True, eq=False)
+class AskedPage:
+    """A page for which room is asked."""
+
+    tracked: TrackedRequest
+    index: int
+    key: bytes
+    given_up: bool = False
+    """Its request was preempted."""
 
 
 @dataclass(slots=True)
@@ -62,8 +76,8 @@ class TrackedRequest:
     loading: LeasedPages | None = None
     load_failed: bool = False
     """A load of it failed once: all further tokens are computed."""
-    tokens_to_page: int = 0
-    """It completes no page before so many of its tokens are scheduled."""
+    asked: list[AskedPage] = field(default_factory=list)
+    """Pages for which the store has not given or refused room yet."""
     open_saves: set[int] = field(default_factory=set)
     """Tokens of its reservations that the worker halves are filling."""
     own: OwnTokens | None = None
@@ -76,27 +90,32 @@ class TrackedRequest:
     def save_again_from(self, page: int) -> None:
         """This page and those behind it are computed again, and offered again."""
         self.done_pages = min(self.done_pages, page)
-        self.tokens_to_page = 0
 
-    def computed_after(self, scheduled: int, page_tokens: int) -> int:
+    def computed_after(self, scheduled: int) -> int:
         """The request's known tokens whose KV is there once so many more are computed."""
         request = self.request
         computed = request.num_computed_tokens
         # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
         end = min(computed + scheduled, request.num_tokens)
-        if self.own is not None:
-            return self.own.extend(computed, end)
-        self.tokens_to_page = (end // page_tokens + 1) * page_tokens - (computed + scheduled)
-        return end
+        return end if self.own is None else self.own.extend(computed, end)
+
+    def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
+        """It completes no page before so many of its tokens are scheduled, after a step that leaves it with
+        `end` computed ones."""
+        if self.own is not None or self.refused:
+            return 1
+        return (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
 
     def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
         """(index, key) of pages within the first `end` tokens that are to be offered now."""
         if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
             return []
         there = self.keys.pages(end)
-        wanted = sorted({i for i in self.refused if i < there}.union(range(self.done_pages, there)))
-        # After a preemption a refused page may lie beyond the computed tokens: it is offered once they are.
-        self.refused = {i for i in self.refused if i >= there}
+        wanted: Sequence[int] = range(self.done_pages, there)
+        if self.refused:
+            wanted = sorted({i for i in self.refused if i < there}.union(wanted))
+            # After a preemption a refused page may lie beyond the computed tokens: it is offered then.
+            self.refused = {i for i in self.refused if i >= there}
         self.saved_until(there)
         return list(zip(wanted, self.keys.of(self.request.all_token_ids, wanted), strict=True))
 
@@ -109,6 +128,13 @@ class TrackedRequests:
         self._page = page
         self._tally = tally
         self._tracked: dict[str, TrackedRequest] = {}
+        self._looked_at: set[str] = set()
+        """Requests that may complete a page in the next step that computes tokens of them."""
+        self._clock = 0
+        """Tokens that a request which decoded in every step has got, at the most."""
+        self._due: dict[int, list[str]] = {}
+        """Time on that clock -> requests that may complete a page then. Some are over, or were looked at
+        before: it does no harm."""
         self._others_load = provenance.others_load()
         self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
@@ -149,33 +175,53 @@ class TrackedRequests:
         elif tracked.identifying:
             self._make_keys(tracked)
         # It is admitted, maybe once more: the engine's own cache or a load puts it anywhere.
-        tracked.tokens_to_page = 0
+        self.look_at(tracked)
         return tracked
+
+    def look_at(self, tracked: TrackedRequest) -> None:
+        """The request may complete a page in the next step that computes tokens of it."""
+        self._looked_at.add(tracked.request.request_id)
 
     def completing(self, scheduled_tokens: Mapping[str, int]) -> list[tuple[TrackedRequest, int]]:
         """Requests that may complete a page in a step, each with its computed tokens after the step.
 
-        Called once for each step. It looks at every running request in every step: a request that
-        completes no page costs no Python call.
+        Called once for each step. A step that only decodes makes no Python call for a request until it may
+        complete a page: a clock advances by the most tokens that one of them gets, and each has a time on
+        it. Requests that get more tokens than a decoding one does are looked at in every step.
         """
-        found, tracked_of = [], self._tracked.get
-        for request_id, scheduled in scheduled_tokens.items():
-            tracked = tracked_of(request_id)
+        tokens = scheduled_tokens.values()
+        most, many = max(tokens, default=0), []
+        if most > _DECODED_TOKENS:
+            many = [name for name, count in scheduled_tokens.items() if count > _DECODED_TOKENS]
+            most = max([count for count in tokens if count <= _DECODED_TOKENS], default=0)
+        # It goes on in every step, so that nothing stays due for ever.
+        for now in range(self._clock + 1, self._clock + max(1, most) + 1):
+            self._clock = now
+            if now in self._due:
+                self._looked_at.update(self._due.pop(now))
+        found = []
+        for request_id in sorted((self._looked_at & scheduled_tokens.keys()).union(many)):
+            self._looked_at.discard(request_id)
+            tracked = self._tracked.get(request_id)
             if tracked is None:
-                continue
-            tracked.tokens_to_page -= scheduled
-            if tracked.tokens_to_page > 0 and not tracked.refused:
                 continue
             if tracked.identifying:
                 self._make_keys(tracked)
+                self._looked_at.add(request_id)
             if tracked.keys is not None:
-                found.append((tracked, tracked.computed_after(scheduled, self._page.page_tokens)))
+                scheduled = scheduled_tokens[request_id]
+                end = tracked.computed_after(scheduled)
+                found.append((tracked, end))
+                wait = tracked.tokens_to_page(end, scheduled, self._page.page_tokens)
+                self._due.setdefault(self._clock + max(1, wait), []).append(request_id)
         return found
 
     def forget_if_over(self, tracked: TrackedRequest) -> None:
         """Track it no longer if it is over and no worker half holds its blocks."""
-        if tracked.request.is_finished() and not tracked.open_saves and tracked.loading is None:
+        open_saves = tracked.open_saves or tracked.asked
+        if tracked.request.is_finished() and not open_saves and tracked.loading is None:
             self._tracked.pop(tracked.request.request_id, None)
+            self._looked_at.discard(tracked.request.request_id)
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
         """Make a request's keys. Returns the reason why it has none; "" if it has."""

@@ -43,6 +43,23 @@ def test_hot_path_one_call_more_for_each_request_exceeds_a_limit(monkeypatch: py
     assert hot_path.grown(hot_path.counted())[0] == "step of 256 requests, no page completes"
 
 
+def test_hot_path_step_without_pages_costs_as_many_calls_for_any_number_of_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = []
+    for running in (64, 1024):
+        monkeypatch.setattr(hot_path, "RUNNING", running)
+        half = hot_path.Half(MemoryStore(capacity_bytes=1 << 30).connect())
+        decoding, counts = hot_path.Decoding(half, lambda i: 1), []
+        for _ in range(hot_path.STEPS):
+            count, moves = hot_path.calls(decoding.step)
+            decoding.computed(moves)
+            counts.append(count)
+        assert not decoding.pages
+        found.append(counts)
+    assert found[0] == found[1]
+
+
 def half(store: MemoryStore) -> tuple[hot_path.Half, FaultyStore]:
     faulty = FaultyStore(store.connect())
     return hot_path.Half(faulty), faulty
@@ -154,6 +171,11 @@ class Twins:
         found = [tracker.get(request.request_id) for tracker in self.trackers]
         return [tracked for tracked in found if tracked is not None]
 
+    def save_again(self, request: Request, page: int) -> None:
+        for tracker, tracked in zip(self.trackers, self.each(request), strict=False):
+            tracked.save_again_from(page)
+            tracker.look_at(tracked)
+
     def admit(self, request: Request, computed: int) -> None:
         for tracker in self.trackers:
             tracker.track(request)  # type: ignore[arg-type]
@@ -162,7 +184,7 @@ class Twins:
     def step(self, scheduled: dict[str, int], refuse: bool) -> list[tuple[str, int]]:
         """The pages that the first tracker offers; the second one offers the same."""
         for tracked in self.trackers[1]._tracked.values():
-            tracked.tokens_to_page = 0
+            self.trackers[1].look_at(tracked)
         offered = []
         for tracker in self.trackers:
             offered.append(
@@ -177,6 +199,7 @@ class Twins:
             for name, index in offered[0]:
                 for tracker in self.trackers:
                     tracker._tracked[name].refused.add(index)
+                    tracker.look_at(tracker._tracked[name])
         return offered[0]
 
 
@@ -203,12 +226,11 @@ def test_tracked_requests_completing_miss_no_page(events: list[tuple[str, int, i
     for what, which, tokens, late in events:
         request = requests[which]
         if what in ("admit", "preempt"):
-            for tracked in twins.each(request) if what == "preempt" else ():
-                tracked.save_again_from(late)
+            if what == "preempt":
+                twins.save_again(request, late)
             twins.admit(request, min(64 * late, request.num_tokens - 1))
         elif what == "again":
-            for tracked in twins.each(request):
-                tracked.save_again_from(late)
+            twins.save_again(request, late)
         else:
             running = {each.request_id: tokens for each in requests[which:]}
             twins.step(running, what == "refused")
