@@ -216,12 +216,15 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
         yield f"{what} in the simulation of the whole plan."
     if decision.solution.timed_out:
         yield "The solver's time limit ended the search: another run may find another plan."
-    guessed = sorted({g.service for g in decision.plan.groups if formatting.mark(g.profile) == "ESTIMATE"})
+    guessed = [g for g in decision.plan.groups if formatting.mark(g.profile) == "ESTIMATE"]
     if guessed:
+        services = ", ".join(sorted({g.service for g in guessed}))
         yield (
-            f"Times of {', '.join(guessed)} are estimates from the GPU table: measure them with "
+            f"Times of {services} are estimates from the GPU table: measure them with "
             "`cornplug profile` before you buy."
         )
+    if any(g.engine == "sglang" and "P" in g.tasks for g in guessed):
+        yield "Estimates are fitted to vLLM: published first tokens of SGLang took 1.5 to 7 times as long."
     if asked.skipped:
         skipped = list(dict.fromkeys(asked.skipped))
         more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""

@@ -163,6 +163,16 @@ def test_explanation_looser_bounds_cost_less() -> None:
     assert any(note.startswith("Times of llm/PD are estimates") for note in found.notes)
 
 
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_explanation_estimated_sglang_is_doubted(engine: str) -> None:
+    """Its first tokens came later than estimated: benchmarks/results/plan_vs_published.md."""
+    tables = timed(1.2).model_dump()
+    tables["components"][0]["engines"] = [engine]
+    given = PlanInput.model_validate(tables)
+    found = explanation.explain(given, decided(given), budget_s=0)
+    assert any("published first tokens of SGLang" in note for note in found.notes) == (engine == "sglang")
+
+
 def test_explanation_without_time_is_noted() -> None:
     found = explanation.explain(pair(10), decided(pair(10)), budget_s=0)
     assert found.alternatives == []
