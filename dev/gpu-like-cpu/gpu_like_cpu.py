@@ -24,7 +24,13 @@ def register() -> None:
     from vllm.v1.attention.backends import triton_attn
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    def get_attn_backend_cls(cls: type, *_: Any, **__: Any) -> str:
+    plain = CpuPlatform.get_attn_backend_cls
+
+    def get_attn_backend_cls(
+        cls: type, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        if attn_selector_config.use_mla:  # TRITON_ATTN keeps K and V, and Triton's MLA needs a GPU
+            return plain(selected_backend, attn_selector_config, num_heads)
         return AttentionBackendEnum.TRITON_ATTN.get_path()
 
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
