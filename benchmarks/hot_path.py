@@ -16,7 +16,6 @@ import gc
 import itertools
 import json
 import pickle
-import statistics
 import sys
 import tempfile
 import time
@@ -24,12 +23,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType, SimpleNamespace
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 from unittest import mock
 
 import machine
+import scheduler_sides
 from rich.console import Console
 from rich.table import Table
+from stopwatch import STEP_S, Row, Stopwatch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
@@ -40,7 +41,7 @@ from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, Store
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import tracked_requests
+from cornplug.vllm_connector.kv import keys_ahead, tracked_requests
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from devkit.processes import StoreProcess
@@ -49,7 +50,6 @@ T = TypeVar("T")
 PAGE: Final = PageGeometry(page_tokens=64, heads=8, layers=32, dim=1, dtype="bfloat16")
 SECRET: Final = bytes(range(32))
 RUNNING: Final = 256
-STEP_S: Final = 0.010
 STEPS: Final = 48
 """A multiple of 16, as one step in 16 is timed; below 64, so that a page completes at most once."""
 PROMPT_TOKENS: Final = 128 << 10
@@ -63,37 +63,11 @@ _STORE: Final = str(Path(sys.modules[MemoryStore.__module__].__file__ or "").par
 LIMITS: Final = {
     "step of 256 requests, no page completes": 26,
     "page of a decoding request, saved": 52,
-    "page of a prompt, saved": 26,
+    "page of a prompt, saved": 24,
     "lookup of 128k tokens, first page absent": 104,
-    "page of a 6k prefix, leased": 17,
+    "page of a 6k prefix, leased": 10,
 }
 """Python calls. One that grows is a cost to every engine: raise a limit only with the times beside it."""
-
-
-class Row(NamedTuple):
-    what: str
-    ms: float
-    """Median, of the engine's thread; `cpu_ms` is without its waits for the store."""
-    cpu_ms: float
-    note: str = ""
-
-
-class Stopwatch:
-    """Durations of a repeated call, on the clock and on the CPU."""
-
-    def __init__(self) -> None:
-        self._took: list[tuple[float, float]] = []
-
-    def __call__(self, run: Callable[[], T]) -> T:
-        began, cpu = time.perf_counter(), time.thread_time()
-        result = run()
-        self._took.append((time.perf_counter() - began, time.thread_time() - cpu))
-        return result
-
-    def row(self, what: str, note: str = "") -> Row:
-        """The medians. `note` may hold the place `{step}` for the share of a step."""
-        ms, cpu_ms = (1e3 * statistics.median(each) for each in zip(*self._took, strict=True))
-        return Row(what, ms, cpu_ms, note.format(step=f"{ms / STEP_S / 10:.1f}"))
 
 
 class Half:
@@ -280,8 +254,23 @@ def timed() -> list[Row]:
         stack.enter_context(StoreProcess(config.socket, size="1GiB", env=secret))
         store = PoolStore(config, connect_timeout_s=10)
         stack.callback(store.close)
+        sides = side_rows(Half(store))
         half = Half(store)
-        return [*decoding_rows(half), *prompt_rows(half), *lookup_rows(store, half)]
+        return [*sides, *decoding_rows(half), *prompt_rows(half), *lookup_rows(store, half)]
+
+
+def side_rows(half: Half) -> list[Row]:
+    """vLLM's own scheduler, with `half` and without it; 4 pages complete in a step, on average."""
+    found = scheduler_sides.sides(RUNNING, 2 * STEPS, STEP_S, half.scheduler, written)
+    rows = {}
+    for name, took in found.items():
+        watch = Stopwatch()
+        watch.took = [(clock, cpu) for cpu, clock in took]
+        rows[name] = watch.row(f"vLLM's scheduler, step of {RUNNING} requests: {name}")
+    more = rows["cornplug"].cpu_ms - rows["stock"].cpu_ms
+    ratio = rows["cornplug"].cpu_ms / rows["stock"].cpu_ms
+    note = f"{ratio:.2f} of stock; {more / STEP_S / 10:.1f} % of 10 ms more"
+    return [rows["stock"], rows["cornplug"]._replace(note=note)]
 
 
 def decoding_rows(half: Half) -> list[Row]:
@@ -329,10 +318,11 @@ def lookup_rows(store: Store, half: Half) -> list[Row]:
     }  # fmt: skip
     rows = []
     for what, tokens in cases.items():
-        lookup, dump, load = Stopwatch(), Stopwatch(), Stopwatch()
+        receive, lookup, dump, load = Stopwatch(), Stopwatch(), Stopwatch(), Stopwatch()
         size_bytes = 0
         for _ in range(7):
             request = half.request(tokens())
+            receive(lambda request=request: keys_ahead.received(request))
             time.sleep(0.05)
             offered = lookup(lambda request=request: half.lookup(request))
             if offered:
@@ -343,6 +333,7 @@ def lookup_rows(store: Store, half: Half) -> list[Row]:
                 size_bytes = len(data)
             over(half, request)
         rows.append(lookup.row(what))
+        rows.append(receive.row("its keys", "thread that receives requests"))
         if size_bytes:
             rows.append(dump.row("its metadata: pickle", f"{size_bytes / 1e6:.2f} MB"))
             rows.append(load.row("its metadata: unpickle", "each rank"))

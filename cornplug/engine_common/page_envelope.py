@@ -5,13 +5,16 @@ from __future__ import annotations
 import struct
 import sys
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
+from typing import Final
 
 from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header, encode_part
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
-from cornplug.store.base import Lease
+from cornplug.store.base import KEY_BYTES, Lease
+
+_BIG_ENDIAN: Final = sys.byteorder == "big"
 
 
 def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
@@ -28,23 +31,28 @@ def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> b
     return encode_part(PayloadKind.KV_PAGE, key, page.dtype, page.shape, page.segments, checksums)
 
 
-def read_page_checksums(lease: Lease, page: PageGeometry) -> array[int]:
-    """The checksums of a leased page, one a segment of its writer's: those of `read_page_header`, which
-    raises."""
-    meta, (before, after, _) = lease.meta, _around_key(page)
-    end = len(before) + len(lease.key) + len(after)
+def read_page_checksums(leases: Iterable[Lease], page: PageGeometry) -> Iterator[array[int]]:
+    """The checksums of leased pages, one a segment of its writer's: those of `read_page_header`, which
+    raises.
+    """
+    (before, after, sums), size = _around_key(page), page.page_bytes
+    end = len(before) + KEY_BYTES + len(after)
+    whole = end + sums.size + 8
     # A prompt has thousands of pages, and their headers differ in key and checksums alone.
-    if not (
-        meta.startswith(before + lease.key + after)
-        and len(meta) == end + 8 * page.segments + 8
-        and checksum(meta[:-8]) == int.from_bytes(meta[-8:], "little")
-        and lease.location.size == page.page_bytes
-    ):
-        return array("Q", read_page_header(lease, page).checksums)
-    found = array("Q", meta[end:-8])
-    if sys.byteorder == "big":
-        found.byteswap()
-    return found
+    for lease in leases:
+        meta = lease.meta
+        if (
+            len(meta) == whole
+            and meta.startswith(before + lease.key + after)
+            and checksum(meta[:-8]) == int.from_bytes(meta[-8:], "little")
+            and lease.location.size == size
+        ):
+            found = array("Q", meta[end:-8])
+            if _BIG_ENDIAN:
+                found.byteswap()
+            yield found
+        else:
+            yield array("Q", read_page_header(lease, page).checksums)
 
 
 @lru_cache

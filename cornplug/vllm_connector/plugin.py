@@ -47,7 +47,7 @@ def _install() -> None:
 
     from cornplug.vllm_connector import connector_config, flags
     from cornplug.vllm_connector.ec import mm_identifiers
-    from cornplug.vllm_connector.kv import provenance
+    from cornplug.vllm_connector.kv import keys_ahead, provenance
     from cornplug.vllm_connector.model import loaded_weights, weight_updates
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
@@ -58,6 +58,7 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    for seams in (flags, connector_config, mm_identifiers, loaded_weights, provenance, weight_updates):
+    rooms = flags, connector_config, mm_identifiers, keys_ahead, loaded_weights, provenance, weight_updates
+    for seams in rooms:
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)

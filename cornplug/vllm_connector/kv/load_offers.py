@@ -73,12 +73,8 @@ class LoadOffers:
             tracked.saved_until(end_page)
             return
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
-        for index, lease in zip(wanted, leases, strict=False):
-            read = self._read(index, lease)
-            if lease is None or read is None:
-                break
-            offer.tokens.append(lease.token)
-            offer.reads.append(read)
+        there = leases.index(None) if None in leases else len(leases)
+        self._read(offer, wanted.start, [lease for lease in leases[:there] if lease is not None])
         unread = leases[len(offer.reads) :]
         self._store_ops.release([lease.token for lease in unread if lease is not None])
 
@@ -102,17 +98,18 @@ class LoadOffers:
             deadline_s = max(0.0, end_s - time.monotonic())
         return found
 
-    def _read(self, index: int, lease: Lease | None) -> PageRead | None:
-        if lease is None:
-            return None
+    def _read(self, offer: LeasedPages, first: int, leases: Sequence[Lease]) -> None:
+        """Offer leased pages up to the first that is damaged."""
+        reads, tokens = offer.reads, offer.tokens
+        headers = read_page_checksums(leases, self._page)
         try:
-            checksums = read_page_checksums(lease, self._page)
+            for index, (lease, checksums) in enumerate(zip(leases, headers, strict=True), first):
+                reads.append(PageRead(index, lease.key, lease.location, checksums))
+                tokens.append(lease.token)
         except CodecError as e:
             self._count_misses(e.reason)
             if e.is_damage:
-                self._store_ops.delete(lease.key)
-            return None
-        return PageRead(index, lease.key, lease.location, checksums)
+                self._store_ops.delete(leases[len(reads)].key)
 
     def _count_misses(self, reason: str, pages: int = 1) -> None:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)

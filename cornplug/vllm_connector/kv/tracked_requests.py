@@ -15,7 +15,7 @@ from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import provenance
+from cornplug.vllm_connector.kv import keys_ahead, provenance
 from cornplug.vllm_connector.kv.metadata import PageRead
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.provenance import OwnTokens
@@ -139,6 +139,9 @@ class TrackedRequests:
         self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._identity.first_wait()
+        if runtime.config.engine.save != "never":
+            # All keys of a prompt are needed then, whether the store has its pages or not.
+            keys_ahead.make_by(self)
         self.unusable = ""
         """Why a rank cannot move KV."""
 
@@ -228,14 +231,22 @@ class TrackedRequests:
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
-                tracked.keys = PageKeys(
-                    self._run.secret, self._root(request), self._page.page_tokens, request.mm_features
-                )
+                tracked.keys = keys_ahead.made_for(request) or self._keys(request)
             except CornplugError as e:
                 reason = e.reason
         # A checkpoint that is still being read may be identified by the time of the first save.
         tracked.identifying = reason == "identifying"
         return reason
+
+    def keys_of(self, request: Request) -> PageKeys | None:
+        """Keys for a request that has just come in; None for those that need a look first."""
+        # An adapter's digest belongs to the engine's thread.
+        if request.lora_request is not None or self._why_not(request):
+            return None
+        return self._keys(request)
+
+    def _keys(self, request: Request) -> PageKeys:
+        return PageKeys(self._run.secret, self._root(request), self._page.page_tokens, request.mm_features)
 
     def _why_not(self, request: Request) -> str:
         """Why this request shares no KV; "" when it does."""
