@@ -11,6 +11,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from cornplug.errors import CheckpointError
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import plugin
 from cornplug.vllm_connector.kv import keys_ahead, page_keys
@@ -66,6 +67,18 @@ def test_keys_ahead_of_request_that_needs_a_look_are_not_made(
     request = half.request(hot_path.prompt(LONG, 1))
     for name, value in fields.items():
         setattr(request, name, value)
+    keys_ahead.received(request)
+    assert keys_ahead.made_for(request) is None
+
+
+def test_keys_ahead_that_cannot_be_made_are_left_to_the_lookup(
+    half: hot_path.Half, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(request: Request) -> None:
+        raise CheckpointError("its identity is gone", reason="identity_error")
+
+    monkeypatch.setattr(half.scheduler._requests, "keys_of", fails)
+    request = half.request(hot_path.prompt(LONG, 1))
     keys_ahead.received(request)
     assert keys_ahead.made_for(request) is None
 
