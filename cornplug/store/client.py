@@ -19,7 +19,7 @@ from typing import Final, Protocol, TypeVar
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.private_paths import read_secret
-from cornplug.store import messages, unleased
+from cornplug.store import messages
 from cornplug.store.arena import MappedArena
 from cornplug.store.autostart import IDLE_EXIT_S, spawn, start_lock
 from cornplug.store.base import (
@@ -32,9 +32,10 @@ from cornplug.store.base import (
     WriterPart,
 )
 from cornplug.store.connection import DaemonConnection
-from cornplug.store.entry_table import UNLISTED
 from cornplug.store.posted import Posted, PostedCommit, PostedReserve, as_unavailable, gone
-from cornplug.store.unleased import TableEntry
+from cornplug.store.table import unleased
+from cornplug.store.table.entry_table import UNLISTED
+from cornplug.store.table.unleased import TableEntry
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 
 _FIRST_BACKOFF_S: Final = 0.1

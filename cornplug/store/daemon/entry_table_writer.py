@@ -1,4 +1,4 @@
-"""The daemon's side of the table of entries (`cornplug/store/entry_table_layout.py`)."""
+"""The daemon's side of the table of entries (`cornplug/store/table/entry_table_layout.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections import Counter
 import xxhash
 
 from cornplug.store.base import PayloadLocation
-from cornplug.store.entry_table_layout import (
+from cornplug.store.sealed_memory import sealed_memory
+from cornplug.store.table.entry_table_layout import (
     BUCKETS,
     MAX_META_BYTES,
     META_AT,
@@ -21,7 +22,6 @@ from cornplug.store.entry_table_layout import (
     TableShape,
     tag_of,
 )
-from cornplug.store.sealed_memory import sealed_memory
 
 
 class EntryTableWriter:

@@ -35,7 +35,7 @@ from cornplug.store.daemon.lease_limits import LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
-from cornplug.store.use_notes import NotedReads
+from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128

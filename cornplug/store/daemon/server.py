@@ -29,8 +29,8 @@ from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.session import ClientFault, ClientSession
-from cornplug.store.entry_table_layout import TableShape
-from cornplug.store.use_notes import UseNotes
+from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.use_notes import UseNotes
 from cornplug.store.validation import check_app, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 

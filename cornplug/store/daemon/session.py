@@ -14,7 +14,7 @@ from typing import Final
 from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user
 from cornplug.store import messages
-from cornplug.store.use_notes import NO_PAGE
+from cornplug.store.table.use_notes import NO_PAGE
 
 _CHUNK_BYTES: Final = 256 << 10
 

@@ -14,8 +14,8 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.entry_table import PRESENT, UNLISTED, MappedEntryTable
-from cornplug.store.entry_table_layout import TableShape
+from cornplug.store.table.entry_table import PRESENT, UNLISTED, MappedEntryTable
+from cornplug.store.table.entry_table_layout import TableShape
 from cornplug.testing.store import key
 
 CAPACITY = 4096

@@ -11,8 +11,8 @@ import pytest
 from cornplug.store.base import Reservation
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.entry_table_layout import TableShape
-from cornplug.store.use_notes import NO_PAGE, PAGE_BYTES, PAGES, RING, ClientNotes, NotedReads, UseNotes
+from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.use_notes import NO_PAGE, PAGE_BYTES, PAGES, RING, ClientNotes, NotedReads, UseNotes
 from cornplug.testing.store import key
 
 

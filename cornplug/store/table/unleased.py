@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Unfound
-from cornplug.store.entry_table import EntryRecord, MappedEntryTable
-from cornplug.store.use_notes import ClientNotes
+from cornplug.store.table.entry_table import EntryRecord, MappedEntryTable
+from cornplug.store.table.use_notes import ClientNotes
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import xxhash
 
 from cornplug.store.base import KEY_BYTES
-from cornplug.store.entry_table_layout import (
+from cornplug.store.table.entry_table_layout import (
     BUCKETS,
     HEADER_BYTES,
     LANES,

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cornplug.store.base import PayloadLocation
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
-from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
-from cornplug.store.entry_table_layout import MAX_META_BYTES, SERVING, TAGS, WORD_BYTES, TableShape
+from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
+from cornplug.store.table.entry_table_layout import MAX_META_BYTES, SERVING, TAGS, WORD_BYTES, TableShape
 from cornplug.testing.store import key
 
 SHAPE = TableShape(buckets=4, records=24)
