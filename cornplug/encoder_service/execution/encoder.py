@@ -278,17 +278,22 @@ class EncoderCore:
         )
         if pending.due_s <= time.monotonic():
             return self._refuse_late(pending)
+        key = (request.key, request.identity)
+        joins = self._batcher.has(key)
+        if not joins and self._answer_from_store(pending, model):
+            # A job of this key has ended since the first look: its result was stored before it ended.
+            return self._admission.record_cache_outcome(hit=True)
         self.observer.queued(pending, item.tokens)
         job = EncodeJob(
-            key=(request.key, request.identity),
+            key=key,
             feature_key=feature_key,
             tower=model.tower,
             tokens=item.tokens,
             payload=JobPayload(model=model, item=item),
             requests=[pending],
         )
+        self._admission.record_cache_outcome(hit=joins)
         # A request that joins a job costs nothing, whatever the prediction.
-        self._admission.record_cache_outcome(hit=(joins := self._batcher.has(job.key)))
         refusal = None if joins else self._admission.refusal(job, self._batcher)
         if refusal is not None:
             return self._refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)

@@ -187,6 +187,36 @@ def test_encoder_duplicate_joins_running_job(
     assert passes(encoder) == 1
 
 
+@pytest.mark.parametrize("inline", [False, True])
+def test_encoder_job_that_ends_while_its_duplicate_is_prepared_answers_it(
+    inline: bool,
+    make_encoder: MakeEncoder,
+    request_for: Requests,
+    qwen: Path,
+    memory_store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The duplicate's first lookup came before the result, and its turn in the queue comes after it."""
+    encoder, request = make_encoder(memory_store.connect()), request_for(qwen, 1)
+    model = encoder.registry.by_name(str(qwen))
+    assert model is not None
+    preparing, go_on, real = threading.Event(), threading.Event(), type(model.tower).prepare
+
+    def held(tower: Tower, inputs: Any) -> TowerItem:
+        preparing.set()
+        assert go_on.wait(20)
+        return real(tower, inputs)
+
+    monkeypatch.setattr(type(model.tower), "prepare", held)
+    duplicate = encoder.submit(request, inline=inline)
+    assert preparing.wait(10)
+    monkeypatch.setattr(type(model.tower), "prepare", real)
+    assert ok(encoder.submit(request)).origin == "computed"
+    go_on.set()
+    assert ok(duplicate).origin == "cached"
+    assert passes(encoder) == 1
+
+
 def test_encoder_features_are_published_for_other_services(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], memory_store: MemoryStore
 ) -> None:
