@@ -21,7 +21,7 @@ from cornplug.store.payload import get_payload, get_payload_into, put_payload
 from cornplug.store.table.use_notes import NO_PAGE
 from cornplug.testing.store import key, present
 
-from .conftest import eventually
+from ..conftest import eventually
 
 Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
