@@ -45,5 +45,5 @@ def test_compare_example_plans_shows_savings():
     out = io.StringIO()
     compare.show(ours, hand_made, Console(file=out, width=200))
 
-    assert "saves $73.43/h, 44 % of $165.12/h" in out.getvalue()
+    assert "saves $78.03/h, 47 % of $165.12/h" in out.getvalue()
     assert "estimates" in out.getvalue()
