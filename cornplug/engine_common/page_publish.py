@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from cornplug.engine_common.page_envelope import page_header, page_part
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
@@ -12,6 +13,9 @@ from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 from cornplug.store.posted import Answered, Posted, PostingStore
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
 """The store's answer for a page; None if it gave none."""
@@ -74,7 +78,7 @@ class PagePublisher:
             )
         except CornplugError as e:
             return Answered(self._no_room(e, len(keys)))
-        return _PostedRooms(self, len(keys), posted)
+        return _Counted(posted, self._refusals_counted, lambda e: self._no_room(e, len(keys)))
 
     def commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> None:
         """Publish pages. Each comes with the checksums of the segments that this process collected."""
@@ -83,7 +87,7 @@ class PagePublisher:
         try:
             done = self._run.store.commit(self._pages(written), deadline_s=self._deadline_s)
         except CornplugError as e:
-            self.count_outcome(e.reason, len(written))
+            self._not_done(e, len(written))
             return
         self._done_counted(done)
 
@@ -95,9 +99,8 @@ class PagePublisher:
         try:
             posted = self._posting.post_commit(self._pages(written), deadline_s=self._deadline_s)
         except CornplugError as e:
-            self.count_outcome(e.reason, len(written))
-            return Answered(False)
-        return _PostedPages(self, len(written), posted)
+            return Answered(self._not_done(e, len(written)))
+        return _Counted(posted, self._done_counted, lambda e: self._not_done(e, len(written)))
 
     def _entries(self, keys: Sequence[bytes]) -> list[tuple[bytes, int]]:
         size = self._page.page_bytes
@@ -115,14 +118,19 @@ class PagePublisher:
                 self.count_outcome(answer.value)
         return list(answers)
 
-    def _done_counted(self, done: Sequence[bool]) -> None:
+    def _done_counted(self, done: Sequence[bool]) -> bool:
         stored = sum(done)
         self.count_outcome("stored", stored)
         self.count_outcome("reservation_ended", len(done) - stored)
+        return True
+
+    def _not_done(self, error: CornplugError, pages: int) -> bool:
+        self.count_outcome(error.reason, pages)
+        return False
 
     def _no_room(self, error: CornplugError, pages: int) -> list[RoomAnswer]:
         """A store that does not answer is the outcome of so many pages."""
-        self.count_outcome(error.reason, pages)
+        self._not_done(error, pages)
         return [None] * pages
 
     def give_up(self, reserved: Sequence[Reservation], outcome: str) -> None:
@@ -142,38 +150,17 @@ class PagePublisher:
             self._tally.count("cornplug_bytes_total", self._run.app, KV_PAGE, "save", by=size)
 
 
-class _PostedRooms:
-    """Room that was asked for."""
+class _Counted(Generic[T, R]):
+    """A posted request whose answer, or failure, is counted as it is taken."""
 
     def __init__(
-        self,
-        publisher: PagePublisher,
-        pages: int,
-        posted: Posted[list[Reservation | ReserveRefusal]],
+        self, posted: Posted[T], answered: Callable[[T], R], failed: Callable[[CornplugError], R]
     ) -> None:
-        self._publisher, self._count, self._posted = publisher, pages, posted
+        self._posted, self._answered, self._failed = posted, answered, failed
 
-    def take(self) -> list[RoomAnswer] | None:
+    def take(self) -> R | None:
         try:
-            answers = self._posted.take()
+            answer = self._posted.take()
         except CornplugError as e:
-            return self._publisher._no_room(e, self._count)
-        return None if answers is None else self._publisher._refusals_counted(answers)
-
-
-class _PostedPages:
-    """Pages that were published."""
-
-    def __init__(self, publisher: PagePublisher, pages: int, posted: Posted[list[bool]]) -> None:
-        self._publisher, self._count, self._posted = publisher, pages, posted
-
-    def take(self) -> bool | None:
-        try:
-            done = self._posted.take()
-        except CornplugError as e:
-            self._publisher.count_outcome(e.reason, self._count)
-            return False
-        if done is None:
-            return None
-        self._publisher._done_counted(done)
-        return True
+            return self._failed(e)
+        return None if answer is None else self._answered(answer)

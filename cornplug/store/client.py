@@ -195,25 +195,15 @@ class PoolStore:
             return PostedReserve(connection, entries, request, give_back, deadline_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
-        for _, meta in written:
-            check_meta(meta)
+        requests = _commit_requests(written)
         ask = self._asker(deadline_s)
-        done: list[bool] = []
-        for some in messages.commit_batches(written):
-            request = messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
-            done += ask(request, messages.CommitReply).done
-        return done
+        return [done for request in requests for done in ask(request, messages.CommitReply).done]
 
     def post_commit(
         self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
     ) -> Posted[list[bool]]:
         """`commit`, answered later."""
-        for _, meta in written:
-            check_meta(meta)
-        requests = [
-            messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
-            for some in messages.commit_batches(written)
-        ]
+        requests = _commit_requests(written)
         with self._connected() as connection:
             return PostedCommit(connection, requests, deadline_s)
 
@@ -386,6 +376,15 @@ def _reserve_request(
 ) -> messages.ReserveRequest:
     keys, sizes = b"".join([key for key, _ in wanted]), [size for _, size in wanted]
     return messages.ReserveRequest(keys, sizes, app, part, only_seen)
+
+
+def _commit_requests(written: Sequence[tuple[Reservation, bytes]]) -> list[messages.CommitRequest]:
+    for _, meta in written:
+        check_meta(meta)
+    return [
+        messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some])
+        for some in messages.commit_batches(written)
+    ]
 
 
 def _after_fork() -> None:
