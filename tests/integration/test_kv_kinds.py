@@ -124,6 +124,7 @@ def _accepted(server: EngineServer) -> tuple[float, float]:
     return accepted, server.metric("vllm:spec_decode_num_draft_tokens_total")
 
 
+@pytest.mark.support("Kinds of KV", "{kind}")
 def test_kv_kind_fresh_engine_answers_as_stock_from_the_store(engines: Engines, kind: str) -> None:
     shareable = 0
     for words, expected in zip(ASKED, engines.stock, strict=True):
