@@ -1,6 +1,6 @@
 """Takes batches to executors, their embeddings to the store, and answers to the waiting requests.
 
-    Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> ReplySink
+    Batcher ─take─> a lane of an executor ─BatchResult─> publishing threads ─finish─> RequestReplies
                     (one thread each)                    store, then answers
 
 A batch is formed when a lane is free for it, as late as possible. The jobs of a batch that fails are run
@@ -16,23 +16,22 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal, Protocol
+from typing import Final
 
 import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution.executor import BatchExecutor, BatchResult, EncodeBatch
+from cornplug.encoder_service.execution.replies import Origin, RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.registry import LoadedModel
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
+from cornplug.encoder_service.scheduling.admission import EncodeAdmission
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
-
-Origin = Literal["computed", "coalesced", "cached"]
 
 _POLL_S: Final = 0.05
 """How often a lane whose executor is down looks for another one."""
@@ -49,19 +48,6 @@ class JobPayload:
     item: TowerItem
 
 
-class ReplySink(Protocol):
-    """Answers the requests of a batch. Thread-safe."""
-
-    def answer(
-        self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
-    ) -> None: ...
-
-    def refuse_internal(self, pending: PendingRequest, message: str, retry_after_s: float | None) -> None: ...
-
-    def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
-        """A batch succeeded, after `seconds` in its executor."""
-
-
 class BatchDispatcher:
     """The threads between batcher and answers. The caller closes the executors."""
 
@@ -71,7 +57,8 @@ class BatchDispatcher:
         executors: Sequence[BatchExecutor],
         cache: ResultCache,
         observer: RequestObserver,
-        replies: ReplySink,
+        replies: RequestReplies,
+        admission: EncodeAdmission,
         shares_features: Callable[[LoadedModel], bool],
     ) -> None:
         self._shares_features = shares_features
@@ -80,6 +67,7 @@ class BatchDispatcher:
         self._cache = cache
         self._observer = observer
         self._replies = replies
+        self._admission = admission
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
@@ -169,7 +157,7 @@ class BatchDispatcher:
         started = time.monotonic()
         error = self._computing.submit(self._compute, batch, executor).exception()
         if error is None:  # a quick failure would make the tower look quick
-            self._replies.computed(batch, time.monotonic() - started)
+            self._admission.computed(batch, time.monotonic() - started)
         return error
 
     def _ready_executor(self, preferred: BatchExecutor) -> BatchExecutor | None:
@@ -255,4 +243,4 @@ class BatchDispatcher:
     ) -> None:
         for job in batch:
             for pending in self._batcher.finish(job):
-                self._replies.refuse_internal(pending, message, retry_after_s)
+                self._replies.refuse(pending, "internal", message, retry_after_s)

@@ -1,4 +1,4 @@
-"""From requests to embeddings: admit, queue, answer. `BatchDispatcher` runs the batches.
+"""From requests to embeddings: admit and queue. `BatchDispatcher` runs the batches, `RequestReplies` answers.
 
     submit ─> admission threads ─> Batcher ─> BatchDispatcher: executors, publishing ─> answers
               check, digest, join
@@ -14,15 +14,16 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import msgspec
 
 from cornplug import identity
 from cornplug.codec import PayloadKind
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, Origin
+from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload
 from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
+from cornplug.encoder_service.execution.replies import RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.execution.weight_reload import WeightReloader
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
@@ -34,19 +35,11 @@ from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
-from cornplug.encoder_service.wire.messages import (
-    EncodeRefusal,
-    EncodeReply,
-    EncodeRequest,
-    ServedModel,
-    WireTensor,
-)
+from cornplug.encoder_service.wire.messages import EncodeRequest, ServedModel
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
-
-Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 
 MAX_BATCH_TOKENS: Final = 32_768
 """Tokens of one batch, besides its first medium's: bounds the tower's memory."""
@@ -102,7 +95,7 @@ class EncoderCore:
             max_items=limits.max_batch_items,
             max_tokens=limits.max_batch_tokens,
             clock=time.monotonic,
-            on_late=self._refuse_late,
+            on_late=lambda pending: self._replies.refuse_late(pending),
             batch_token_limit=self._admission.batch_token_limit,
         )
         self.meters = ServiceMetrics(
@@ -116,13 +109,20 @@ class EncoderCore:
             executors=lambda: (sum(e.ready() for e in self._executors), len(self._executors)),
         )
         self.observer = RequestObserver(self.meters, tracing)
+        self._replies = RequestReplies(self._admission, self.observer)
         self._cache = cache
         cache.on_failure = lambda reason: self.meters.store_failures.labels(reason).inc()
         self._secret = secret
         self._admission_threads = ThreadPoolExecutor(limits.admission_threads, "cornplug-admit")
         self._reloader = WeightReloader(registry, self._executors, self._queue_limit.identities)
         self._dispatcher = BatchDispatcher(
-            self._batcher, self._executors, cache, self.observer, self, registry.shares_features
+            self._batcher,
+            self._executors,
+            cache,
+            self.observer,
+            self._replies,
+            self._admission,
+            registry.shares_features,
         )
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
@@ -169,13 +169,17 @@ class EncoderCore:
         self.observer.received(pending, model)
         if model is None:
             names = ", ".join(m.name for m in self.registry.served())
-            self._refuse(pending, "unknown_model", f"no model of that identity is served; served: {names}")
+            self._replies.refuse(
+                pending, "unknown_model", f"no model of that identity is served; served: {names}"
+            )
             return pending.future
         if not self._dispatcher.ready():
-            self._refuse(pending, "overloaded", "no replica is running; they are being restarted", 1.0)
+            self._replies.refuse(
+                pending, "overloaded", "no replica is running; they are being restarted", 1.0
+            )
             return pending.future
         if (full := self._queue_limit.enter(pending)) is not None:
-            self._refuse(pending, *full, self._admission.half_drained_s(self._batcher))
+            self._replies.refuse(pending, *full, self._admission.half_drained_s(self._batcher))
             return pending.future
         if budget_share is None and not self._reserve_bytes(pending):
             self._queue_limit.leave(pending)
@@ -191,7 +195,7 @@ class EncoderCore:
         try:
             share.need(sum(len(tensor.data) for tensor in pending.request.inputs.values()))
         except EncoderRefused as e:
-            self._refuse(pending, "overloaded", str(e), self._admission.half_drained_s(self._batcher))
+            self._replies.refuse(pending, "overloaded", str(e), self._admission.half_drained_s(self._batcher))
             return False
         pending.future.add_done_callback(lambda _: share.close())
         return True
@@ -261,23 +265,23 @@ class EncoderCore:
             return
         if len(request.key) != identity.DIGEST_BYTES:
             problem = f"key: {len(request.key)} bytes, want {identity.DIGEST_BYTES}"
-            return self._refuse(pending, "bad_input", problem)
+            return self._replies.refuse(pending, "bad_input", problem)
         if not 1 <= len(request.app) <= _APP_MAX:
-            return self._refuse(pending, "bad_input", f"app: want 1 to {_APP_MAX} characters")
+            return self._replies.refuse(pending, "bad_input", f"app: want 1 to {_APP_MAX} characters")
         if self._answer_from_store(pending, model):
             return self._admission.record_cache_outcome(hit=True)
         try:
             with self.observer.stage("prepare", pending):
                 item = model.tower.prepare(request.inputs)
         except EncoderRefused as e:
-            return self._refuse(pending, "bad_input", str(e))
+            return self._replies.refuse(pending, "bad_input", str(e))
         # From here on only the item is needed: drop its inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = identity.feature_key(
             self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
         )
         if pending.due_s <= time.monotonic():
-            return self._refuse_late(pending)
+            return self._replies.refuse_late(pending)
         key = (request.key, request.identity)
         joins = self._batcher.has(key)
         if not joins and self._answer_from_store(pending, model):
@@ -296,7 +300,7 @@ class EncoderCore:
         # A request that joins a job costs nothing, whatever the prediction.
         refusal = None if joins else self._admission.refusal(job, self._batcher)
         if refusal is not None:
-            return self._refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
+            return self._replies.refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
         self._batcher.join_or_add(job)
         return None
 
@@ -305,59 +309,18 @@ class EncoderCore:
         if not pending.inline:
             present = self._cache.present(key)
             if present:
-                self.answer(pending, "cached", stored=True, tensor=None)
+                self._replies.answer(pending, "cached", stored=True, tensor=None)
             return present
         tensor = self._cache.fetch(PayloadKind.EMBEDDING, key, model.dtype)
         if tensor is not None:
-            self.answer(pending, "cached", stored=True, tensor=to_wire(tensor))
+            self._replies.answer(pending, "cached", stored=True, tensor=to_wire(tensor))
         return tensor is not None
-
-    def answer(
-        self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
-    ) -> None:
-        """Send one request its embedding. For the dispatcher."""
-        seconds = time.monotonic() - pending.received_s
-        request = pending.request
-        answer = EncodeReply(
-            id=request.id,
-            key=request.key,
-            origin=origin,
-            stored=stored,
-            tensor=tensor,
-            service_time_s=seconds,
-        )
-        # Counted before the caller hears of it, so that it finds itself in the next scrape.
-        self._admission.answered(pending, seconds)
-        self.observer.answered(pending, origin, stored=stored, seconds=seconds)
-        pending.answer(answer)
-
-    def refuse_internal(self, pending: PendingRequest, message: str, retry_after_s: float | None) -> None:
-        """Tell one request that computing failed. For the dispatcher."""
-        self._refuse(pending, "internal", message, retry_after_s)
-
-    def computed(self, batch: Sequence[EncodeJob[JobPayload]], seconds: float) -> None:
-        """Record how long a batch took. For the dispatcher."""
-        self._admission.computed(batch, seconds)
-
-    def _refuse_late(self, pending: PendingRequest) -> None:
-        self._admission.answered(pending, time.monotonic() - pending.received_s)
-        self._refuse(pending, "too_late", f"not begun within {pending.request.deadline_s:g} s")
-
-    def _refuse(
-        self, pending: PendingRequest, reason: Reason, message: str, retry_after_s: float | None = None
-    ) -> None:
-        if pending.future.done():
-            return
-        self.observer.refused(pending, reason)
-        pending.answer(
-            EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
-        )
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
         """Refuse a request whose admission failed."""
         if (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
-            self._refuse(pending, "internal", A_FAULT)
+            self._replies.refuse(pending, "internal", A_FAULT)
 
     def _release(self, pending: PendingRequest) -> None:
         self.observer.gone(pending)
