@@ -17,6 +17,7 @@ import os
 import sys
 import tempfile
 import time
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,14 +29,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header
+from cornplug.codec import PayloadHeader, PayloadKind, checksum, encode_header
 from cornplug.config import StoreConfig
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
 from cornplug.vllm_connector.kv.layout import WriteOp
-from cornplug.vllm_connector.kv.metadata import PageLoad, PageRead, PageSave, PageWrite
+from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 from devkit.processes import StoreProcess
 
@@ -149,17 +150,12 @@ class Moves:
         """Seconds to lease, verify and copy in all pages."""
         began = time.perf_counter()
         leases = self.store.lease(self.keys, ttl_s=30, deadline_s=_DEADLINE_S)
-        reads = []
-        for i, lease in enumerate(leases):
-            _expect(lease is not None, "a page is gone")
-            assert lease is not None
-            header = decode_header(lease.meta, key=lease.key)
-            reads.append(PageRead(i, lease.key, lease.location, header.checksums))
-        self.worker.start_loads([PageLoad("r", 0, self.tokens, tuple(reads), self.target)])
+        _expect(None not in leases.metas, "a page is gone")
+        self.worker.start_loads([PageLoad("r", 0, self.tokens, 0, leases, array("q", self.target))])
         self.worker.drain()
         acks = self.worker.acks()
         _expect(acks is None or not acks.failed_loads, f"{acks}")
-        self.store.release([lease.token for lease in leases if lease], deadline_s=_DEADLINE_S)
+        self.store.release(leases.held, deadline_s=_DEADLINE_S)
         return time.perf_counter() - began
 
     def check_loaded(self) -> None:

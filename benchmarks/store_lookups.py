@@ -34,8 +34,9 @@ from rich.table import Table
 
 from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
-from cornplug.store.base import Lease, Reservation
+from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
+from cornplug.store.leases import Leases
 from cornplug.store.payload import get_payload_into, put_payload
 
 RATE_HZ: Final = 200.0
@@ -223,7 +224,7 @@ class LeasedReads:
         self._store = store
         self.view, self.release = store.view, store.release
 
-    def lease(self, keys: list[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+    def lease(self, keys: list[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         return self._store.lease(keys, ttl_s=ttl_s, deadline_s=deadline_s)
 
 

@@ -32,6 +32,8 @@ from cornplug.errors import CodecError
 MAGIC: Final = b"CPLG"
 VERSION: Final = 1
 _FIXED: Final = struct.Struct("<4sHBBBBH32s")
+KEY_AT: Final = _FIXED.size - 32
+"""Where a header has its key."""
 PART_MAGIC: Final = b"CPPT"
 _PART: Final = struct.Struct("<4sHH")
 
@@ -64,6 +66,12 @@ def checksums(payload: memoryview, step: int) -> list[int]:
     """`checksum` of each `step` bytes. A KV page has hundreds: one call does them all."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(payload[i : i + step]) for i in range(0, len(payload), step)]
+
+
+def header_checksums(headers: Sequence[bytes]) -> list[int]:
+    """The checksum with which each of these headers ends, if it is whole."""
+    digest = xxhash.xxh3_64_intdigest
+    return [digest(header[:-8]) for header in headers]
 
 
 def encode_header(header: PayloadHeader) -> bytes:
@@ -111,6 +119,12 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
         shape=struct.unpack_from(f"<{dims}Q", data, at),
         checksums=struct.unpack_from(f"<{segments}Q", data, at + 8 * dims),
     )
+
+
+def segment_checksums(meta: bytes) -> tuple[int, ...]:
+    """The segments' checksums in a header that `decode_header` has read before."""
+    segments = _FIXED.unpack_from(meta)[6]
+    return struct.unpack_from(f"<{segments}Q", meta, len(meta) - 8 * segments - 8)
 
 
 def encode_part(

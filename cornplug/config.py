@@ -31,7 +31,7 @@ from pydantic import (
 from cornplug.errors import ConfigError
 from cornplug.private_paths import cache_dir, runtime_dir
 
-STORE_PROTOCOL: Final = 5
+STORE_PROTOCOL: Final = 6
 """The version of the protocol between clients and store. It is in the socket's default name: during a rolling
 upgrade each release has its store, and shares."""
 

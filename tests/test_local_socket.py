@@ -29,7 +29,8 @@ from cornplug.local_socket import (
     take_frame,
 )
 from cornplug.store import messages as store_messages
-from cornplug.store.base import Lease, PayloadLocation, Reservation, StoreStat, WriterPart
+from cornplug.store.base import PayloadLocation, Reservation, StoreStat, WriterPart
+from cornplug.store.leases import NO_PLACE, place
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "frames.json").read_text())
 KEY, META, NONCE, PROOF = b"k" * 32, b"meta", b"n" * 32, b"p" * 32
@@ -52,7 +53,7 @@ STORE = {
     "StatRequest": (store_messages.StatRequest(), 6),
     "DaemonWelcome": (store_messages.DaemonWelcome(b"a" * 16, 1 << 30, 5), None),
     "ContainsReply": (store_messages.ContainsReply(b"\1\0"), 1),
-    "LeaseReply": (store_messages.LeaseReply([Lease(9, KEY, META, AT), None]), 2),
+    "LeaseReply": (store_messages.LeaseReply(9, [META, None], place(AT) + NO_PLACE), 2),
     "ReserveReply": (store_messages.ReserveReply([Reservation(9, KEY, AT), "full"]), 3),
     "CommitReply": (store_messages.CommitReply([True, False]), 4),
     "DeleteReply": (store_messages.DeleteReply(1), 5),

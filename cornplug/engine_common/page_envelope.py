@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import struct
-import sys
-from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
-from typing import Final
 
-from cornplug.codec import PayloadHeader, PayloadKind, checksum, decode_header, encode_header, encode_part
+import numpy as np
+
+from cornplug.codec import (
+    KEY_AT,
+    PayloadHeader,
+    PayloadKind,
+    checksum,
+    decode_header,
+    encode_header,
+    encode_part,
+    header_checksums,
+)
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import KEY_BYTES, Lease
-
-_BIG_ENDIAN: Final = sys.byteorder == "big"
+from cornplug.store.leases import Leases
 
 
 def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
@@ -31,28 +38,42 @@ def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> b
     return encode_part(PayloadKind.KV_PAGE, key, page.dtype, page.shape, page.segments, checksums)
 
 
-def read_page_checksums(leases: Iterable[Lease], page: PageGeometry) -> Iterator[array[int]]:
-    """The checksums of leased pages, one a segment of its writer's: those of `read_page_header`, which
-    raises.
+def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | None]:
+    """(the number of leading leases whose headers are of whole pages, the error of the next one)
+
+    All keys are present. `read_page_header` reads a header that is not like the first one: a prompt has
+    thousands of pages, and their headers differ in key and checksums alone.
     """
-    (before, after, sums), size = _around_key(page), page.page_bytes
-    end = len(before) + KEY_BYTES + len(after)
-    whole = end + sums.size + 8
-    # A prompt has thousands of pages, and their headers differ in key and checksums alone.
-    for lease in leases:
-        meta = lease.meta
-        if (
-            len(meta) == whole
-            and meta.startswith(before + lease.key + after)
-            and checksum(meta[:-8]) == int.from_bytes(meta[-8:], "little")
-            and lease.location.size == size
-        ):
-            found = array("Q", meta[end:-8])
-            if _BIG_ENDIAN:
-                found.byteswap()
-            yield found
-        else:
-            yield array("Q", read_page_header(lease, page).checksums)
+    if leases and _alike(leases, page):
+        return len(leases), None
+    for index, lease in enumerate(leases):
+        assert lease is not None
+        try:
+            read_page_header(lease, page)
+        except CodecError as e:
+            return index, e
+    return len(leases), None
+
+
+def _alike(leases: Leases, page: PageGeometry) -> bool:
+    """Whether all headers are of whole pages and have as many segments."""
+    metas = [meta for meta in leases.metas if meta is not None]
+    first, lease = metas[0], leases[0]
+    if lease is None or len(metas) < len(leases) or set(map(len, metas)) != {len(first)}:
+        return False
+    try:
+        segments = len(read_page_header(lease, page).checksums)
+    except CodecError:
+        return False
+    headers = np.frombuffer(b"".join(metas), np.uint8).reshape(len(metas), -1)
+    key, sums = KEY_AT + KEY_BYTES, len(first) - 8 * segments - 8
+    return (
+        bool((headers[:, :KEY_AT] == headers[0, :KEY_AT]).all())
+        and headers[:, KEY_AT:key].tobytes() == b"".join(leases.keys)
+        and bool((headers[:, key:sums] == headers[0, key:sums]).all())
+        and headers[:, -8:].tobytes() == np.array(header_checksums(metas), "<u8").tobytes()
+        and bool((leases.sizes == page.page_bytes).all())
+    )
 
 
 @lru_cache

@@ -63,7 +63,7 @@ class RankPages:
         summed = range(mine.start * size, mine.stop * size)
         step = size * page.layer_bytes
         arena = self._arena(self.store.view(location), summed)
-        for head, here, there in zip(held.heads, _rows(into), arena, strict=True):
+        for segments, here, there in zip(self._segments(runs), _rows(into), arena, strict=True):
             copied = here
             if summed == held.layers:
                 np.copyto(here, there)
@@ -72,8 +72,7 @@ class RankPages:
                 copied = there.copy()
                 first = (held.layers.start - summed.start) * page.layer_bytes
                 np.copyto(here, copied[first : first + here.size])
-            wanted = checksums[head * runs + mine.start : head * runs + mine.stop]
-            if list(wanted) != checksums_of(copied.data, step):
+            if list(checksums[segments.start : segments.stop]) != checksums_of(copied.data, step):
                 raise CodecError("a page is corrupt", reason="corrupt")
 
     def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
@@ -84,10 +83,8 @@ class RankPages:
         """
         sums: dict[int, int] = {}
         runs, step = self.page.layer_runs, self.page.segment_bytes
-        mine = self.held.runs(self.page, runs)
         arena = self._arena(self.store.view(location, writable=True), self.held.layers)
-        for head, here, there in zip(self.held.heads, _rows(source), arena, strict=True):
-            segments = range(head * runs + mine.start, head * runs + mine.stop)
+        for segments, here, there in zip(self._segments(runs), _rows(source), arena, strict=True):
             sums |= zip(segments, checksums_of(here.data, step), strict=True)
             np.copyto(there, here)
         return sums
@@ -100,6 +97,11 @@ class RankPages:
         """
         with suppress(CornplugError):
             self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
+
+    def _segments(self, runs: int) -> list[range]:
+        """Of each head of this rank, the segments with its layers, in a page with `runs` of them a head."""
+        mine = self.held.runs(self.page, runs)
+        return [range(head * runs + mine.start, head * runs + mine.stop) for head in self.held.heads]
 
     def _arena(self, payload: memoryview, layers: range) -> Bytes:
         """This rank's heads of a page in the store, shape (heads, bytes of `layers`)."""

@@ -143,13 +143,9 @@ class MappedArena:
             raise StoreUnavailable("location of another arena", reason="stale_location")
         if writable and not self._fences.holds(location):
             raise StoreUnavailable("this reservation has ended", reason="stale_location")
-        return self.raw(location, writable=writable)
+        return self.bytes_at(location.offset, location.size, writable=writable)
 
-    def raw(self, location: PayloadLocation, *, writable: bool) -> memoryview:
-        """`view` without its checks."""
-        view = memoryview(self._map)[location.offset : location.offset + location.size]
+    def bytes_at(self, offset: int, size: int, *, writable: bool = False) -> memoryview:
+        """Bytes inside the arena, whatever they belong to."""
+        view = memoryview(self._map)[offset : offset + size]
         return view if writable else view.toreadonly()
-
-    def bytes_at(self, offset: int, size: int) -> memoryview:
-        """Bytes inside the arena, read-only, whatever they belong to."""
-        return memoryview(self._map)[offset : offset + size].toreadonly()

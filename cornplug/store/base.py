@@ -19,7 +19,7 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
   of the header. The entry is visible when every part is in. Giving up one part, or the end of its
   connection, ends the reservation of all.
 * A lease keeps its entry in place until released, until it expires, or until the
-  connection that took it ends.
+  connection that took it ends. Leases of one call may have a token in common: they end together.
 * A reservation ends when it is given up, when its connection ends, or after `reservation_s`: its
   key is free for others at once. Its room is not, as its writer may be writing still: not before
   the writer has spoken (a commit that comes too late: it writes no more) or, after a release or
@@ -39,9 +39,12 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
+
+if TYPE_CHECKING:
+    from cornplug.store.leases import Leases
 
 KEY_BYTES = 32
 OTHER_APPS = "(others)"
@@ -128,7 +131,7 @@ class Store(Protocol):
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """One byte a key, 1 where it is present. The longest prefix is `mask.find(0)`."""
 
-    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         """A lease for each key that is present, None for the others; refreshes LRU."""
 
     def reserve(

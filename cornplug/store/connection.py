@@ -21,15 +21,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
-from cornplug.errors import ConfigError, ProtocolError
+from cornplug.errors import ConfigError, ProtocolError, StoreUnavailable
 from cornplug.local_socket import foreign_user
 from cornplug.store import messages
 from cornplug.store.arena import MappedArena
-from cornplug.store.base import Lease, Reservation
+from cornplug.store.base import Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.table.entry_table import MappedEntryTable
 from cornplug.store.table.use_notes import NO_PAGE, ClientNotes
@@ -42,9 +42,7 @@ _log = logging.getLogger("cornplug.store")
 
 _LAST_NUMBER: Final = (1 << 32) - 1
 
-
-class StoreSlow(TimeoutError):
-    """Not asked: the daemon has not answered an older question, or was slow a moment ago."""
+R = TypeVar("R", bound=messages.Reply)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,13 +50,17 @@ class Waiter:
     """A question to the daemon; its number leads there."""
 
     asked_s: float
+    timeout_s: float
+    """Of the caller that asked."""
     abandoned: bool = False
     answer: memoryview | None = None
 
 
 class DaemonConnection:
     """A greeted connection, and what came with it: the `arena`, the `table` of its entries, a page of
-    `notes` of this client, None where all were taken. Its calls raise OSError once it has ended."""
+    `notes` of this client, None where all were taken. Its calls raise StoreUnavailable: "store_down" once it
+    has ended, "store_slow" if the daemon has not answered an older question or was slow a moment ago,
+    "store_fault" for an answer of another kind."""
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
         """Connect and say hello.
@@ -86,67 +88,59 @@ class DaemonConnection:
             self._sock.setblocking(False)
             on_error.pop_all()
 
-    def ask(self, request: messages.Request, end_s: float, timeout_s: float) -> messages.Reply:
-        """The answer, until `end_s` of time.monotonic. Raises TimeoutError when it is late, `StoreSlow`
+    def ask(self, request: messages.Request, kind: type[R], end_s: float, timeout_s: float) -> R:
+        """The answer, until `end_s` of time.monotonic. Raises "store_timeout" when it is late, "store_slow"
         when it is not asked for, as the store is too slow for a caller that waits `timeout_s` at most."""
-        with self._turns:
-            waiter = self._send(request, timeout_s)
-            try:
-                body = self._await(waiter, end_s)
-            except TimeoutError:
-                self._breaker.missed(timeout_s, time.monotonic())
-                raise
-            self._breaker.answered(timeout_s)
-        return self._decoded(body)
+        return self.awaited(self.post(request, timeout_s), kind, end_s)
 
     def post(self, request: messages.Request, timeout_s: float) -> Waiter:
-        """Send a request, and take its answer later by `taken`. Raises `StoreSlow` as `ask`."""
+        """Send a request, and take its answer later by `taken`, or wait for it by `awaited`."""
+        now_s = time.monotonic()
         with self._turns:
-            return self._send(request, timeout_s)
+            self._check_pace(timeout_s, now_s)
+            waiter = Waiter(now_s, timeout_s)
+            self._last_number = self._last_number % _LAST_NUMBER + 1
+            self._queue(request, self._last_number)
+            self._waiting[self._last_number] = waiter
+            self._flush()
+        return waiter
 
-    def taken(self, waiter: Waiter, end_s: float, timeout_s: float) -> messages.Reply | None:
+    def awaited(self, waiter: Waiter, kind: type[R], end_s: float) -> R:
+        """The answer to a posted request, until `end_s` of time.monotonic."""
+        with self._turns:
+            body = self._await(waiter, end_s)
+        return self._decoded(body, kind)
+
+    def taken(self, waiter: Waiter, kind: type[R], end_s: float) -> R | None:
         """The answer to a posted request if it is there, else None. Never waits.
 
-        Raises TimeoutError when there is none and `end_s` of time.monotonic is over."""
+        Raises "store_timeout" when there is none and `end_s` of time.monotonic is over."""
         with self._turns:
             if waiter.answer is None and not self._reading:
                 self._check_alive()
                 self._take_in()
             if waiter.answer is None:
                 self._check_alive()
-                now_s = time.monotonic()
-                if now_s < end_s:
+                if time.monotonic() < end_s:
                     return None
-                waiter.abandoned = True
-                self._breaker.missed(timeout_s, now_s)
-                raise TimeoutError("no answer in time")
-            self._breaker.answered(timeout_s)
-        return self._decoded(waiter.answer)
+                raise self._missed(waiter)
+            self._breaker.answered(waiter.timeout_s)
+        return self._decoded(waiter.answer, kind)
 
-    def _send(self, request: messages.Request, timeout_s: float) -> Waiter:
-        now_s = time.monotonic()
-        self._check_pace(timeout_s, now_s)
-        waiter = Waiter(now_s)
-        self._last_number = self._last_number % _LAST_NUMBER + 1
-        self._queue(request, self._last_number)
-        self._waiting[self._last_number] = waiter
-        self._flush()
-        return waiter
-
-    def tell(self, message: messages.ReleaseRequest) -> None:
-        """Send a message without an answer, or keep it until the socket takes it. Waits for no daemon."""
+    def release(self, tokens: Sequence[int]) -> None:
+        """Send a release, or keep it until the socket takes it. Waits for no daemon."""
         with self._turns:
-            self._queue(message, 0)
+            self._queue_release(tokens)
             self._flush()
 
     def _check_pace(self, timeout_s: float, now_s: float) -> None:
-        """Raises StoreSlow where waiting would probably be in vain."""
+        """Raises "store_slow" where waiting would probably be in vain."""
         if self._is_late(timeout_s, now_s) and not self._reading:
             self._take_in()
         if self._is_late(timeout_s, now_s):
-            raise StoreSlow("the store has not answered for a while")
+            raise StoreUnavailable("the store has not answered for a while", reason="store_slow")
         if self._breaker.refuses(timeout_s, now_s):
-            raise StoreSlow("the store was slow a moment ago")
+            raise StoreUnavailable("the store was slow a moment ago", reason="store_slow")
 
     def _is_late(self, timeout_s: float, now_s: float) -> bool:
         """Whether the oldest question has waited for longer than this caller would."""
@@ -159,7 +153,7 @@ class DaemonConnection:
 
     def _check_alive(self) -> None:
         if self._ended is not None:
-            raise ConnectionResetError(str(self._ended))
+            raise gone(self._ended)
 
     def _flush(self) -> None:
         """Send as much as the socket takes now."""
@@ -169,8 +163,7 @@ class DaemonConnection:
             except BlockingIOError:
                 return
             except OSError as e:
-                self._end(e)
-                raise
+                raise self._end(e) from e
             del self._outbox[:sent]
 
     def _await(self, waiter: Waiter, end_s: float) -> memoryview:
@@ -178,8 +171,7 @@ class DaemonConnection:
             self._check_alive()
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                waiter.abandoned = True
-                raise TimeoutError("no answer in time")
+                raise self._missed(waiter)
             if self._reading:
                 self._turns.wait(left_s)
                 continue
@@ -192,7 +184,14 @@ class DaemonConnection:
                 self._reading = False
                 self._turns.notify_all()
             self._take_in()
+        self._breaker.answered(waiter.timeout_s)
         return waiter.answer
+
+    def _missed(self, waiter: Waiter) -> StoreUnavailable:
+        """The error of a caller that waits for its answer no longer."""
+        waiter.abandoned = True
+        self._breaker.missed(waiter.timeout_s, time.monotonic())
+        return StoreUnavailable("the store did not answer in time", reason="store_timeout")
 
     def _wait_readable(self, end_s: float) -> None:
         """Until the socket can be read, or be written if that is wanted, or `end_s`."""
@@ -221,12 +220,11 @@ class DaemonConnection:
         except BlockingIOError:
             pass
         except OSError as e:
-            self._end(e)
-            raise
+            raise self._end(e) from e
         while (answer := self._next_answer()) is not None:
             number, body = answer
             if number == 0:
-                _log.warning("the store did not take a release: %s", self._decoded(body))
+                _log.warning("the store did not take a release: %s", self._reply(body))
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None:
@@ -247,28 +245,36 @@ class DaemonConnection:
 
     def _give_back(self, body: memoryview) -> None:
         """Release the leases and reservations of an answer that came too late for its caller."""
-        reply = self._decoded(body)
-        granted: Sequence[Lease | Reservation | str | None] = ()
+        reply, tokens = self._reply(body), []
         if isinstance(reply, messages.LeaseReply):
-            granted = reply.leases
+            tokens = [reply.token]
         elif isinstance(reply, messages.ReserveReply):
-            granted = reply.answers
-        tokens = [each.token for each in granted if isinstance(each, Lease | Reservation)]
-        if tokens:
-            self._queue(messages.ReleaseRequest(tokens), 0)
+            tokens = [each.token for each in reply.answers if isinstance(each, Reservation)]
+        self._queue_release(tokens)
 
-    def _decoded(self, body: memoryview) -> messages.Reply:
+    def _queue_release(self, tokens: Sequence[int]) -> None:
+        for start in range(0, len(tokens), messages.MAX_TOKENS):
+            self._queue(messages.ReleaseRequest(list(tokens[start : start + messages.MAX_TOKENS])), 0)
+
+    def _decoded(self, body: memoryview, kind: type[R]) -> R:
+        reply = self._reply(body)
+        if not isinstance(reply, kind):
+            why = reply.message if isinstance(reply, messages.RequestFault) else type(reply).__name__
+            raise StoreUnavailable(f"the store did not do it: {why}", reason="store_fault")
+        return reply
+
+    def _reply(self, body: memoryview) -> messages.Reply:
         try:
             reply: messages.Reply = messages.reply_decoder.decode(body)
         except (msgspec.MsgspecError, ValueError) as e:
             raise self._end(ConnectionAbortedError(f"no answer: {e}")) from e
         return reply
 
-    def _end(self, why: OSError) -> OSError:
-        """End this connection for all threads; returns `why`, to be raised."""
+    def _end(self, why: OSError) -> StoreUnavailable:
+        """End this connection for all threads; returns the error of this one."""
         self._ended = self._ended or why
         self.shutdown()
-        return why
+        return gone(why)
 
     def wait_end(self) -> None:
         """Return when the other side is gone or `shutdown` was called here."""
@@ -336,6 +342,11 @@ class DaemonConnection:
             self._received += data
         reply: messages.Reply = messages.reply_decoder.decode(body)
         return reply
+
+
+def gone(why: OSError) -> StoreUnavailable:
+    """The error of a store whose connection has ended."""
+    return StoreUnavailable(f"the store is gone: {why}", reason="store_down")
 
 
 _REMEDIES: Final = {

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.leases import Leases
 
 
 class OffStore:
@@ -18,7 +19,7 @@ class OffStore:
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         self._raise()
 
-    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         self._raise()
 
     def reserve(

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Lease, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
+from cornplug.store.leases import Leases
 from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 
@@ -62,7 +63,7 @@ class MemoryConnection:
         with self._store.lock:
             return self._index().contains(keys)
 
-    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         check_keys(keys)
         check_ttl(ttl_s)
         with self._store.lock:

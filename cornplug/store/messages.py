@@ -22,7 +22,7 @@ import msgspec
 from cornplug import local_socket
 from cornplug.config import STORE_PROTOCOL
 from cornplug.errors import ProtocolError
-from cornplug.store.base import KEY_BYTES, Lease, Reservation, StoreStat, WriterPart
+from cornplug.store.base import KEY_BYTES, Reservation, StoreStat, WriterPart
 
 T = TypeVar("T")
 
@@ -31,7 +31,9 @@ MAX_FRAME_BYTES: Final = 16 << 20
 MAX_LOOKUP_KEYS: Final = 8192
 """Keys of one `ContainsRequest`; about half a millisecond of the daemon's time."""
 MAX_KEYS: Final = 1024
-"""Keys or tokens of any other request; a few milliseconds."""
+"""Keys of any other request; a few milliseconds."""
+MAX_TOKENS: Final = 16
+"""Tokens of a `ReleaseRequest`: the leases of a whole `TakeLeases` may have the same."""
 CUT_LOOKS: Final = 1024
 """Room for no further key is looked for once so many entries were looked at for those before."""
 BATCH_BYTES: Final = 1 << 20
@@ -103,7 +105,12 @@ class ContainsReply(msgspec.Struct, frozen=True, array_like=True, tag=11):
 class LeaseReply(msgspec.Struct, frozen=True, array_like=True, tag=12):
     """Of the first so many keys, at least one: the answer is cut where it would grow large."""
 
-    leases: list[Lease | None]
+    token: int
+    """Of all these leases; 0 where no key is present."""
+    metas: list[bytes | None]
+    """None where the key is absent."""
+    places: bytes
+    """As `Leases.places`."""
 
 
 class ReserveReply(msgspec.Struct, frozen=True, array_like=True, tag=13):

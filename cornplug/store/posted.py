@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
 from cornplug.store.base import Reservation, ReserveRefusal, Store, WriterPart
-from cornplug.store.connection import DaemonConnection, StoreSlow, Waiter
+from cornplug.store.connection import DaemonConnection
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -57,40 +57,6 @@ class Answered(Generic[T]):
         return self._answer
 
 
-@contextlib.contextmanager
-def as_unavailable() -> Iterator[None]:
-    """Raises StoreUnavailable with its reason for what a connection raises."""
-    try:
-        yield
-    except StoreSlow as e:
-        raise StoreUnavailable(str(e), reason="store_slow") from None
-    except TimeoutError:
-        raise StoreUnavailable("the store did not answer in time", reason="store_timeout") from None
-    except OSError as e:
-        raise gone(e) from e
-
-
-def gone(why: OSError) -> StoreUnavailable:
-    """The error of a store whose connection has ended."""
-    return StoreUnavailable(f"the store is gone: {why}", reason="store_down")
-
-
-class _Request:
-    """One message and its answer. Raises what its connection raises."""
-
-    def __init__(
-        self, connection: DaemonConnection, request: messages.Request, end_s: float, deadline_s: float
-    ) -> None:
-        self._connection, self._end_s, self._deadline_s = connection, end_s, deadline_s
-        self._waiter: Waiter = connection.post(request, deadline_s)
-
-    def take(self) -> messages.Reply | None:
-        reply = self._connection.taken(self._waiter, self._end_s, self._deadline_s)
-        if isinstance(reply, messages.RequestFault):
-            raise StoreUnavailable(f"the store did not do it: {reply.message}", reason="store_fault")
-        return reply
-
-
 class PostedReserve:
     """A posted `reserve`. The daemon cuts long answers: the rest is asked for when they are there."""
 
@@ -98,58 +64,86 @@ class PostedReserve:
         self,
         connection: DaemonConnection,
         entries: Sequence[tuple[bytes, int]],
-        request_of: Callable[[Sequence[tuple[bytes, int]]], messages.Request],
-        give_back: Callable[[list[int]], None],
+        app: str,
+        part: WriterPart | None,
+        only_seen: bool,
         deadline_s: float,
     ) -> None:
-        self._connection, self._entries, self._request_of = connection, entries, request_of
-        self._give_back = give_back
+        self._connection, self._entries = connection, entries
+        self._app, self._part, self._only_seen = app, part, only_seen
         self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
         self._answers: list[Reservation | str] = []
-        self._asked = self._ask()
+        self._ask()
 
-    def _ask(self) -> _Request:
-        first = len(self._answers)
-        request = self._request_of(self._entries[first : first + messages.MAX_KEYS])
-        return _Request(self._connection, request, self._end_s, self._deadline_s)
+    def _ask(self) -> None:
+        wanted = self._entries[len(self._answers) :][: messages.MAX_KEYS]
+        keys, sizes = b"".join([key for key, _ in wanted]), [size for _, size in wanted]
+        request = messages.ReserveRequest(keys, sizes, self._app, self._part, self._only_seen)
+        self._waiter = self._connection.post(request, self._deadline_s)
 
     def take(self) -> list[Reservation | ReserveRefusal] | None:
         try:
-            with as_unavailable():
-                reply = self._asked.take()
-                if reply is None:
-                    return None
-                if not isinstance(reply, messages.ReserveReply) or not reply.answers:
-                    raise StoreUnavailable("the store answered for too few keys", reason="store_fault")
-                self._answers += reply.answers
-                if len(self._answers) < len(self._entries):
-                    self._asked = self._ask()
-                    return None
+            reply = self._connection.taken(self._waiter, messages.ReserveReply, self._end_s)
+            return None if reply is None or not self._whole(reply) else self._given()
         except StoreUnavailable:
-            with contextlib.suppress(StoreUnavailable):
-                self._give_back([each.token for each in self._answers if isinstance(each, Reservation)])
+            self._give_back()
             raise
+
+    def wait(self) -> list[Reservation | ReserveRefusal]:
+        """The answer, waited for until the deadline."""
+        try:
+            while not self._whole(self._connection.awaited(self._waiter, messages.ReserveReply, self._end_s)):
+                pass
+        except StoreUnavailable:
+            self._give_back()
+            raise
+        return self._given()
+
+    def _whole(self, reply: messages.ReserveReply) -> bool:
+        """Whether all keys are answered with this reply; if not, asks for the others."""
+        if not reply.answers and self._entries:
+            raise StoreUnavailable("the store answered for too few keys", reason="store_fault")
+        self._answers += reply.answers
+        if len(self._answers) >= len(self._entries):
+            return True
+        self._ask()
+        return False
+
+    def _given(self) -> list[Reservation | ReserveRefusal]:
         return [ReserveRefusal(each) if isinstance(each, str) else each for each in self._answers]
+
+    def _give_back(self) -> None:
+        tokens = [each.token for each in self._answers if isinstance(each, Reservation)]
+        with contextlib.suppress(StoreUnavailable):
+            self._connection.release(tokens)
 
 
 class PostedCommit:
     """A posted `commit`, in as many messages as its size needs."""
 
     def __init__(
-        self, connection: DaemonConnection, requests: Sequence[messages.CommitRequest], deadline_s: float
+        self, connection: DaemonConnection, written: Sequence[tuple[Reservation, bytes]], deadline_s: float
     ) -> None:
-        end_s = time.monotonic() + deadline_s
-        self._asked = [_Request(connection, request, end_s, deadline_s) for request in requests]
+        self._connection, self._end_s = connection, time.monotonic() + deadline_s
+        self._asked = [
+            connection.post(
+                messages.CommitRequest([r.token for r, _ in some], [meta for _, meta in some]), deadline_s
+            )
+            for some in messages.commit_batches(written)
+        ]
         self._done: list[bool] = []
 
     def take(self) -> list[bool] | None:
-        with as_unavailable():
-            while self._asked:
-                reply = self._asked[0].take()
-                if reply is None:
-                    return None
-                if not isinstance(reply, messages.CommitReply):
-                    raise StoreUnavailable(f"the store answered {type(reply).__name__}", reason="store_fault")
-                self._done += reply.done
-                del self._asked[0]
-            return self._done
+        while self._asked:
+            reply = self._connection.taken(self._asked[0], messages.CommitReply, self._end_s)
+            if reply is None:
+                return None
+            self._done += reply.done
+            del self._asked[0]
+        return self._done
+
+    def wait(self) -> list[bool]:
+        """The answer, waited for until the deadline."""
+        for asked in self._asked:
+            self._done += self._connection.awaited(asked, messages.CommitReply, self._end_s).done
+        return self._done

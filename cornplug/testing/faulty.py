@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import (
-    Lease,
     PayloadLocation,
     Reservation,
     ReserveRefusal,
@@ -15,6 +14,7 @@ from cornplug.store.base import (
     StoreStat,
     WriterPart,
 )
+from cornplug.store.leases import Leases
 
 
 class FaultyStore:
@@ -43,7 +43,7 @@ class FaultyStore:
         self._fault("contains", deadline_s)
         return self.inner.contains(keys, deadline_s=deadline_s)
 
-    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> list[Lease | None]:
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         self._fault("lease", deadline_s)
         return self.inner.lease(keys, ttl_s=ttl_s, deadline_s=deadline_s)
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from array import array
 from typing import Any
 
 import pytest
 
 from cornplug.codec import PayloadHeader, PayloadKind, checksum, encode_header
-from cornplug.engine_common.page_envelope import page_header, read_page_checksums, read_page_header
+from cornplug.engine_common.page_envelope import page_header, read_page_header, whole_pages
 from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Lease, PayloadLocation
+from cornplug.store.leases import Leases, place
 
 PAGE = PageGeometry(page_tokens=64, heads=2, layers=3, dim=8, dtype="bfloat16")
 KEY = bytes(range(32))
@@ -29,8 +29,19 @@ def other(**change: Any) -> bytes:
     return encode_header(PayloadHeader(**fields | {"checksums": tuple(SUMS.values())} | change))
 
 
-def checksums_of(lease: Lease, page: PageGeometry) -> array[int]:
-    return next(read_page_checksums([lease], page))
+def leases_of(*leases: Lease) -> Leases:
+    places = b"".join(place(lease.location) for lease in leases)
+    keys, metas = [lease.key for lease in leases], [lease.meta for lease in leases]
+    return Leases(bytes(16), keys, metas, places, [1] * len(leases))
+
+
+def prompt(pages: int, writer: PageGeometry = PAGE) -> list[Lease]:
+    """Leases of whole pages, of different keys and checksums."""
+    found = []
+    for number in range(pages):
+        key = number.to_bytes(32, "little")
+        found.append(leased(page_header(key, writer, dict.fromkeys(range(writer.segments), number)), key=key))
+    return found
 
 
 def resealed(meta: bytes, at: int, value: int) -> bytes:
@@ -44,21 +55,20 @@ def test_page_header_bytes_are_the_codecs() -> None:
     assert page_header(KEY, PAGE, dict(reversed(SUMS.items()))) == other()
 
 
-def test_read_page_checksums_equal_the_headers() -> None:
-    for key in (KEY, bytes(32), b"\xff" * 32):
-        lease = leased(page_header(key, PAGE, SUMS), key=key)
-        assert tuple(checksums_of(lease, PAGE)) == read_page_header(lease, PAGE).checksums
-        assert tuple(checksums_of(lease, PAGE)) == tuple(SUMS.values())
+def test_whole_pages_of_a_prompt_are_all() -> None:
+    assert whole_pages(leases_of(), PAGE) == (0, None)
+    assert whole_pages(leases_of(*prompt(40)), PAGE) == (40, None)
 
 
 @pytest.mark.parametrize("layer_runs", [1, 3])
-def test_read_page_checksums_of_any_writers_stages(layer_runs: int) -> None:
+def test_read_page_header_of_any_writers_stages(layer_runs: int) -> None:
     """An engine with pipeline stages writes more segments; every engine reads them."""
     writer = dataclasses.replace(PAGE, layer_runs=layer_runs)
     sums = {segment: 5 + segment for segment in range(writer.segments)}
     lease = leased(page_header(KEY, writer, sums))
     for reader in (PAGE, writer):
-        assert tuple(checksums_of(lease, reader)) == tuple(sums.values())
+        assert read_page_header(lease, reader).checksums == tuple(sums.values())
+        assert whole_pages(leases_of(*prompt(3, writer), lease, *prompt(3)), reader) == (7, None)
 
 
 @pytest.mark.parametrize(
@@ -80,23 +90,33 @@ def test_read_page_checksums_of_any_writers_stages(layer_runs: int) -> None:
         (leased(other() + bytes(8)), "codec"),
     ],
 )
-def test_read_page_checksums_of_another_header_raises_its_reason(lease: Lease, reason: str) -> None:
-    for read in (read_page_header, checksums_of):
-        with pytest.raises(CodecError) as e:
-            read(lease, PAGE)
-        assert e.value.reason == reason
+def test_read_page_header_of_another_header_raises_its_reason(lease: Lease, reason: str) -> None:
+    with pytest.raises(CodecError) as e:
+        read_page_header(lease, PAGE)
+    assert e.value.reason == reason
+    for before, behind in ((0, 0), (0, 3), (5, 3)):
+        whole, error = whole_pages(leases_of(*prompt(before), lease, *prompt(behind)), PAGE)
+        assert whole == before
+        assert error is not None
+        assert error.reason == reason
 
 
-def test_read_page_checksums_of_any_flipped_bit_raises() -> None:
-    meta = page_header(KEY, PAGE, SUMS)
-    for at in range(len(meta)):
-        with pytest.raises(CodecError):
-            checksums_of(leased(meta[:at] + bytes([meta[at] ^ 1]) + meta[at + 1 :]), PAGE)
+@pytest.mark.parametrize("at_page", [0, 2])
+def test_whole_pages_end_at_any_flipped_bit(at_page: int) -> None:
+    pages = prompt(4)
+    lease = pages[at_page]
+    for at in range(len(lease.meta)):
+        damaged = lease.meta[:at] + bytes([lease.meta[at] ^ 1]) + lease.meta[at + 1 :]
+        pages[at_page] = leased(damaged, key=lease.key)
+        whole, error = whole_pages(leases_of(*pages), PAGE)
+        assert whole == at_page
+        assert error is not None
 
 
-def test_read_page_checksums_of_another_geometry_raises() -> None:
-    lease = leased(page_header(KEY, PAGE, SUMS))
+def test_whole_pages_of_another_geometry_are_none() -> None:
     for change in ({"heads": 3, "layers": 2}, {"dtype": "float16"}, {"page_tokens": 32, "dim": 16}):
-        with pytest.raises(CodecError) as e:
-            checksums_of(lease, dataclasses.replace(PAGE, **change))  # type: ignore[arg-type]
-        assert e.value.reason == "wrong_shape"
+        page = dataclasses.replace(PAGE, **change)  # type: ignore[arg-type]
+        whole, error = whole_pages(leases_of(*prompt(3)), page)
+        assert whole == 0
+        assert error is not None
+        assert error.reason == "wrong_shape"

@@ -41,7 +41,7 @@ class TestPoolStore(StoreContract):
             quarantine_s=0.3,
             reservation_s=0.6,
             reclaim_s=1.2,
-            raw=lambda store, location: store._arena.raw(location, writable=True),  # type: ignore[attr-defined]
+            raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
         )
 
 
@@ -308,10 +308,10 @@ def test_pool_store_failing_daemon_is_started_ever_less_often(
     store_config: StoreConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     starts: list[float] = []
-    monkeypatch.setattr("cornplug.store.client.spawn", lambda *a, **k: starts.append(time.monotonic()))
-    monkeypatch.setattr("cornplug.store.client._START_WAIT_S", 0.01)
-    monkeypatch.setattr("cornplug.store.client._LAST_BACKOFF_S", 0.01)
-    monkeypatch.setattr("cornplug.store.client._FIRST_PAUSE_S", 0.2)
+    monkeypatch.setattr("cornplug.store.daemon_link.spawn", lambda *a, **k: starts.append(time.monotonic()))
+    monkeypatch.setattr("cornplug.store.daemon_link._START_WAIT_S", 0.01)
+    monkeypatch.setattr("cornplug.store.daemon_link._LAST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("cornplug.store.daemon_link._FIRST_PAUSE_S", 0.2)
     store = PoolStore(store_config, autostart=True, connect_timeout_s=0)
     time.sleep(2.5)
     store.close()

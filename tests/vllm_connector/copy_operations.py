@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -20,13 +21,15 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cornplug.engine_common.page_envelope import page_header
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import PayloadLocation
+from cornplug.store.leases import Leases, place
 from cornplug.vllm_connector.kv import block_copies
 from cornplug.vllm_connector.kv.block_copies import BlockCopies
 from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
-from cornplug.vllm_connector.kv.metadata import PageLoad, PageRead, PageSave, PageWrite
+from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
 
 LAYERS, HEADS, BLOCK, PAGE = 32, 8, 16, 64
@@ -129,7 +132,7 @@ class Moves:
         blocks = pages * requests * PAGE // BLOCK
         geometry = PageGeometry(page_tokens=PAGE, heads=HEADS, layers=LAYERS, dim=DIM, dtype="bfloat16")
         held = RankSlice(heads=range(HEADS), layers=range(LAYERS), writes=True)
-        self._step = geometry.page_bytes
+        self._page, self._step = geometry, geometry.page_bytes
         self._memory = memoryview(bytearray(pages * requests * self._step))
         store: Any = SimpleNamespace(view=self._view, close=lambda: None)
         self.worker = KVWorker(RankPages(geometry, held, store), BLOCK, 5.0)
@@ -176,12 +179,11 @@ class Moves:
         """Load all those pages in one step into other blocks, which then hold the same."""
         loads = []
         for request, blocks in enumerate(self.targets):
-            reads = []
-            for page in range(self.pages):
-                sums = self._sums[request * self.pages + page]
-                checksums = tuple(sums[i] for i in range(len(sums)))
-                reads.append(PageRead(page, bytes(32), self._location(request, page), checksums))
-            loads.append(PageLoad(str(request), 0, self.pages * PAGE, tuple(reads), blocks))
+            key, numbers = bytes(32), [request * self.pages + page for page in range(self.pages)]
+            metas = [page_header(key, self._page, self._sums[number]) for number in numbers]
+            places = b"".join([place(self._location(request, page)) for page in range(self.pages)])
+            pages = Leases(bytes(16), [key] * self.pages, metas, places, numbers)
+            loads.append(PageLoad(str(request), 0, self.pages * PAGE, 0, pages, array("q", blocks)))
         self._begin(lambda: self.worker.start_loads(loads))
         acks = self.worker.acks()
         assert acks is not None

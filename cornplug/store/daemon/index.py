@@ -12,8 +12,8 @@ one connection.
 from __future__ import annotations
 
 import heapq
-import itertools
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,7 +21,6 @@ from typing import Final
 from cornplug.errors import CodecError
 from cornplug.store.base import (
     OTHER_APPS,
-    Lease,
     PayloadLocation,
     Reservation,
     ReserveRefusal,
@@ -35,6 +34,7 @@ from cornplug.store.daemon.lease_limits import LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
+from cornplug.store.leases import NO_PLACE, Leases, place
 from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
@@ -49,8 +49,10 @@ _log = logging.getLogger("cornplug.store")
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
+    """Leases of one call: they end together."""
+
     owner: int
-    entry: StoredEntry
+    entries: list[StoredEntry]
     expires: int
 
 
@@ -91,7 +93,7 @@ class StoreIndex:
         self._bytes_by_app: dict[str, int] = {}
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
-        self._hits = self._misses = self._refusals = 0
+        self._leases = self._hits = self._misses = self._refusals = 0
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
         """One byte a key, 1 where present. Changes nothing."""
@@ -106,31 +108,38 @@ class StoreIndex:
         ttl_s: float,
         now_s: float,
         reply_bytes: int | None = None,
-    ) -> list[Lease | None]:
-        """A lease per present key, held by `owner` until `now_s + ttl_s`, within the `LeaseLimits`.
+    ) -> Leases:
+        """A lease per present key, held by `owner` until `now_s + ttl_s`, within the `LeaseLimits`. They have
+        one token.
 
         Where the leases take more than `reply_bytes`: of the first keys only, and at least of one.
         """
         self.sweep(now_s)
-        out: list[Lease | None] = []
+        found: list[StoredEntry | None] = []
+        pin, known, left_bytes = self.placement.pin, self._entries, reply_bytes or math.inf
         for key in keys:
-            entry = self._entries.get(key)
-            if entry is None or not self._pins.may(owner, entry):
-                self._misses += 1
-                out.append(None)
-                continue
-            if reply_bytes is not None:
-                reply_bytes -= len(entry.meta) + LEASE_BYTES
-                if reply_bytes < 0 and out:
+            entry = known.get(key)
+            if entry is not None:
+                left_bytes -= len(entry.meta) + LEASE_BYTES
+                if left_bytes < 0 and found:
                     break
-            self._hits += 1
+                if self._pins.take(owner, entry):
+                    entry.readers += 1
+                    pin(entry)
+                else:
+                    entry = None
+            found.append(entry)
+        entries = [entry for entry in found if entry is not None]
+        self._hits += len(entries)
+        self._misses += len(found) - len(entries)
+        token = 0
+        if entries:
             token = self._new_token(owner)
-            entry.readers += 1
-            self._pins.add(owner, entry)
-            self.placement.pin(entry)
-            self._reading[token] = _Reading(owner, entry, self._expiries.add(token, now_s + ttl_s))
-            out.append(Lease(token, key, entry.meta, entry.location))
-        return out
+            self._reading[token] = _Reading(owner, entries, self._expiries.add(token, now_s + ttl_s))
+        self._leases += len(entries)
+        metas = [None if entry is None else entry.meta for entry in found]
+        places = b"".join([NO_PLACE if entry is None else place(entry.location) for entry in found])
+        return Leases(self.arena_id, keys[: len(found)], metas, places, [token] * len(found))
 
     def reserve(
         self,
@@ -186,7 +195,7 @@ class StoreIndex:
         for token in tokens:
             reading = self._reading.get(token)
             if reading is not None and reading.owner == owner:
-                self._end_lease(token)
+                self._end_leases(token)
             elif self._open_entries.owns(owner, token):
                 self._open_entries.lose(token, now_s=now_s)
 
@@ -210,14 +219,16 @@ class StoreIndex:
         return dropped
 
     def end_owner(self, owner: int, *, now_s: float, limit: int | None = None) -> bool:
-        """The connection is gone: leases end, rooms of reservations go to quarantine. At most
-        `limit` of them; whether none is left."""
-        owned = self._owned.get(owner, set())
-        for token in list(itertools.islice(owned, limit)):
+        """The connection is gone: leases end, rooms of reservations go to quarantine. About `limit` of them;
+        whether none is left."""
+        owned, ended = self._owned.get(owner, set()), 0
+        while owned and (limit is None or ended < limit):
+            token = next(iter(owned))
             if token in self._reading:
-                self._end_lease(token)
+                ended += self._end_leases(token)
             elif self._open_entries.owns(owner, token):
                 self._open_entries.lose(token, now_s=now_s)
+                ended += 1
             owned.discard(token)
         if owned:
             return False
@@ -225,9 +236,10 @@ class StoreIndex:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """End expired leases and reservations: at most SWEEP of each at once, the rest at the next call."""
-        for token in self._expiries.due(now_s, SWEEP):
-            self._end_lease(token)
+        """End expired leases and reservations: about SWEEP of each at once, the rest at the next call."""
+        left = SWEEP
+        while left > 0 and (due := self._expiries.due(now_s, 1)):
+            left -= self._end_leases(due[0])
         self._open_entries.sweep(now_s, SWEEP)
 
     def stat(self) -> StoreStat:
@@ -237,7 +249,7 @@ class StoreIndex:
             used_bytes=self.placement.used_bytes,
             entries=len(self._entries),
             reservations=len(self._open_entries),
-            leases=len(self._reading),
+            leases=self._leases,
             bytes_by_app=self._largest_apps(),
             evictions=self.placement.evictions,
             hits=self._hits,
@@ -299,19 +311,22 @@ class StoreIndex:
         if not self._bytes_by_app[app]:
             del self._bytes_by_app[app]
 
-    def _end_lease(self, token: int) -> None:
+    def _end_leases(self, token: int) -> int:
+        """End the leases that have this token. Returns how many they were."""
         reading = self._reading.pop(token)
         self._disown(reading.owner, token)
         self._expiries.discard(token, reading.expires)
-        entry = reading.entry
-        entry.readers -= 1
-        self._pins.drop(reading.owner, entry)
-        if entry.readers:
-            return
-        if entry.visible:
-            self.placement.unpin(entry)
-        else:
-            self._unplace(entry)
+        self._leases -= len(reading.entries)
+        for entry in reading.entries:
+            entry.readers -= 1
+            self._pins.drop(reading.owner, entry)
+            if entry.readers:
+                continue
+            if entry.visible:
+                self.placement.unpin(entry)
+            else:
+                self._unplace(entry)
+        return len(reading.entries)
 
     def _end_open_entry(self, open_entry: OpenEntry) -> None:
         self._fences.shut(open_entry.location.fence)

@@ -18,26 +18,28 @@ class LeaseLimits(Generic[E]):
 
     def __init__(self, most_bytes: int) -> None:
         self._most_bytes = most_bytes
-        self._held: dict[int, Counter[E]] = {}
+        self._held: dict[int, dict[E, int]] = {}
         self._bytes: Counter[int] = Counter()
 
-    def may(self, owner: int, entry: E) -> bool:
-        """Whether this owner may have a lease on this entry. The first one it always may."""
+    def take(self, owner: int, entry: E) -> bool:
+        """Count one more, if this owner may have a lease on this entry. The first one it always may."""
         held = self._held.get(owner)
-        return not held or entry in held or self._bytes[owner] + entry.room <= self._most_bytes
-
-    def add(self, owner: int, entry: E) -> None:
-        """It has one more."""
-        held = self._held.setdefault(owner, Counter())
-        held[entry] += 1
-        if held[entry] == 1:
+        if held is None:
+            held = self._held[owner] = {}
+        count = held.get(entry, 0)
+        if not count:
+            if held and self._bytes[owner] + entry.room > self._most_bytes:
+                return False
             self._bytes[owner] += entry.room
+        held[entry] = count + 1
+        return True
 
     def drop(self, owner: int, entry: E) -> None:
         """It has one fewer."""
         held = self._held[owner]
-        held[entry] -= 1
-        if held[entry]:
+        count = held[entry] - 1
+        if count:
+            held[entry] = count
             return
         del held[entry]
         self._bytes[owner] -= entry.room

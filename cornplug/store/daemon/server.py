@@ -215,7 +215,7 @@ class StoreServer:
                 check_ttl(ttl_s)
                 asked = messages.split_keys(keys)
                 leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=messages.BATCH_BYTES)
-                return messages.LeaseReply(leases)
+                return messages.LeaseReply(max(leases.tokens, default=0), list(leases.metas), leases.places)
             case messages.ReserveRequest(keys, sizes, app, part, only_seen):
                 wanted = list(zip(messages.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
@@ -241,7 +241,7 @@ class StoreServer:
                 pairs = list(zip(tokens, metas, strict=True))
                 return messages.CommitReply([index.commit(owner, token, meta) for token, meta in pairs])
             case messages.ReleaseRequest(tokens):
-                messages.check_count(len(tokens))
+                messages.check_count(len(tokens), messages.MAX_TOKENS)
                 index.release(owner, tokens, now_s=now_s)
                 return None
             case messages.DeleteRequest(keys):

@@ -14,6 +14,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
+from cornplug.errors import StoreUnavailable
 from cornplug.store.base import KEY_BYTES
 from cornplug.store.table.entry_table_layout import (
     BUCKETS,
@@ -58,7 +59,7 @@ class EntryRecord:
 
 
 class MappedEntryTable:
-    """The table as a client sees it. Its calls raise ConnectionResetError once the daemon has ended well."""
+    """The table as a client sees it. Its calls raise StoreUnavailable once the daemon has ended well."""
 
     def __init__(self, fd: int) -> None:
         """Raises OSError or ValueError when that is no table."""
@@ -123,4 +124,4 @@ class MappedEntryTable:
 
     def _check_serving(self) -> None:
         if self._words[SERVING] != 1:
-            raise ConnectionResetError("the store has ended")
+            raise StoreUnavailable("the store is gone: it has ended", reason="store_down")

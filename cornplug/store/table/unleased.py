@@ -33,7 +33,7 @@ class TableEntry:
 def find(
     key: bytes, arena: MappedArena, table: MappedEntryTable, notes: ClientNotes | None
 ) -> TableEntry | Unfound:
-    """As `UnleasedReads.find_unleased`. Raises ConnectionResetError once the daemon has ended well."""
+    """As `UnleasedReads.find_unleased`. Raises StoreUnavailable once the daemon has ended well."""
     if notes is None:
         return Unfound.UNKNOWN
     number = table.find(key)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
+from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.engine_common.page_envelope import read_page_checksums
+from cornplug.engine_common.page_envelope import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
-from cornplug.errors import CodecError
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.base import Lease
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
-from cornplug.vllm_connector.kv.metadata import PageLoad, PageRead
+from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
 
@@ -51,9 +50,9 @@ class LoadOffers:
             offer = tracked.offer = LeasedPages(computed, expires)
             with miss(self._tally, self._run.app, KV_PAGE):
                 self._look_up(tracked, offer)
-        if not offer.reads:
+        if not offer.pages:
             return 0
-        return (offer.reads[-1].index + 1) * self._page.page_tokens - computed
+        return (offer.first_page + len(offer.pages)) * self._page.page_tokens - computed
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
         request, page = tracked.request, self._page
@@ -73,10 +72,14 @@ class LoadOffers:
             tracked.saved_until(end_page)
             return
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
-        there = leases.index(None) if None in leases else len(leases)
-        self._read(offer, wanted.start, [lease for lease in leases[:there] if lease is not None])
-        unread = leases[len(offer.reads) :]
-        self._store_ops.release([lease.token for lease in unread if lease is not None])
+        offer.tokens = leases.held
+        there = leases.metas.index(None) if None in leases.metas else len(leases)
+        whole, error = whole_pages(leases[:there], page)
+        offer.first_page, offer.pages = wanted.start, leases[:whole]
+        if error is not None:
+            self._count_misses(error.reason)
+            if error.is_damage:
+                self._store_ops.delete(keys[whole])
 
     def _stored(self, keys: PageKeys, token_ids: Sequence[int], pages: range) -> list[bytes]:
         """Keys of the leading ones of `pages` that the store has.
@@ -98,19 +101,6 @@ class LoadOffers:
             deadline_s = max(0.0, end_s - time.monotonic())
         return found
 
-    def _read(self, offer: LeasedPages, first: int, leases: Sequence[Lease]) -> None:
-        """Offer leased pages up to the first that is damaged."""
-        reads, tokens = offer.reads, offer.tokens
-        headers = read_page_checksums(leases, self._page)
-        try:
-            for index, (lease, checksums) in enumerate(zip(leases, headers, strict=True), first):
-                reads.append(PageRead(index, lease.key, lease.location, checksums))
-                tokens.append(lease.token)
-        except CodecError as e:
-            self._count_misses(e.reason)
-            if e.is_damage:
-                self._store_ops.delete(leases[len(reads)].key)
-
     def _count_misses(self, reason: str, pages: int = 1) -> None:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
@@ -131,16 +121,17 @@ class LoadOffers:
         tracked.loading = load
         load.end = load.computed + external
         # The engine may take less than it was offered.
-        load.reads = [read for read in load.reads if read.index * self._page.page_tokens < load.end]
+        load.pages = load.pages[: -(-load.end // self._page.page_tokens) - load.first_page]
         request_id = tracked.request.request_id
-        self._costs.load_began(request_id, len(load.reads))
+        self._costs.load_began(request_id, len(load.pages))
         self._taken.append(
             PageLoad(
                 request_id,
                 load.computed,
                 load.end,
-                tuple(load.reads),
-                tuple(blocks),
+                load.first_page,
+                load.pages,
+                array("q", blocks),
                 self._costs.deadline_s(external),
             )
         )
@@ -171,7 +162,7 @@ class LoadOffers:
         waited = self._costs.load_ended(tracked.request.request_id, whole=whole)
         self._tally.observe("cornplug_wait_seconds", waited, app, KV_PAGE)
         if whole:
-            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=len(load.reads))
+            self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=len(load.pages))
             self._tally.count("cornplug_saved_tokens_total", app, by=load.end - load.computed)
             if tracked.own is not None:
                 tracked.own.extend(load.computed, load.end)

@@ -12,16 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cornplug.store.base import PayloadLocation
-
-
-class PageRead(msgspec.Struct, frozen=True):
-    """A leased page of the store: `index` is its place in the request."""
-
-    index: int
-    key: bytes
-    location: PayloadLocation
-    checksums: array[int]
-    """One a segment. An array, not a tuple: it travels to the workers as one run of bytes."""
+from cornplug.store.leases import Leases
 
 
 class PageWrite(msgspec.Struct, frozen=True):
@@ -39,8 +30,11 @@ class PageLoad:
     request_id: str
     start: int
     end: int
-    pages: tuple[PageRead, ...]
-    blocks: tuple[int, ...]
+    first_page: int
+    """The place in the request of the first of `pages`."""
+    pages: Leases
+    blocks: array[int]
+    """An array, not a tuple: it travels to the workers as one run of bytes."""
     deadline_s: float = 30.0
     """From the worker's hearing of it; the pages not begun by then are computed."""
 

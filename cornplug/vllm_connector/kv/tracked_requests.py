@@ -14,9 +14,9 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
+from cornplug.store.leases import NO_LEASES, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import keys_ahead, provenance
-from cornplug.vllm_connector.kv.metadata import PageRead
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.provenance import OwnTokens
 from cornplug.vllm_connector.model.model_config import kv_identity
@@ -37,9 +37,11 @@ class LeasedPages:
     """Tokens that the engine's own cache holds: the pages follow them."""
     expires: float
     """On the monotonic clock, in seconds."""
-    reads: list[PageRead] = field(default_factory=list)
+    first_page: int = 0
+    pages: Leases = NO_LEASES
+    """Whole pages, from `first_page` on."""
     tokens: list[int] = field(default_factory=list)
-    """Of the leases."""
+    """Of the leases, and of those of pages that are not whole."""
     end: int = 0
     """Once it is loading: the token before which it ends."""
 

@@ -21,8 +21,11 @@ from typing import Any
 
 import torch
 
+from cornplug.codec import segment_checksums
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
+from cornplug.store.base import Lease
+from cornplug.store.leases import Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, Slab, Table, kernel_table
 from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
@@ -30,7 +33,6 @@ from cornplug.vllm_connector.kv.layout import BlockLayout, derive, latent_write_
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVWorkerMetadata,
     PageLoad,
-    PageRead,
     PageSave,
     PageWrite,
 )
@@ -220,10 +222,10 @@ class KVWorker:
                     pages = load.pages[i : i + copies.slab_pages]
                     slab = copies.slab(len(pages))
                     whole = self._verified(pages, slab.host)
-                    copies.begin_in(slab, table, pages[0].index, whole, (load.start, load.end), mark)
+                    copies.begin_in(slab, table, load.first_page + i, whole, (load.start, load.end), mark)
                     done += whole
                     if whole < len(pages):
-                        raise CodecError(f"page {pages[whole].index} is corrupt", reason="corrupt")
+                        raise CodecError(f"page {load.first_page + done} is corrupt", reason="corrupt")
                     yield
             finally:
                 copies.settle()
@@ -233,13 +235,10 @@ class KVWorker:
             reason = e.reason
             compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
-                damaged = [page.key for page in load.pages[done:]]
-                self._pages.discard(damaged, deadline_s=self._background_timeout_s)
+                self._pages.discard(load.pages.keys[done:], deadline_s=self._background_timeout_s)
         finally:
             done = done if settled else 0
-            first_bad = (
-                load.pages[done].index * self._page.page_tokens if done < len(load.pages) else load.end
-            )
+            first_bad = min((load.first_page + done) * self._page.page_tokens, load.end)
             with self._lock:
                 if reason:
                     self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
@@ -248,12 +247,14 @@ class KVWorker:
                 self._acks.loading_s += time.monotonic() - began
                 self._loaded.add(load.request_id)
 
-    def _verified(self, pages: Sequence[PageRead], host: torch.Tensor) -> int:
+    def _verified(self, pages: Leases, host: torch.Tensor) -> int:
         """Copy this rank's part of pages to `host`. Returns how many were whole, up to the first damaged."""
 
-        def whole(source: PageRead, target: torch.Tensor) -> bool:
+        def whole(lease: Lease | None, target: torch.Tensor) -> bool:
             try:
-                self._pages.copy(source.location, source.checksums, target)
+                assert lease is not None
+                # The scheduler half has read the header.
+                self._pages.copy(lease.location, segment_checksums(lease.meta), target)
             except CodecError:
                 return False
             return True

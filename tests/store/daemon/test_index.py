@@ -36,7 +36,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.visible: dict[bytes, tuple[bytes, int, int]] = {}
-        self.leases: dict[int, tuple[int, int, int, float]] = {}
+        self.leases: dict[tuple[int, int], tuple[int, int, int, float]] = {}
         self.writing: dict[int, tuple[int, Reservation]] = {}
         self.quarantine: list[tuple[float, int, int]] = []
 
@@ -115,15 +115,16 @@ class IndexAgainstModel(RuleBasedStateMachine):
             self.visible[reservation.key] = (meta, place.offset, place.size)
         assert not self.index.commit(owner, token + 10_000, meta)
 
-    @rule(owner=OWNERS, name=NAMES, ttl_s=st.sampled_from([1.0, 10.0]))
-    def lease(self, owner: int, name: int, ttl_s: float) -> None:
-        (lease,) = self.index.lease(owner, [key(name)], ttl_s=ttl_s, now_s=self.now_s)
-        there = self.visible.get(key(name))
-        assert (lease is not None) == (there is not None and self.may_lease(owner, *there[1:]))
-        if lease is not None:
-            place = lease.location
-            assert (lease.meta, place.offset, place.size) == self.visible[lease.key]
-            self.leases[lease.token] = (owner, place.offset, place.size, self.now_s + ttl_s)
+    @rule(owner=OWNERS, names=st.lists(NAMES, max_size=3), ttl_s=st.sampled_from([1.0, 10.0]))
+    def lease(self, owner: int, names: list[int], ttl_s: float) -> None:
+        leases = self.index.lease(owner, [key(name) for name in names], ttl_s=ttl_s, now_s=self.now_s)
+        for number, (name, lease) in enumerate(zip(names, leases, strict=True)):
+            there = self.visible.get(key(name))
+            assert (lease is not None) == (there is not None and self.may_lease(owner, *there[1:]))
+            if lease is not None:
+                place = lease.location
+                assert (lease.meta, place.offset, place.size) == self.visible[lease.key]
+                self.leases[lease.token, number] = (owner, place.offset, place.size, self.now_s + ttl_s)
 
     def may_lease(self, owner: int, offset: int, size: int) -> bool:
         """Three quarters of the store each, and one entry always."""
@@ -132,13 +133,14 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
     @rule(owner=OWNERS, which=st.integers(0, 5))
     def release(self, owner: int, which: int) -> None:
-        tokens = [*self.leases, *self.writing]
+        held = {token: each[0] for (token, _), each in self.leases.items()}
+        tokens = [*held, *self.writing]
         if not tokens:
             return
         token = tokens[which % len(tokens)]
         self.index.release(owner, [token, 12345], now_s=self.now_s)
-        if token in self.leases and self.leases[token][0] == owner:
-            del self.leases[token]
+        if held.get(token) == owner:
+            self.leases = {name: each for name, each in self.leases.items() if name[0] != token}
         elif token in self.writing and self.writing[token][0] == owner:
             place = self.writing.pop(token)[1].location
             self.quarantine.append((self.now_s + QUARANTINE_S, place.offset, place.size))

@@ -298,7 +298,7 @@ def test_daemon_auto_started_runs_on_all_cores(store_config: StoreConfig) -> Non
         f"os.sched_setaffinity(0, {{{min(allowed)}}})\n"
         "config = StoreConfig(socket=Path(sys.argv[1]), secret_file=Path(sys.argv[2]), size_bytes=1 << 26)\n"
         "store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)\n"
-        "peer = store._connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)\n"
+        "peer = store._link.connection._sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)\n"
         "print(sorted(os.sched_getaffinity(struct.unpack('3i', peer)[0])))\n"
         "store.close()\n"
     )

@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PayloadLocation
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
@@ -180,7 +181,7 @@ def test_entry_table_of_ended_daemon_answers_nothing(writer: EntryTableWriter) -
     writer.add(key("a"), at(1), b"")
     writer._words[SERVING] = 0
     for ask in (lambda: table.contains([key("a")]), lambda: table.find(key("a"))):
-        with pytest.raises(ConnectionResetError):
+        with pytest.raises(StoreUnavailable, match="has ended"):
             ask()
 
 

@@ -177,7 +177,7 @@ def test_read_unleased_damage_is_a_miss_never_wrong_bytes(
                 table._bytes[source.randrange(first, table.shape.record_at(len(names) + 1))] ^= 1
                 table._bytes[source.randrange(4096, first)] = source.randrange(256)
         if where != "table":
-            raw = memoryview(store._connection.arena._map)  # type: ignore[union-attr]
+            raw = memoryview(store._link.connection.arena._map)  # type: ignore[union-attr]
             for _ in range(5):
                 raw[source.randrange(len(names) * 4096)] ^= 1
         for name in source.sample(names, 20):

@@ -39,8 +39,8 @@ def test_kv_worker_copies_of_step_are_bounded(pages: int, requests: int) -> None
         assert one.pageable == 0
         assert one.hashes == SEGMENTS * every
         assert every * PAGE_BYTES <= one.crossed_bytes <= 1.001 * every * PAGE_BYTES
-    assert save.mover_calls <= (145 if requests == 1 else 175) * every + 200
-    assert load.mover_calls <= (130 if requests == 1 else 290) * every + 200
+    assert save.mover_calls <= (140 if requests == 1 else 165) * every + 200
+    assert load.mover_calls <= (135 if requests == 1 else 290) * every + 200
     assert save.engine_calls <= 5 * requests + 40
     assert load.engine_calls <= 32 * requests
 

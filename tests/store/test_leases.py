@@ -1,0 +1,56 @@
+"""Leases in columns are the leases that a store gave, one by one."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from cornplug.store.base import Lease, PayloadLocation
+from cornplug.store.leases import NO_PLACE, Leases, place
+from cornplug.testing.store_stage import key
+
+ARENA = b"a" * 16
+
+
+def part(token: int, *names: object) -> Leases:
+    """An answer; the store lacks the names that are None."""
+    metas = [None if name is None else str(name).encode() for name in names]
+    places = [NO_PLACE if name is None else place(at(name)) for name in names]
+    tokens = [token if any(metas) else 0] * len(names)
+    return Leases(ARENA, [key(name) for name in names], metas, b"".join(places), tokens)
+
+
+def at(name: object) -> PayloadLocation:
+    return PayloadLocation(ARENA, 64 * len(str(name)), 9, 1 << 63)
+
+
+def lease(token: int, name: object) -> Lease:
+    return Lease(token, key(name), str(name).encode(), at(name))
+
+
+WHOLE = Leases.joined(ARENA, [part(5, "a", None, "bb"), part(6, None), part(7, "ccc")])
+LIST = [lease(5, "a"), None, lease(5, "bb"), None, lease(7, "ccc")]
+
+
+def test_leases_joined_answers_are_one_sequence() -> None:
+    assert list(WHOLE) == LIST
+    assert len(WHOLE) == 5
+    assert WHOLE[-1] == LIST[-1]
+    assert Leases.joined(ARENA, []).held == []
+    with pytest.raises(IndexError):
+        WHOLE[5]
+
+
+@pytest.mark.parametrize("cut", [slice(1, 3), slice(2, None), slice(-2, None), slice(3, 1), slice(0, 99)])
+def test_leases_slice_is_that_of_the_list(cut: slice) -> None:
+    assert list(WHOLE[cut]) == LIST[cut]
+    assert len(WHOLE[cut].sizes) == len(LIST[cut])
+
+
+def test_leases_held_tokens_are_each_named_once() -> None:
+    assert WHOLE.held == [5, 7]
+
+
+def test_leases_travel_to_another_process_whole() -> None:
+    assert list(pickle.loads(pickle.dumps(WHOLE))) == LIST
