@@ -62,9 +62,9 @@ _STORE: Final = str(Path(sys.modules[MemoryStore.__module__].__file__ or "").par
 
 LIMITS: Final = {
     "step of 256 requests, no page completes": 26,
-    "page of a decoding request, saved": 52,
-    "page of a prompt, saved": 24,
-    "lookup of 128k tokens, first page absent": 104,
+    "page of a decoding request, saved": 49,
+    "page of a prompt, saved": 22,
+    "lookup of 128k tokens, first page absent": 98,
     "page of a 6k prefix, leased": 2.6,
 }
 """Python calls. One that grows is a cost to every engine: raise a limit only with the times beside it."""

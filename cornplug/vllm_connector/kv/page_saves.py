@@ -46,6 +46,8 @@ class PageSaves:
         """Pages whose answers were not there yet."""
         self._ready: list[PageSave] = []
         """Saves for the next step."""
+        self._given_up: set[bytes] = set()
+        """Keys of preempted pages whose room is not given back yet."""
         self.manager: KVCacheManager | None = None
         self._block_size = 1
 
@@ -62,27 +64,28 @@ class PageSaves:
         tracked.unsaved.clear()
         for asked in tracked.asked:
             asked.given_up = True
+            self._given_up.add(asked.key)
             tracked.save_again_from(asked.index)
         for token in tracked.open_saves:
             save = self._open[token]
             save.given_up = True
+            self._given_up.add(save.reservation.key)
             tracked.save_again_from(save.index)
         self._requests.look_at(tracked)
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
         """Reserved pages for the worker halves to write. Their tokens are computed in this step, or were in
         the one before: a step asks for room and does not wait, the next one has the answer."""
-        saves, self._ready = self._ready, []
-        if self._posted:
-            saves += self._answered()
         wanted = self._new_pages(output)
         if wanted and self._ask(wanted):
-            saves += self._answered()
+            self.take_answers()
+        saves, self._ready = self._ready, []
         return saves
 
-    def settle(self, tracked: TrackedRequest) -> None:
-        """The request is over: take answers that are there, while its pages can still be remembered."""
-        if tracked.asked:
+    def take_answers(self) -> None:
+        """Take the answers that are there: before the room of preempted pages is given back, and before a
+        request that is over is forgotten."""
+        if self._posted:
             self._ready += self._answered()
 
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
@@ -92,7 +95,12 @@ class PageSaves:
         found = []
         for tracked, end in self._requests.completing(output.num_scheduled_tokens):
             offered = tracked.pages_to_save(end, self._page.page_tokens)
-            found += [AskedPage(tracked, i, key) for i, key in offered if i not in tracked.unseen]
+            for index, key in offered:
+                if key in self._given_up:
+                    # The store would say that it is being written.
+                    self._offer_again(tracked, index, key)
+                elif index not in tracked.unseen:
+                    found.append(AskedPage(tracked, index, key))
         return found
 
     def _ask(self, wanted: list[AskedPage]) -> bool:
@@ -130,6 +138,7 @@ class PageSaves:
         tracked, index = page.tracked, page.index
         tracked.asked.remove(page)
         if page.given_up:
+            self._given_up.discard(page.key)
             if isinstance(answer, Reservation):
                 self._store_ops.release([answer.token])
                 self._publisher.count_outcome("preempted")
@@ -139,14 +148,18 @@ class PageSaves:
             return True
         elif answer is ReserveRefusal.GROWING:
             self._publisher.count_outcome(answer.value)
-            tracked.refused.add(index)
-            tracked.unsaved[index] = page.key
-            self._requests.look_at(tracked)
+            self._offer_again(tracked, index, page.key)
         elif answer is ReserveRefusal.FIRST_SIGHT:
             tracked.unseen.add(index)
             tracked.unsaved[index] = page.key
         self._requests.forget_if_over(tracked)
         return False
+
+    def _offer_again(self, tracked: TrackedRequest, index: int, key: bytes) -> None:
+        """Offer this page in the next step."""
+        tracked.refused.add(index)
+        tracked.unsaved[index] = key
+        self._requests.look_at(tracked)
 
     def _save(self, request_id: str, pages: list[tuple[int, Reservation]]) -> PageSave:
         """The save of a request's pages, with those of its blocks that hold them: it may have thousands."""
@@ -187,6 +200,7 @@ class PageSaves:
 
     def _close(self, token: int) -> None:
         save = self._open.pop(token)
+        self._given_up.discard(save.reservation.key)
         if save.failed_segments:
             self._store_ops.release([token])
             self._publisher.count_outcome("preempted" if save.given_up else "write_failed")

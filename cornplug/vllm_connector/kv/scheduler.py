@@ -76,6 +76,7 @@ class KVScheduler:
             tracked = self._requests.get(request_id)
             if tracked is not None:
                 self._saves.give_up(tracked)
+        self._saves.take_answers()
         if self._store_ops:
             self._store_ops.run()
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
@@ -122,7 +123,8 @@ class KVScheduler:
         if tracked is None:
             return False
         self._offers.withdraw(tracked)
-        self._saves.settle(tracked)
+        if tracked.asked:
+            self._saves.take_answers()
         self._idle.remember(tracked, blocks)
         self._requests.forget_if_over(tracked)
         # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them

@@ -145,6 +145,27 @@ def test_page_saves_of_preempted_request_write_none_of_its_old_blocks(
     assert engine().run("c", [300 + i for i in PROMPT]).external_tokens == 128
 
 
+@pytest.mark.parametrize("waits", [0, 3])
+def test_page_saves_of_preempted_request_are_stored_once_computed_again(
+    made: Engine, late: LateStore, waits: int
+) -> None:
+    """Its first reservations are not given back yet when it offers those pages again."""
+    late.answers = not waits
+    request = made.add("a", PROMPT)
+    made.step()
+    made.preempt(request)
+    for token in range(waits):
+        made.step()
+        request.all_token_ids.append(token)
+    late.answers = True
+    for token in range(3):
+        made.step()
+        request.all_token_ids.append(token)
+    made.settle()
+    made.check(request)
+    assert (saved(made), saved(made, "preempted"), saved(made, "pending")) == (4, 4, 0)
+
+
 @pytest.mark.parametrize("finishes", [False, True])
 def test_page_saves_never_answered_are_counted_and_hold_nothing(
     made: Engine, late: LateStore, finishes: bool
