@@ -1,12 +1,29 @@
-"""The root of page keys, for both engines: a digest of all that determines KV, but the tokens."""
+"""The root of page keys, for both engines: a digest of all that determines KV, but the tokens.
+
+MLA latents are the same bytes in both engines for the models of an allow list, which a test compares.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry
+
+_COMPARED: Final = frozenset({"DeepseekV2ForCausalLM"})
+"""Architectures of tests/integration/test_latents_of_two_engines.py."""
+
+_YARN: Final = frozenset({"yarn", "deepseek_yarn"})
+"""The published name, and the one that both engines write into the config of the model that they hold."""
+
+_READ_ALIKE: Final = frozenset(
+    {
+        *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
+        *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
+    }
+)
+"""Fields of a rotary embedding that mean the same to both engines."""
 
 
 def page_root(
@@ -30,3 +47,23 @@ def page_root(
     if adapter is not None:
         extra["lora"] = adapter.hex()
     return kv_root(secret, fingerprint, {**spec, **extra}, salt)
+
+
+def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
+    """The only engine that shares this model's latents, for `PageGeometry.engine`: "" where both do.
+
+    Args:
+        engine: "vllm" or "sglang".
+        config: The whole config that the engine runs, as transformers' `to_dict`.
+    """
+    rope, named = config.get("rope_parameters") or {}, set(config.get("architectures") or ())
+    compared = (
+        len(named) == 1
+        and named <= _COMPARED
+        # Both cache the rotary key with its pairs side by side; SGLang asks this field, vLLM does not.
+        and config.get("rope_interleave", True) is True
+        # SGLang has another class for a rotary embedding that nothing scales, and no test runs it.
+        and rope.get("rope_type") in _YARN
+        and rope.keys() <= _READ_ALIKE
+    )
+    return "" if compared else engine

@@ -169,7 +169,9 @@ class Engine:
         )
         self.host = host_pool(device, self.layout)
         self.pages: HostPages = host_pages(self.host)
-        self.geometry = page_geometry(self.pages, page_tokens=self.page_tokens, heads=HEADS, layers=LAYERS)
+        self.geometry = page_geometry(
+            self.pages, page_tokens=self.page_tokens, heads=HEADS, layers=LAYERS, config={}
+        )
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
         self.faulty = FaultyStore(self.store)
         self.tally = Tally()

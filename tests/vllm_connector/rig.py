@@ -253,7 +253,9 @@ class Engine:
                 kv_connector="CornplugConnector", kv_role="kv_both", kv_load_failure_policy=policy
             ),
             model_config=SimpleNamespace(
-                get_total_num_kv_heads=lambda: HEADS, get_total_num_hidden_layers=lambda: LAYERS
+                get_total_num_kv_heads=lambda: HEADS,
+                get_total_num_hidden_layers=lambda: LAYERS,
+                hf_config=SimpleNamespace(to_dict=dict),
             ),
             parallel_config=SimpleNamespace(
                 decode_context_parallel_size=context_parallel,

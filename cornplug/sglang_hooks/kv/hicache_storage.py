@@ -100,7 +100,11 @@ class CornplugStorage(HiCacheStorage):
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         page = page_geometry(
-            pages, page_tokens=tokens, heads=model.get_total_num_kv_heads(), layers=model.num_hidden_layers
+            pages,
+            page_tokens=tokens,
+            heads=model.get_total_num_kv_heads(),
+            layers=model.num_hidden_layers,
+            config=model.hf_config.to_dict(),
         )
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)

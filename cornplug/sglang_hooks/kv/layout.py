@@ -6,12 +6,14 @@ A page is a strided view, so that one copy moves it. Shapes alone do not prove a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.kv_root import engine_of_latents
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 
@@ -81,8 +83,10 @@ def host_pages(pool: Any) -> HostPages:
     return HostPages(pool, latent=latent)
 
 
-def page_geometry(pages: HostPages, *, page_tokens: int, heads: int, layers: int) -> PageGeometry:
-    """The model's page, `heads` and `layers` being the whole model's. Raises LayoutError."""
+def page_geometry(
+    pages: HostPages, *, page_tokens: int, heads: int, layers: int, config: Mapping[str, Any]
+) -> PageGeometry:
+    """The model's page, `heads`, `layers` and `config` being the whole model's. Raises LayoutError."""
     pool = pages.pool
     if pool.layer_num != layers:
         raise LayoutError(
@@ -96,6 +100,7 @@ def page_geometry(pages: HostPages, *, page_tokens: int, heads: int, layers: int
         dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
         dtype=dtype_name(pool.dtype),
         planes=1 if pages.latent else 2,
+        engine=engine_of_latents("sglang", config) if pages.latent else "",
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common.kv_root import engine_of_latents
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PLANES, PageGeometry, RankSlice, layer_runs, tensor_parallel_heads
 from cornplug.vllm_connector.model.model_config import drafts_with_kv
@@ -55,8 +56,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
         dtype=dtype_name(spec.dtype),
         planes=planes,
         layer_runs=layer_runs(layers, _first_layers(layers, parallel.pipeline_parallel_size)),
-        # No test compares latents of vLLM with those of SGLang.
-        engine="vllm" if planes == 1 else "",
+        engine=engine_of_latents("vllm", config.model_config.hf_config.to_dict()) if planes == 1 else "",
     )
 
 

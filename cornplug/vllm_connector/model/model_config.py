@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
@@ -120,7 +121,11 @@ def _engine_model(
 
 
 def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the config that vLLM runs, the config that transformers reads from the same files)."""
+    """(the config that vLLM runs, the config that transformers reads from the same files).
+
+    In the process that holds a model with MLA, vLLM has renamed its rotary embedding in the config
+    (models/deepseek_v2.py): there the published name stands, as in processes that hold none.
+    """
     from transformers import AutoConfig
 
     running = model.hf_config.to_dict()
@@ -129,7 +134,17 @@ def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str
     except (OSError, ValueError, KeyError, ImportError):
         # transformers has no class for it: every value of vLLM's own config counts.
         return running, {}
-    return running, read.to_dict()
+    published = read.to_dict()
+    for ours, theirs in ((running, published), (_text(running), _text(published))):
+        rope = ours.get("rope_parameters") or {}
+        name = (theirs.get("rope_parameters") or {}).get("rope_type")
+        if (name, rope.get("rope_type")) == ("yarn", "deepseek_yarn"):
+            rope["rope_type"] = name
+    return running, published
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("text_config") or {}
 
 
 def _length_settings(model: Any) -> dict[str, Any]:

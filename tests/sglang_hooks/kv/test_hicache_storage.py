@@ -52,7 +52,11 @@ def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Tal
     monkeypatch.setattr(hicache_storage, "_identify", lambda: (b"model", {"config": "x"}))
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
     monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
-    model = SimpleNamespace(get_total_num_kv_heads=lambda: HEADS, num_hidden_layers=LAYERS)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: HEADS,
+        num_hidden_layers=LAYERS,
+        hf_config=SimpleNamespace(to_dict=dict),
+    )
     monkeypatch.setattr(overrides, "model_config_of", lambda args: model)
     yield tally
     page_hash_hooks.close_index()

@@ -122,17 +122,17 @@ def test_host_pages_of_unknown_pool_are_refused() -> None:
 def test_page_geometry_missing_layer_is_refused() -> None:
     pages = host_pages(host_pool(device_pool(16), "page_first"))
     with pytest.raises(LayoutError):
-        page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS + 1)
+        page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS + 1, config={})
 
 
 def test_rank_heads_follow_tensor_parallel_rank() -> None:
     pages = host_pages(host_pool(device_pool(16, heads=2), "page_first"))
-    page = page_geometry(pages, page_tokens=64, heads=4, layers=LAYERS)
+    page = page_geometry(pages, page_tokens=64, heads=4, layers=LAYERS, config={})
     assert rank_heads(pages, page, 2, 1) == (range(2, 4), True)
     with pytest.raises(LayoutError):
         rank_heads(pages, page, 1, 0)
     latent = host_pages(host_pool(latent_pool(16), "page_first"))
-    page = page_geometry(latent, page_tokens=64, heads=16, layers=LAYERS)
-    assert page.shape == (1, LAYERS, 1, 64, 16)
+    page = page_geometry(latent, page_tokens=64, heads=16, layers=LAYERS, config={})
+    assert (page.shape, page.engine) == ((1, LAYERS, 1, 64, 16), "sglang")
     assert rank_heads(latent, page, 2, 0) == (range(1), True)
     assert rank_heads(latent, page, 2, 1) == (range(1), False)

@@ -36,7 +36,10 @@ CONFIG: Any = SimpleNamespace(
         tensor_parallel_size=1,
     ),
     model_config=SimpleNamespace(
-        get_total_num_kv_heads=lambda: 2, get_total_num_hidden_layers=lambda: 2, dtype=torch.bfloat16
+        get_total_num_kv_heads=lambda: 2,
+        get_total_num_hidden_layers=lambda: 2,
+        dtype=torch.bfloat16,
+        hf_config=SimpleNamespace(to_dict=dict),
     ),
 )
 
@@ -102,7 +105,7 @@ def test_page_geometry_of_latents_is_one_plane_of_their_width(fields: dict[str, 
 
 
 def test_page_geometry_of_latents_is_of_this_engine_alone() -> None:
-    """SGLang's pages of the same model have the same shape, and no test compares their bytes."""
+    """Where no test compares this model's latents with SGLang's, which have the same shape."""
     page = page_geometry(CONFIG, planned(MLAAttentionSpec(**LATENTS)), 64)
     sglang = PageGeometry(page_tokens=64, heads=1, layers=2, dim=576, dtype="bfloat16", planes=1)
     assert page.shape == sglang.shape

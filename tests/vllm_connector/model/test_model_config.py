@@ -112,6 +112,19 @@ def test_kv_identity_names_the_draft_whose_kv_pages_hold(
     assert kv_key(ngram) == kv_key(resolved)
 
 
+def test_kv_identity_of_latents_is_equal_in_processes_with_and_without_the_model(tmp_path: Path) -> None:
+    """vLLM's DeepSeek renames the rotary embedding in the config of the process that loads it."""
+    folder = checkpoints.deepseek_v2(tmp_path / "model", kv_lora_rank=512, rope_dim=64)
+    config = EngineArgs(model=str(folder), dtype="float32", max_model_len=1024).create_engine_config()
+    rope = config.model_config.hf_config.rope_parameters
+    before = kv_key(config)
+    rope["rope_type"] = "deepseek_yarn"
+    assert kv_key(config) == before
+    assert rope["rope_type"] == "deepseek_yarn"
+    rope["rope_type"] = "linear"
+    assert kv_key(config) != before
+
+
 @pytest.mark.parametrize("name", TABLES)
 def test_field_tables_hold_each_field_once(name: str) -> None:
     """Fails with the names of what a release of vLLM has added."""
