@@ -47,6 +47,10 @@ class PageGeometry:
     """Segments of a head, of equally many layers each. The writer's choice: readers take any."""
     engine: str = ""
     """The only engine that shares these pages, where no test compares both engines' bytes; "" for both."""
+    group: tuple[int, ...] = ()
+    """Numbers of the model's layers in this page, where other pages hold the others; () where it has all."""
+    window: int = 0
+    """Tokens that the layers of such a group attend to; 0: all."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -56,6 +60,8 @@ class PageGeometry:
             )
         if min(self.page_tokens, self.heads, self.layers, self.dim, self.planes) < 1:
             raise LayoutError(f"empty page: {self}", reason="layout")
+        if self.group and len(self.group) != self.layers:
+            raise LayoutError(f"a page of other layers than it names: {self}", reason="layout")
         if self.layer_runs < 1 or self.layers % self.layer_runs or self.segments > MAX_SEGMENTS:
             raise LayoutError(f"a page of no segments: {self}", reason="layout")
 
@@ -89,8 +95,16 @@ class PageGeometry:
 
     def spec(self) -> dict[str, Any]:
         """The fields of the geometry that belong to a page's identity."""
-        fields = {"layout": "head-layer-kv-token-dim/1", "shape": list(self.shape), "dtype": self.dtype}
-        return {**fields, "engine": self.engine} if self.engine else fields
+        fields: dict[str, Any] = {
+            "layout": "head-layer-kv-token-dim/1",
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+        }
+        if self.engine:
+            fields["engine"] = self.engine
+        if self.group:
+            fields["group"] = {"layers": list(self.group), "window": self.window}
+        return fields
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

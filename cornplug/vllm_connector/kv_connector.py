@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
     SupportsHMA,
 )
@@ -17,11 +19,14 @@ from cornplug.engine_common.runtime import EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry, rank_slice
+from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import KVWorker
+from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
+from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
+from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
@@ -48,35 +53,49 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             )
         self._tally = Tally()
         self._runtime: EngineRuntime = runtime(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler: KVScheduler | None = None
-        self._worker: KVWorker | DisabledKVWorker | None = None
+        self._scheduler: KVScheduler | GroupsScheduler | None = None
+        self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
+        self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
             if not engine.share_kv:
                 raise LayoutError("engine.share_kv is false", reason="disabled")
-            geometry = page_geometry(vllm_config, kv_cache_config, engine.page_tokens)
+            kinds = page_kinds(vllm_config, kv_cache_config, engine.page_tokens)
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = KVScheduler(vllm_config, self._runtime, geometry, self._tally)
-                own_tokens = (
-                    kv_cache_config.num_blocks * kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+                self._scheduler = (
+                    GroupsScheduler(vllm_config, self._runtime, kinds, self._tally)
+                    if self._several_groups
+                    else KVScheduler(vllm_config, self._runtime, kinds[0].geometry, self._tally)
                 )
-                log_store_size(self._runtime, geometry, own_tokens, compat.logger)
+                # A token has a place in a block of each group.
+                own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
+                log_store_size(self._runtime, whole_page(kinds), own_tokens, compat.logger)
             else:
-                block_size = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-                held = rank_slice(vllm_config, kv_cache_config, geometry)
-                pages = RankPages(geometry, held, self._runtime.store)
-                self._worker = KVWorker(pages, block_size, self._runtime.background_timeout_s)
+                self._worker = self._make_worker(kinds)
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             if role == KVConnectorRole.WORKER:
                 self._worker = DisabledKVWorker(vllm_config.cache_config.block_size, e.reason)
 
+    def _make_worker(self, kinds: Sequence[PageKind]) -> KVWorker | GroupsWorker:
+        timeout_s, size = self._runtime.background_timeout_s, whole_page(kinds).page_bytes
+        workers: list[KVWorker] = []
+        for kind in kinds:
+            held = rank_slice(self._vllm_config, self._kv_cache_config, kind.geometry)
+            pages = RankPages(kind.geometry, held, self._runtime.store)
+            beside, share = workers[0] if workers else None, kind.geometry.page_bytes / size
+            workers.append(KVWorker(pages, kind.block_size, timeout_s, beside=beside, share=share))
+        return GroupsWorker(workers, [kind.layer_names for kind in kinds]) if len(kinds) > 1 else workers[0]
+
     # -- worker half ------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if isinstance(self._worker, KVWorker):
+        layers = self._vllm_config.compilation_config.static_forward_context
+        if isinstance(self._worker, GroupsWorker):
+            self._worker.register(kv_caches, layers)
+        elif isinstance(self._worker, KVWorker):
             ordered = in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
-            self._worker.register(ordered, self._vllm_config.compilation_config.static_forward_context)
+            self._worker.register(ordered, layers)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, CornplugKVMetadata)
@@ -115,8 +134,17 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         sent, received = self._worker.finished()
         return sent or None, received or None
 
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = super().get_transfer_results(finished_req_ids)
+        if self._several_groups and isinstance(self._worker, GroupsWorker | DisabledKVWorker):
+            results.failed_recving = self._worker.failed()
+        return results
+
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._worker.bad_blocks() if self._worker is not None else set()
+        # Beside several groups vLLM takes failed requests only.
+        if self._worker is None or self._several_groups:
+            return set()
+        return self._worker.bad_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.acks() if self._worker is not None else None
@@ -125,7 +153,9 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
-        if self._scheduler is not None:
+        if isinstance(self._scheduler, GroupsScheduler):
+            self._scheduler.bind(kv_cache_manager)
+        elif self._scheduler is not None:
             groups = self._kv_cache_config.kv_cache_groups
             self._scheduler.bind(kv_cache_manager, groups[0].kv_cache_spec.block_size)
 
@@ -140,7 +170,9 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        if self._scheduler is not None:
+        if isinstance(self._scheduler, GroupsScheduler):
+            self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        elif self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -159,12 +191,18 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.step_ended()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return (self._scheduler.finished(request, block_ids) if self._scheduler is not None else False), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0] if block_ids else [])
+        if isinstance(self._scheduler, GroupsScheduler):
+            return self._scheduler.finished(request, block_ids), None
+        blocks = block_ids[0] if block_ids else []
+        return (self._scheduler.finished(request, blocks) if self._scheduler is not None else False), None
+
+    def has_pending_block_frees(self) -> bool:
+        return isinstance(self._scheduler, GroupsScheduler) and self._scheduler.frees_pending()
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.saves_open()

@@ -17,7 +17,8 @@ from cornplug import config as settings
 from cornplug.errors import LayoutError
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
 from cornplug.vllm_connector.connector_config import kv_impossible
-from cornplug.vllm_connector.kv.cache_geometry import page_geometry, rank_slice
+from cornplug.vllm_connector.kv.cache_geometry import rank_slice
+from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ def _kv(config: VllmConfig) -> SharingVerdict:
 def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
     """Raise LayoutError with an engine's reason for keeping KV of these layers to itself."""
     groups = _grouped(config, specs)
-    rank_slice(config, groups, page_geometry(config, groups, page_tokens))
+    for kind in page_kinds(config, groups, page_tokens):
+        rank_slice(config, groups, kind.geometry)
 
 
 def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:

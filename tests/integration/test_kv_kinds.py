@@ -38,11 +38,12 @@ class Kind:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def _windowed(path: Path) -> Path:
-    """A Gemma 3 whose first layer sees a window and whose second sees all."""
-    model = checkpoints.gemma3(path)
+def _windowed(path: Path, windows: int = 1) -> Path:
+    """A Gemma 3 whose first layers see a window and whose last sees all."""
+    model = checkpoints.gemma3(path, layers=windows + 1)
     config = json.loads((model / "config.json").read_text())
-    config["text_config"] |= {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 256}
+    kinds = ["sliding_attention"] * windows + ["full_attention"]
+    config["text_config"] |= {"layer_types": kinds, "sliding_window": 256}
     (model / "config.json").write_text(json.dumps(config))
     return model
 
@@ -63,6 +64,11 @@ KINDS: Final[Mapping[str, Kind]] = {
     "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=()),
     "blocks of 256": Kind(checkpoints.qwen2_text, lambda _: ("--block-size", "256")),
     "windows in one group": Kind(_windowed, lambda _: ("--disable-hybrid-kv-cache-manager",)),
+    # A group of full attention and two of windows, which vLLM fills to equal sizes.
+    "windows in groups": Kind(partial(_windowed, windows=2), stock=()),
+    "windows in groups, small blocks": Kind(
+        partial(_windowed, windows=2), lambda _: ("--block-size", "16", "--cornplug-save", "always"), stock=()
+    ),
     "two stages": Kind(
         checkpoints.qwen2_text, lambda _: ("--pipeline-parallel-size", "2"), stock=(), env=_SEVERAL_WORKERS
     ),

@@ -27,6 +27,8 @@ from cornplug.sharing_verdict import last_line
 from cornplug.vllm_connector.sharing_report import describe
 for model in sys.argv[1:]:
     print(last_line(describe(model)))
+os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
+print(last_line(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
 print(last_line(describe(sys.argv[1])))
 """
@@ -66,7 +68,7 @@ def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, S
     }
     (models["unreadable"] / "consolidated.safetensors").symlink_to("model.safetensors")
     found = run(_ALL, *map(str, models.values()))
-    return dict(zip((*models, "text, KV off"), found, strict=True))
+    return dict(zip((*models, "windows, odd pages", "text, KV off"), found, strict=True))
 
 
 def _with_windows(folder: Path) -> Path:
@@ -94,9 +96,12 @@ def test_sharing_report_of_latents_is_kv(said: Mapping[str, Said]) -> None:
     assert said["latents"]["KV"] == SharingVerdict(what="KV", shared=True)
 
 
-def test_sharing_report_of_windows_names_a_remedy(said: Mapping[str, Said]) -> None:
-    found = said["windows"]
-    assert found["embeddings"].shared
+def test_sharing_report_of_windows_is_shared(said: Mapping[str, Said]) -> None:
+    assert (said["windows"]["embeddings"].shared, said["windows"]["KV"].shared) == (True, True)
+
+
+def test_sharing_report_of_windows_in_other_blocks_names_a_remedy(said: Mapping[str, Said]) -> None:
+    found = said["windows, odd pages"]
     assert (found["KV"].shared, "KV cache groups" in found["KV"].why) == (False, True)
     assert "--disable-hybrid-kv-cache-manager" in found["KV"].remedy
 

@@ -139,8 +139,10 @@ class BlockCopies:
         side: CopySide | None = None,
         direct: bool | None = None,
         urgent: bool = False,
+        share: float = 1.0,
     ) -> None:
-        """`side` and `direct` follow from the caches' device; tests set them."""
+        """`side` and `direct` follow from the caches' device; tests set them. `share` of a slab's memory."""
+        self._share = share
         self._caches, self._layouts, self._shape = caches, layouts, shape
         self._device = caches[0].device
         self._dtype = caches[0].dtype
@@ -162,7 +164,8 @@ class BlockCopies:
         heads, layers, planes, tokens, dim = self._shape
         if self._direct:
             return max(1, _DIRECT_TOKENS // tokens)
-        return max(1, _STAGED_BYTES // (heads * layers * planes * tokens * dim * self._dtype.itemsize))
+        page_bytes = heads * layers * planes * tokens * dim * self._dtype.itemsize
+        return max(1, int(_STAGED_BYTES * self._share) // page_bytes)
 
     @property
     def ahead(self) -> int:

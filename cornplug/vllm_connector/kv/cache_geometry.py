@@ -101,8 +101,8 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
         if heads != (model.get_total_num_kv_heads(), parallel.tensor_parallel_size):
             raise LayoutError("a draft model with other KV heads than its target", reason="speculative")
         count = min(count, model.get_total_num_hidden_layers())
-    target = sorted(names[:count], key=_number)
-    if [_number(name) for name in target] != list(range(count)):
+    target = sorted(names[:count], key=layer_number)
+    if [layer_number(name) for name in target] != list(range(count)):
         raise LayoutError(f"layers {target} are not the first {count} of the model", reason="layout")
     return target, names[count:]
 
@@ -159,7 +159,7 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
     )
     if config.parallel_config.pipeline_parallel_size == 1:
         return RankSlice(heads=heads, layers=range(geometry.layers), writes=writes)
-    numbers = sorted(_number(name) for name in cache.kv_cache_groups[0].layer_names)
+    numbers = sorted(layer_number(name) for name in cache.kv_cache_groups[0].layer_names)
     layers = range(numbers[0], numbers[-1] + 1)
     if list(layers) != numbers or layers.stop > geometry.layers:
         raise LayoutError(f"layers {numbers} are no plain range of {geometry.layers}", reason="layout")
@@ -175,7 +175,7 @@ def in_page_order(
     pipeline parallelism it stays, as the page then has no room for fewer layers: the worker refuses it.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
-        names = sorted(kv_caches, key=_number)
+        names = sorted(kv_caches, key=layer_number)
     else:
         target, drafts = _split(config, cache)
         names = [*target, *drafts]
@@ -183,7 +183,7 @@ def in_page_order(
     return {name: kv_caches[name] for name in names if name in kv_caches}
 
 
-def _number(name: str) -> int:
+def layer_number(name: str) -> int:
     """The layer's number in its name. Raises LayoutError for a name with none, or with several."""
     from vllm.model_executor.models.utils import extract_layer_index
 

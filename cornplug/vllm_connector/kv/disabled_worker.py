@@ -26,6 +26,7 @@ class DisabledKVWorker:
         self._loaded: set[str] = set()
         self._finishing: set[str] = set()
         self._bad_blocks: set[int] = set()
+        self._failed: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
         """Nothing to learn."""
@@ -59,7 +60,12 @@ class DisabledKVWorker:
         """(sent, received) request ids since the last call."""
         sent, self._finishing = self._finishing, set()
         received, self._loaded = self._loaded, set()
+        self._failed = received
         return sent, received
+
+    def failed(self) -> set[str]:
+        """The requests that `finished` last named as received."""
+        return self._failed
 
     def bad_blocks(self) -> set[int]:
         """Blocks that were not loaded."""

@@ -25,8 +25,8 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.allocator import align_up
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
-from cornplug.vllm_connector.kv.page_saves import PageSaves
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -81,7 +81,7 @@ class IdleSaves:
         self,
         runtime: EngineRuntime,
         page: PageGeometry,
-        requests: TrackedRequests,
+        requests: SavingRequests,
         saves: PageSaves,
         publisher: PagePublisher,
     ) -> None:

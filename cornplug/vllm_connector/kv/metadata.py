@@ -37,6 +37,8 @@ class PageLoad:
     """An array, not a tuple: it travels to the workers as one run of bytes."""
     deadline_s: float = 30.0
     """From the worker's hearing of it; the pages not begun by then are computed."""
+    group: int = 0
+    """Cache group of these blocks; a request's load is one of each."""
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
         """The blocks that hold tokens [first_token, end)."""
@@ -50,6 +52,8 @@ class PageSave:
     request_id: str
     pages: tuple[PageWrite, ...]
     blocks: tuple[int, ...]
+    group: int = 0
+    """Cache group of these blocks."""
 
 
 @dataclass(slots=True)

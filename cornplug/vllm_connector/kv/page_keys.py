@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,12 @@ class PageKeys:
         self._links: list[bytes] = []
         """The chain's value at the end of each page."""
         self._keys: dict[int, bytes] = {}
+
+    def under(self, root: bytes) -> PageKeys:
+        """Keys of the same request under another root. The two chain its tokens once."""
+        other = copy.copy(self)
+        other._root, other._keys = root, {}
+        return other
 
     def pages(self, end: int) -> int:
         """The number of whole pages within the first `end` tokens that have keys."""

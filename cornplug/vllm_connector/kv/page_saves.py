@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
 from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
@@ -13,11 +14,23 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.posted import Answered, Posted
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
-from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+
+
+class SavingRequests(Protocol):
+    """The tracked requests whose pages are saved: `TrackedRequests`, or those of one cache group."""
+
+    @property
+    def sharing(self) -> bool: ...
+    def unfinished(self) -> bool: ...
+    def get(self, request_id: str) -> TrackedRequest | None: ...
+    def completing(self, scheduled_tokens: Mapping[str, int]) -> list[tuple[TrackedRequest, int]]: ...
+    def look_at(self, tracked: TrackedRequest) -> None: ...
+    def forget_if_over(self, tracked: TrackedRequest) -> None: ...
 
 
 class PageSaves:
@@ -31,15 +44,17 @@ class PageSaves:
         self,
         runtime: EngineRuntime,
         page: PageGeometry,
-        requests: TrackedRequests,
+        requests: SavingRequests,
         publisher: PagePublisher,
         store_ops: DeferredStoreOps,
+        share: float = 1.0,
     ) -> None:
+        """`share` of the bytes that open saves may have together."""
         self._page = page
         self._requests = requests
         self._publisher = publisher
-        self._store_ops = store_ops
-        self._most_open = runtime.config.engine.max_open_saves_bytes // page.page_bytes
+        self.store_ops = store_ops
+        self._most_open = int(runtime.config.engine.max_open_saves_bytes * share) // page.page_bytes
         self._saves = runtime.config.engine.save != "never"
         self._open: dict[int, OpenSave] = {}
         self._posted: deque[tuple[list[AskedPage], Posted[list[RoomAnswer]]]] = deque()
@@ -49,14 +64,14 @@ class PageSaves:
         self._given_up: set[bytes] = set()
         """Keys of preempted pages whose room is not given back yet."""
         self.manager: KVCacheManager | None = None
-        self._block_size = 1
+        self._block_size, self._group = 1, 0
 
     def __bool__(self) -> bool:
         return bool(self._open or self._posted)
 
-    def bind(self, manager: KVCacheManager, block_size: int) -> None:
-        """Take the engine's manager of blocks, which knows the blocks of a request."""
-        self.manager, self._block_size = manager, block_size
+    def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
+        """Take the engine's manager of blocks, which knows the blocks of a request in this cache group."""
+        self.manager, self._block_size, self._group = manager, block_size, group
 
     def give_up(self, tracked: TrackedRequest) -> None:
         """A preempted request's blocks are gone: pages that no worker has acknowledged are not
@@ -140,7 +155,7 @@ class PageSaves:
         if page.given_up:
             self._given_up.discard(page.key)
             if isinstance(answer, Reservation):
-                self._store_ops.release([answer.token])
+                self.store_ops.release([answer.token])
                 self._publisher.count_outcome("preempted")
         elif isinstance(answer, Reservation):
             self.begin(answer, tracked.request.request_id, index)
@@ -168,7 +183,7 @@ class PageSaves:
         # A page and a block both begin at a multiple of it.
         unit = math.lcm(size, self._block_size)
         start = min(indices) * size // unit * unit
-        blocks = self.manager.get_blocks(request_id).blocks[0]
+        blocks = self.manager.get_blocks(request_id).blocks[self._group]
         held = blocks[start // self._block_size : -(-(max(indices) + 1) * size // self._block_size)]
         return PageSave(
             request_id,
@@ -202,10 +217,10 @@ class PageSaves:
         save = self._open.pop(token)
         self._given_up.discard(save.reservation.key)
         if save.failed_segments:
-            self._store_ops.release([token])
+            self.store_ops.release([token])
             self._publisher.count_outcome("preempted" if save.given_up else "write_failed")
         else:
-            self._store_ops.commit(save)
+            self.store_ops.commit(save)
         tracked = self._requests.get(save.request_id)
         if tracked is not None:
             tracked.open_saves.discard(token)

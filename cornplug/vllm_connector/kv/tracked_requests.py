@@ -40,6 +40,8 @@ class LeasedPages:
     first_page: int = 0
     pages: Leases = NO_LEASES
     """Whole pages, from `first_page` on."""
+    groups: list[tuple[int, Leases]] = field(default_factory=list)
+    """(first page, pages) of each cache group, where a model has several; `pages` are one group's then."""
     tokens: list[int] = field(default_factory=list)
     """Of the leases, and of those of pages that are not whole."""
     end: int = 0
@@ -248,7 +250,9 @@ class TrackedRequests:
         return self._keys(request)
 
     def _keys(self, request: Request) -> PageKeys:
-        return PageKeys(self._run.secret, self._root(request), self._page.page_tokens, request.mm_features)
+        return PageKeys(
+            self._run.secret, self.root_of(request, self._page), self._page.page_tokens, request.mm_features
+        )
 
     def _why_not(self, request: Request) -> str:
         """Why this request shares no KV; "" when it does."""
@@ -265,9 +269,10 @@ class TrackedRequests:
             return "streaming"
         return ""
 
-    def _root(self, request: Request) -> bytes:
+    def root_of(self, request: Request, page: PageGeometry) -> bytes:
+        """The root of the keys of a request's pages of this geometry. Raises CornplugError."""
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
         return page_root(
-            self._run.secret, self._identity.get(), self._page, adapter=adapter, salt=request.cache_salt
+            self._run.secret, self._identity.get(), page, adapter=adapter, salt=request.cache_salt
         )

@@ -62,8 +62,17 @@ class _SavedPage:
 class KVWorker:
     """One per rank."""
 
-    def __init__(self, pages: RankPages, block_size: int, background_timeout_s: float) -> None:
-        """`background_timeout_s`: of the mover's calls of the store."""
+    def __init__(
+        self,
+        pages: RankPages,
+        block_size: int,
+        background_timeout_s: float,
+        *,
+        beside: KVWorker | None = None,
+        share: float = 1.0,
+    ) -> None:
+        """`background_timeout_s`: of the mover's calls of the store. `beside`: the worker of another cache
+        group, whose mover this one uses. `share` of the memory that slabs on an accelerator may take."""
         self._page, self._mine = pages.page, pages.held
         self._pages = pages
         self._background_timeout_s = background_timeout_s
@@ -72,7 +81,10 @@ class KVWorker:
         self._in: BlockCopies | None = None
         self._slots = block_size
         """Tokens of one block of the caches; one of the engine's may be several of the kernels'."""
-        self._mover = KVMover(lambda: self._side.enter_thread())
+        self._share = share
+        self._mover: KVMover = (
+            beside._mover if beside is not None else KVMover(lambda: self._side.enter_thread())
+        )
         self._side: CopySide = CpuSide()
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
@@ -112,11 +124,12 @@ class KVWorker:
             if len({layout.block_size for layout in layouts}) > 1:
                 raise LayoutError("layers with blocks of several sizes", reason="layout")
         except LayoutError as e:
-            compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
-            self._acks.unusable = e.reason
+            self.refuse(e)
             return
-        self._out = BlockCopies(list(caches.values()), layouts, self._pages.shape)
-        self._in = BlockCopies(list(caches.values()), layouts, self._pages.shape, urgent=True)
+        self._out, self._in = (
+            BlockCopies(list(caches.values()), layouts, self._pages.shape, urgent=urgent, share=self._share)
+            for urgent in (False, True)
+        )
         self._slots, self._side = layouts[0].block_size, self._out.side
         compat.logger.info(
             "cornplug: KV layout verified by writing it: %d layers, heads %d to %d of %d",
@@ -125,6 +138,11 @@ class KVWorker:
             mine.heads.stop - 1,
             page.heads,
         )
+
+    def refuse(self, error: LayoutError) -> None:
+        """Report to the scheduler half that this rank's caches cannot be mapped."""
+        compat.logger.warning("cornplug: KV of this engine is not shared: %s", error)
+        self._acks.unusable = error.reason
 
     def _slots_of(self, cache: torch.Tensor) -> int:
         """Tokens of one block of a cache: the engine's block size, or a part of it."""

@@ -31,6 +31,6 @@ def test_kv_request_roots_equal_golden_vectors(name: str, tmp_path: Path, store:
     request: Any = Request("r", [1], cache_salt=case.salt, lora_request=lora)
     if lora is not None:
         with suppress(CheckpointError):  # a thread reads it: now, or already
-            made._root(request)
+            made.root_of(request, made._page)
         made._adapters._read[path].result(timeout=5)
-    assert made._root(request).hex() == vectors.known()[name]
+    assert made.root_of(request, made._page).hex() == vectors.known()[name]

@@ -1,0 +1,170 @@
+"""Loads of KV pages of several cache groups: a prefix counts only where the store has it for every group."""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate
+from typing import Final
+
+from cornplug.engine_common.page_envelope import whole_pages
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.kv_page import pages_between
+from cornplug.metrics import Tally
+from cornplug.store.leases import Leases
+from cornplug.vllm_connector.kv.costs import LoadCosts
+from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
+from cornplug.vllm_connector.kv.load_offers import LoadOffers
+from cornplug.vllm_connector.kv.metadata import PageLoad
+from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
+from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
+
+_TRIES: Final = 64
+"""Ends of a hit that are tried, from the longest: each takes a question of all windows before it."""
+
+
+class GroupOffers(LoadOffers):
+    """One per scheduler half. A hit that ends at token n is all pages of full attention before n, and of each
+    windowed group the pages that hold the window before n."""
+
+    def __init__(
+        self,
+        runtime: EngineRuntime,
+        kinds: Sequence[PageKind],
+        groups: Sequence[GroupRequests],
+        tally: Tally,
+        costs: LoadCosts,
+        store_ops: DeferredStoreOps,
+    ) -> None:
+        self._first = next(i for i, kind in enumerate(kinds) if not kind.window)
+        super().__init__(runtime, kinds[self._first].geometry, tally, costs, store_ops)
+        self._kinds, self._groups = kinds, groups
+        self._null_block = 0
+
+    def bind(self, null_block: int) -> None:
+        """Take the number of the block that stands for those which vLLM does not keep."""
+        self._null_block = null_block
+
+    def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
+        request, size = tracked.request, self._page.page_tokens
+        assert tracked.keys is not None
+        keys = [group.of(tracked).keys for group in self._groups]
+        if None in keys:
+            return
+        named = [one for one in keys if one is not None]
+        # The last token is always computed here: it is what the next one is sampled from.
+        wanted = pages_between(offer.computed, request.num_tokens - 1, size)
+        end = tracked.keys.pages(request.num_tokens - 1)
+        for kind, own in zip(self._kinds, named, strict=True):
+            if not kind.window:
+                pages = range(wanted.start, max(wanted.start, end))
+                end = wanted.start + len(self._stored(own, request.all_token_ids, pages))
+        end = self._end_with_windows(offer.computed, end, named, request.all_token_ids)
+        if (absent := wanted.stop - max(end, wanted.start)) > 0:
+            self._count_misses("absent", absent)
+        if end > wanted.start:
+            self._lease(tracked, offer, end, named)
+
+    def _pages(self, kind: PageKind, computed: int, end: int) -> range:
+        """The pages of a kind that a hit of `end` pages loads behind `computed` tokens."""
+        size = self._page.page_tokens
+        return range(max(computed, kind.needed_from(end * size)) // size, end)
+
+    def _end_with_windows(
+        self, computed: int, end: int, keys: Sequence[PageKeys], token_ids: Sequence[int]
+    ) -> int:
+        """The most pages, at most `end`, before which the store has every group's window; 0 for none."""
+        end_s = time.monotonic() + self._run.config.store.deadline_s
+        for _ in range(_TRIES):
+            if end * self._page.page_tokens <= computed:
+                return 0
+            pages = [
+                (page, own)
+                for kind, own in zip(self._kinds, keys, strict=True)
+                if kind.window
+                for page in self._pages(kind, computed, end)
+            ]
+            asked = [own.of(token_ids, [page])[0] for page, own in pages]
+            present = self._run.store.contains(asked, deadline_s=max(0.0, end_s - time.monotonic()))
+            # A later end whose window begins behind the first absent page would be behind this one too.
+            absent = [page for (page, _), there in zip(pages, present, strict=True) if not there]
+            if not absent:
+                return end
+            end = min(absent)
+        return 0
+
+    def _lease(self, tracked: TrackedRequest, offer: LeasedPages, end: int, keys: Sequence[PageKeys]) -> None:
+        """Lease and offer all pages of a hit of `end` pages, or none."""
+        token_ids, config = tracked.request.all_token_ids, self._run.config.store
+        ranges = [self._pages(kind, offer.computed, end) for kind in self._kinds]
+        if not self._costs.pays(
+            tokens=end * self._page.page_tokens - offer.computed, pages=self._as_pages(ranges)
+        ):
+            self._count_misses("cheaper", len(ranges[self._first]))
+            tracked.saved_until(end)
+            return
+        wanted = [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
+        leases = self._run.store.lease(wanted, ttl_s=config.lease_s, deadline_s=config.deadline_s)
+        if None in leases.metas:
+            self._count_misses("absent", len(ranges[self._first]))
+        elif self._whole(ranges, leases):
+            ends = list(accumulate(map(len, ranges)))
+            offer.groups = [
+                (pages.start, leases[end - len(pages) : end]) for pages, end in zip(ranges, ends, strict=True)
+            ]
+            offer.first_page, offer.pages = offer.groups[self._first]
+            offer.tokens = leases.held
+            return
+        self._store_ops.release(leases.held)
+
+    def _whole(self, ranges: Sequence[range], leases: Leases) -> bool:
+        """Whether the leased pages of all groups have the headers of whole pages."""
+        at = 0
+        for kind, pages in zip(self._kinds, ranges, strict=True):
+            mine = leases[at : at + len(pages)]
+            whole, error = whole_pages(mine, kind.geometry)
+            if error is not None:
+                self._count_misses(error.reason)
+                if error.is_damage:
+                    self._store_ops.delete(mine.keys[whole])
+                return False
+            at += len(pages)
+        return True
+
+    def _as_pages(self, ranges: Sequence[range]) -> int:
+        """So many pages of the whole model have the bytes of these pages of its groups."""
+        sizes = [kind.geometry.page_bytes for kind in self._kinds]
+        loaded = sum(size * len(pages) for size, pages in zip(sizes, ranges, strict=True))
+        return -(-loaded // sum(sizes))
+
+    def take_groups(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """The engine took the offer: `external` tokens go into these blocks of each group; 0: none."""
+        offer = tracked.offer
+        if offer is None:
+            return
+        if not external:
+            self.withdraw(tracked)
+            return
+        tracked.offer, tracked.loading = None, offer
+        offer.end = offer.computed + external
+        # The windows before another end are other pages.
+        whole = offer.end == (offer.first_page + len(offer.pages)) * self._page.page_tokens
+        request_id = tracked.request.request_id
+        loads = []
+        for i, (kind, (first, pages)) in enumerate(zip(self._kinds, offer.groups, strict=True)):
+            start = max(offer.computed, kind.needed_from(offer.end))
+            held = blocks[i][start // kind.block_size : -(-offer.end // kind.block_size)]
+            whole = (
+                whole and len(held) * kind.block_size >= offer.end - start and self._null_block not in held
+            )
+            loads.append(PageLoad(request_id, start, offer.end, first, pages, array("q", blocks[i]), group=i))
+        # A load whose time is over fails: the request is computed.
+        deadline_s = self._costs.deadline_s(external) if whole else -1.0
+        self._costs.load_began(request_id, self._as_pages([range(len(pages)) for _, pages in offer.groups]))
+        self._taken += [replace(load, deadline_s=deadline_s) for load in loads]
+        for group in self._groups:
+            group.of(tracked).saved_until(offer.end // self._page.page_tokens)

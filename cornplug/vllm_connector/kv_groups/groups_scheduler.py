@@ -1,0 +1,219 @@
+"""The scheduler half of the KV connector for a model with several cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
+from cornplug.metrics import Tally
+from cornplug.vllm_connector.kv.costs import LoadCosts
+from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
+from cornplug.vllm_connector.kv.idle_saves import IdleSaves
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageSave
+from cornplug.vllm_connector.kv.page_saves import PageSaves
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv_groups.group_offers import GroupOffers
+from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
+from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, whole_page
+from cornplug.vllm_connector.kv_groups.window_saves import WindowSaves
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """The saves of one cache group."""
+
+    kind: PageKind
+    requests: GroupRequests
+    saves: PageSaves
+    idle: IdleSaves
+
+
+class GroupsScheduler:
+    """One per engine core, with the face of `KVScheduler`: pages of all groups are loaded together, and
+    saved each group for itself."""
+
+    def __init__(
+        self, config: VllmConfig, runtime: EngineRuntime, kinds: Sequence[PageKind], tally: Tally
+    ) -> None:
+        self._app = runtime.app
+        self._tally = tally
+        self._finishing: list[str] = []
+        first = next(kind for kind in kinds if not kind.window)
+        self._page_tokens = first.geometry.page_tokens
+        self._requests = TrackedRequests(config, runtime, first.geometry, tally)
+        self._store_ops = DeferredStoreOps(runtime, _publisher(runtime, first, tally, only_seen=False))
+        self._costs = LoadCosts(runtime.config.store, whole_page(kinds))
+        size = sum(kind.geometry.page_bytes for kind in kinds)
+        self._groups = [self._group(runtime, kind, kind.geometry.page_bytes / size) for kind in kinds]
+        views = [group.requests for group in self._groups]
+        self._offers = GroupOffers(runtime, kinds, views, tally, self._costs, self._store_ops)
+
+    def _group(self, runtime: EngineRuntime, kind: PageKind, share: float) -> _Group:
+        requests = GroupRequests(self._requests, kind)
+        seen = runtime.config.engine.save == "second"
+        publisher = _publisher(runtime, kind, self._tally, only_seen=seen)
+        saves = (WindowSaves if kind.window else PageSaves)(
+            runtime, kind.geometry, requests, publisher, DeferredStoreOps(runtime, publisher), share
+        )
+        unseen = _publisher(runtime, kind, self._tally, only_seen=False)
+        return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
+
+    def bind(self, manager: KVCacheManager) -> None:
+        """Take the engine's manager of blocks, which knows the blocks of a request."""
+        self._offers.bind(manager.block_pool.null_block.block_id)
+        for i, group in enumerate(self._groups):
+            group.saves.bind(manager, group.kind.block_size, i)
+            group.idle.bind(manager.block_pool, group.kind.block_size)
+
+    def matched_tokens(self, request: Request, computed: int) -> int:
+        """Tokens beyond `computed` that the store offers. Asked often; answers from memory."""
+        tracked = self._requests.track(request)
+        if tracked.keys is None:
+            return 0
+        end = computed // self._page_tokens * self._page_tokens
+        for group in self._groups:
+            # Of the tokens that the engine's own cache holds, a later request needs the window before the
+            # end: the pages before it are not worth a save.
+            if group.kind.window:
+                group.requests.of(tracked).saved_until(group.kind.needed_from(end) // self._page_tokens)
+        if request.skip_reading_prefix_cache or not self._requests.sharing:
+            return 0
+        return self._offers.tokens(tracked, computed)
+
+    def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external: int) -> None:
+        """The engine took the offer: `external` tokens go into these blocks of each group."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is not None:
+            self._offers.take_groups(tracked, blocks, external)
+
+    def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
+        """The moves of the step that was just scheduled."""
+        preempted = list(output.preempted_req_ids or ())
+        for group in self._groups:
+            for request_id in preempted:
+                tracked = group.requests.get(request_id)
+                if tracked is not None:
+                    group.saves.give_up(tracked)
+            group.saves.take_answers()
+        moves = CornplugKVMetadata(loads=self._offers.new_loads(), preempted=preempted)
+        for group in self._groups:
+            moves.preempted += group.idle.reused()
+        self._run_store_ops()
+        moves.timed = self._costs.time_step(output) if not self._requests.off else 0
+        moves.saves = self._new_saves(output)
+        moves.finishing = self._finished_asking() if self._finishing else []
+        return moves
+
+    def _run_store_ops(self) -> None:
+        for ops in (self._store_ops, *(group.saves.store_ops for group in self._groups)):
+            if ops:
+                ops.run()
+
+    def _new_saves(self, output: SchedulerOutput) -> list[PageSave]:
+        ends = self._requests.completing(output.num_scheduled_tokens)
+        found = []
+        for i, group in enumerate(self._groups):
+            group.requests.completed(ends)
+            saves = group.saves.of_step(output) + group.idle.of_step(output)
+            found += [replace(save, group=i) for save in saves]
+        return found
+
+    def _finished_asking(self) -> list[str]:
+        """The finished requests, once the worker halves have heard of all their pages."""
+        told, self._finishing = self._finishing, []
+        for request_id in told:
+            if any(tracked.asked for _, tracked in self._pages_of(request_id)):
+                self._finishing.append(request_id)
+        return [request_id for request_id in told if request_id not in self._finishing]
+
+    def _pages_of(self, request_id: str) -> list[tuple[_Group, TrackedRequest]]:
+        """A request's pages of each group that has some."""
+        found = [(group, group.requests.get(request_id)) for group in self._groups]
+        return [(group, tracked) for group, tracked in found if tracked is not None]
+
+    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
+        """Take the worker halves' answers to the moves of earlier steps."""
+        self._costs.acknowledged(acks)
+        self._requests.unusable = self._requests.unusable or acks.unusable
+        for request_id, reason in acks.failed_loads.items():
+            self._failed(request_id, reason)
+        if acks.loaded_bytes:
+            self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
+        for group in self._groups:
+            group.saves.acknowledged(acks)
+
+    def _failed(self, request_id: str, reason: str) -> None:
+        tracked = self._requests.get(request_id)
+        self._offers.failed(tracked, reason)
+        if tracked is None:
+            return
+        self._requests.look_at(tracked)
+        if tracked.loading is not None:
+            # The pages that it computes now may be those that the store has lost.
+            for _, pages in self._pages_of(request_id):
+                pages.save_again_from(tracked.loading.computed // self._page_tokens)
+
+    def loaded(self, request_id: str) -> None:
+        """The worker halves have ended a load, whole or failed."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._offers.ended(tracked)
+            self._forget_if_over(tracked)
+
+    def step_ended(self) -> None:
+        """The engine has read the output of a step."""
+        self._costs.step_ended()
+
+    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> bool:
+        """True when its `blocks` of each group must stay until the worker halves have read them."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None:
+            return False
+        self._offers.withdraw(tracked)
+        saving = self._pages_of(request.request_id)
+        for group, pages in saving:
+            if pages.asked:
+                group.saves.take_answers()
+            # While it loads, its blocks hold nothing yet.
+            if tracked.loading is None:
+                group.idle.remember(pages, self._kept(group, pages, blocks))
+        self._forget_if_over(tracked)
+        if tracked.loading is None and any(pages.open_saves or pages.asked for _, pages in saving):
+            self._finishing.append(request.request_id)
+            return True
+        return False
+
+    def _kept(self, group: _Group, pages: TrackedRequest, blocks: Sequence[Sequence[int]]) -> Sequence[int]:
+        """A request's blocks of a group, with those that it has given back and that vLLM still caches."""
+        held = blocks[self._groups.index(group)]
+        return group.saves.kept(pages, held) if isinstance(group.saves, WindowSaves) else held
+
+    def _forget_if_over(self, tracked: TrackedRequest) -> None:
+        for group, pages in self._pages_of(tracked.request.request_id):
+            group.requests.forget_if_over(pages)
+        self._requests.forget_if_over(tracked)
+
+    def saves_open(self) -> bool:
+        """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        return bool(
+            self._finishing
+            or self._store_ops
+            or any(group.saves or group.saves.store_ops or group.idle for group in self._groups)
+        )
+
+    def frees_pending(self) -> bool:
+        """Whether acknowledgements will make blocks free that are held for saves."""
+        return any(group.saves.pinned for group in self._groups if isinstance(group.saves, WindowSaves))
+
+
+def _publisher(runtime: EngineRuntime, kind: PageKind, tally: Tally, *, only_seen: bool) -> PagePublisher:
+    return PagePublisher(runtime, kind.geometry, tally, deadline_s=runtime.deadline_s, only_seen=only_seen)

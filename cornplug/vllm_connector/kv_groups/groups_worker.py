@@ -1,0 +1,129 @@
+"""The worker half of the KV connector for a model with several cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cornplug.errors import LayoutError
+from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
+from cornplug.vllm_connector.kv.worker import KVWorker
+
+if TYPE_CHECKING:
+    import torch
+
+
+class GroupsWorker:
+    """One per rank: a `KVWorker` for each cache group, over one mover. A load is over when all groups have
+    theirs; it fails as a whole, as vLLM's block numbers do not say which group a damaged block is of."""
+
+    def __init__(self, workers: Sequence[KVWorker], layer_names: Sequence[Sequence[str]]) -> None:
+        """`layer_names`: of each group, in the order of its page."""
+        self._workers, self._layer_names = workers, layer_names
+        self._acks = CornplugKVWorkerMetadata()
+        self._loading: dict[str, int] = {}
+        """Request -> groups that have not ended its load."""
+        self._sending: dict[str, int] = {}
+        """Finished request -> groups that still read its blocks."""
+        self._failed: set[str] = set()
+        self._failed_now: set[str] = set()
+
+    def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
+        """Learn the caches of this rank, by their layers' names.
+
+        A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
+        """
+        known = {name for names in self._layer_names for name in names}
+        if known != caches.keys():
+            # A layer that reads another's cache, or one that vLLM did not plan.
+            error = LayoutError(
+                f"KV caches of other layers: {sorted(known ^ caches.keys())}", reason="layout"
+            )
+            for worker in self._workers:
+                worker.refuse(error)
+            return
+        for worker, names in zip(self._workers, self._layer_names, strict=True):
+            worker.register({name: caches[name] for name in names}, layers)
+
+    def start_loads(self, loads: Sequence[PageLoad]) -> None:
+        """Begin loads; their requests run once `finished` names them."""
+        for load in loads:
+            self._loading[load.request_id] = self._loading.get(load.request_id, 0) + 1
+            self._workers[load.group].start_loads([load])
+
+    def start_saves(self, saves: Sequence[PageSave]) -> None:
+        """Begin to copy out pages that this step's forward has computed."""
+        for i, worker in enumerate(self._workers):
+            worker.start_saves([save for save in saves if save.group == i])
+
+    def stepped(self, number: int) -> None:
+        """Acknowledge the end of a timed step, with the next acknowledgements."""
+        self._workers[0].stepped(number)
+
+    def finishing(self, request_ids: Sequence[str]) -> None:
+        """These requests' blocks stay until `finished` names them as sent."""
+        self._sending |= dict.fromkeys(request_ids, len(self._workers))
+        for worker in self._workers:
+            worker.finishing(request_ids)
+
+    def give_up_saves(self, request_ids: Collection[str]) -> None:
+        """Count pages of these requests that are not acknowledged yet as not written. Does not wait."""
+        for worker in self._workers:
+            worker.give_up_saves(request_ids)
+
+    def drain(self) -> None:
+        """Wait until no block is being read or written."""
+        for worker in self._workers:
+            worker.drain()
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """(sent, received) request ids since the last call."""
+        sent: set[str] = set()
+        received: set[str] = set()
+        for worker in self._workers:
+            sent_one, received_one = worker.finished()
+            sent |= _over(self._sending, sent_one)
+            received |= _over(self._loading, received_one)
+            worker.bad_blocks()
+            self._acknowledge(worker.acks())
+        self._failed_now = self._failed & received
+        self._failed -= received
+        return sent, received
+
+    def _acknowledge(self, acks: CornplugKVWorkerMetadata | None) -> None:
+        if acks is None:
+            return
+        self._failed |= acks.failed_loads.keys()
+        # The groups' loads ran one after the other; those of ranks, side by side.
+        seconds = self._acks.loading_s + acks.loading_s
+        self._acks.aggregate(acks)
+        self._acks.loading_s = seconds
+
+    def failed(self) -> set[str]:
+        """Those of the requests which `finished` last named as received whose load failed."""
+        return self._failed_now
+
+    def bad_blocks(self) -> set[int]:
+        """None: see `failed`."""
+        return set()
+
+    def acks(self) -> CornplugKVWorkerMetadata | None:
+        """The acknowledgements since the last call; None where there are none. Called after `finished`."""
+        acks, self._acks = self._acks, CornplugKVWorkerMetadata()
+        return None if acks.is_empty() else acks
+
+    def close(self) -> None:
+        """Finish the slabs that are being copied; drop all others."""
+        for worker in self._workers:
+            worker.close()
+
+
+def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
+    """Those of these requests that all groups have ended."""
+    over = set()
+    for request_id in ended:
+        open_groups[request_id] -= 1
+        if not open_groups[request_id]:
+            del open_groups[request_id]
+            over.add(request_id)
+    return over

@@ -1,0 +1,117 @@
+"""Saves of pages whose blocks vLLM gives away while their request runs, as its window moves on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from cornplug.store.base import Reservation
+from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
+from cornplug.vllm_connector.kv.page_saves import PageSaves
+from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+Blocks = Sequence["KVCacheBlock"]
+
+
+class WindowSaves(PageSaves):
+    """One per cache group with a window.
+
+    The blocks of a page are pinned from the step that asks for its room until every rank has read them.
+    A block that its request has given back is still the right one while vLLM's prefix cache names it by the
+    hash of the request's tokens. Pages without blocks are not offered: no request needs most of them.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._asked: dict[AskedPage, Blocks] = {}
+        self._held: dict[int, Blocks] = {}
+        """By the token of a reservation."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether blocks will be free once the worker halves have read them."""
+        return bool(self._asked or self._held)
+
+    @property
+    def _pool(self) -> BlockPool:
+        assert self.manager is not None
+        return self.manager.block_pool
+
+    def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
+        """The blocks that hold a page of a request with these blocks; None if one of them is gone."""
+        size, found = self._page.page_tokens, []
+        for i in range(index * size // self._block_size, -(-(index + 1) * size // self._block_size)):
+            block = table[i] if i < len(table) and not table[i].is_null else self._cached(tracked, i)
+            if block is None:
+                return None
+            found.append(block)
+        return found
+
+    def _cached(self, tracked: TrackedRequest, index: int) -> KVCacheBlock | None:
+        """A block of a request that vLLM's prefix cache still has."""
+        hashes, pool = tracked.request.block_hashes, self._pool
+        # Beside others, a cached block may hold what another connector loaded.
+        if tracked.own is not None or pool.hash_block_size != self._block_size or index >= len(hashes):
+            return None
+        cached = pool.get_cached_block(hashes[index], [self._group])
+        return cached[0] if cached else None
+
+    def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> list[int]:
+        """A request's blocks; of unsaved pages those too that it gave back and vLLM still caches."""
+        table, found = [self._pool.blocks[block] for block in block_ids], list(block_ids)
+        for index in tracked.unsaved:
+            first = index * self._page.page_tokens // self._block_size
+            for i, block in enumerate(self.blocks_of(tracked, index, table) or (), first):
+                if i < len(found):
+                    found[i] = block.block_id
+        return found
+
+    def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
+        found = []
+        for page in super()._new_pages(output):
+            blocks = self.blocks_of(page.tracked, page.index, self._table(page.tracked))
+            if blocks is not None:
+                self._pool.touch(blocks)
+                self._asked[page] = blocks
+                found.append(page)
+        return found
+
+    def _table(self, tracked: TrackedRequest) -> Blocks:
+        assert self.manager is not None
+        return self.manager.get_blocks(tracked.request.request_id).blocks[self._group]
+
+    def _ask(self, wanted: list[AskedPage]) -> bool:
+        answered = super()._ask(wanted)
+        for page in wanted:
+            if page not in page.tracked.asked:
+                self._unpin(self._asked.pop(page))
+        return answered
+
+    def _take(self, page: AskedPage, answer: Any) -> bool:
+        given, blocks = super()._take(page, answer), self._asked.pop(page)
+        if given:
+            self._held[answer.token] = blocks
+        else:
+            self._unpin(blocks)
+        return given
+
+    def _save(self, request_id: str, pages: list[tuple[int, Reservation]]) -> PageSave:
+        # Of a page and a block, the longer begins at a multiple of the shorter.
+        per_unit = max(1, self._block_size // self._page.page_tokens)
+        writes, blocks = [], []
+        for place, (index, room) in enumerate(pages):
+            writes.append(PageWrite(place * per_unit + index % per_unit, room.token, room.location))
+            blocks += [block.block_id for block in self._held[room.token]]
+        return PageSave(request_id, tuple(writes), tuple(blocks))
+
+    def _close(self, token: int) -> None:
+        super()._close(token)
+        self._unpin(self._held.pop(token, ()))
+
+    def _unpin(self, blocks: Blocks) -> None:
+        self._pool.free_blocks(reversed(blocks))

@@ -1,0 +1,221 @@
+"""Several cache groups under vLLM's scheduler: every byte that attention would read, whoever put it there."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from cornplug.store.memory import MemoryStore
+from cornplug.testing import FaultyStore
+from cornplug.vllm_connector.kv import idle_saves
+
+from ..conftest import open_in
+from ..rig import BrokenBackend
+from .group_rig import GroupCore, prompts
+
+PROMPT = [(7 * i) % 251 for i in range(300)]  # 9 whole pages of 32, and 12 tokens
+PAGES = 9
+
+Make = Callable[..., GroupCore]
+
+
+def nothing_left(store: MemoryStore, *cores: GroupCore) -> None:
+    """No lease, no reservation, no block and no request is kept."""
+    for core in cores:
+        scheduler: Any = core.connector._scheduler
+        assert core.pool.get_num_free_blocks() == core.pool.num_gpu_blocks - 1
+        assert not scheduler._requests
+        assert not any(group.saves or group.requests._tracked for group in scheduler._groups)
+        assert not core.connector.has_pending_block_frees()
+    assert open_in(store) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [
+        ({}, {}),
+        ({"window": 20}, {"window": 20}),
+        ({"window": 1000}, {"window": 1000}),
+        ({}, {"tp": 2}),
+        ({"tp": 2}, {"block_size": 32}),
+        ({"block_size": 64}, {}),
+        ({"window": 100}, {"block_size": 64, "window": 100}),
+    ],
+)
+def test_groups_scheduler_fresh_engine_loads_the_prompt(
+    cores: Make, store: MemoryStore, writer: dict[str, Any], reader: dict[str, Any]
+) -> None:
+    first = cores(**writer)
+    first.answer(PROMPT)
+    first.settle()
+    second = cores(**reader)
+    second.answer(PROMPT, max_tokens=20)
+    second.settle()
+    assert (second.loaded(), second.failed) == (PAGES * 32, 0)
+    nothing_left(store, first, second)
+
+
+def test_groups_scheduler_load_follows_the_engines_own_cache(cores: Make, store: MemoryStore) -> None:
+    first, second = cores(), cores()
+    first.answer(PROMPT)
+    first.settle()
+    second.answer([*PROMPT[:100], 300])
+    assert second.loaded() == 96
+    second.answer(PROMPT)
+    assert second.loaded() == 96 + (PAGES * 32 - 96)
+    second.settle()
+    nothing_left(store, second)
+
+
+def test_groups_scheduler_window_is_all_that_is_loaded_of_a_windowed_group(cores: Make) -> None:
+    first, second = cores(), cores()
+    first.answer(PROMPT)
+    first.settle()
+    second.answer(PROMPT)
+    # 9 pages of the layer that sees all; of three others those of tokens 240 to 288.
+    page = 32 * 2 * 4 * 8 * 4
+    assert second.counts["bytes", "kv_page", "load"] == (9 + 3 * 2) * page
+
+
+def test_groups_scheduler_other_window_is_another_model(cores: Make) -> None:
+    first, second = cores(window=48), cores(window=100)
+    first.answer(PROMPT)
+    first.settle()
+    second.answer(PROMPT)
+    assert second.loaded() == 0
+
+
+def test_groups_scheduler_second_sighting_is_saved_from_the_engines_own_cache(
+    cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_saves, "_SETTLE_S", 1e9)
+    monkeypatch.setattr(idle_saves, "_LIMIT_S", 0)
+    first = cores(save="second")
+    first.answer([*PROMPT[:200], *[300] * 30])
+    assert first.saved() == 0
+    first.answer([*PROMPT[:200], *[301] * 30])
+    first.settle()
+    fresh = cores(save="second")
+    fresh.answer([*PROMPT[:200], *[302] * 30])
+    assert fresh.loaded() == 192
+    fresh.settle()
+    nothing_left(store, first, fresh)
+
+
+def test_groups_scheduler_idle_engine_saves_what_was_used_once(
+    cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_saves, "_SETTLE_S", 0)
+    first = cores(save="second")
+    first.answer(PROMPT)
+    assert first.saved() == 0
+    first.settle()
+    assert first.saved() == 3 * PAGES
+    fresh = cores()
+    fresh.answer(PROMPT)
+    assert fresh.loaded() == PAGES * 32
+    fresh.settle()
+    nothing_left(store, first, fresh)
+
+
+@pytest.mark.parametrize("nth", range(0, 27, 5))
+def test_groups_scheduler_damaged_page_fails_the_load_as_a_whole(
+    cores: Make, store: MemoryStore, nth: int
+) -> None:
+    first, second = cores(window=1000), cores(window=1000)
+    first.answer(PROMPT)
+    first.settle()
+    location = list(store.index._entries.values())[nth].location
+    store.arena[location.offset + location.size - 1] ^= 1
+    second.answer(PROMPT, max_tokens=20)
+    second.settle()
+    assert (second.loaded(), second.failed) == (0, 1)
+    assert second.counts["misses", "kv_page", "corrupt"] == 1
+    # It was computed, and is stored again.
+    third = cores(window=1000)
+    third.answer(PROMPT)
+    assert (third.loaded(), third.failed) == (PAGES * 32, 0)
+    third.settle()
+    nothing_left(store, second, third)
+
+
+def test_groups_scheduler_engine_that_takes_less_computes(
+    cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The windows before another end are other pages."""
+    first, second = cores(), cores()
+    first.answer(PROMPT)
+    first.settle()
+    offered = second.connector.get_num_new_matched_tokens
+
+    def fewer(*args: Any) -> Any:
+        tokens, later = offered(*args)
+        return (tokens - 32, later) if tokens else (tokens, later)
+
+    monkeypatch.setattr(second.connector, "get_num_new_matched_tokens", fewer)
+    second.answer(PROMPT, max_tokens=20)
+    second.settle()
+    assert (second.loaded(), second.failed) == (0, 1)
+    nothing_left(store, second)
+
+
+def test_groups_scheduler_cache_that_cannot_be_mapped_computes(cores: Make, store: MemoryStore) -> None:
+    """The scheduler half offers a load before it hears of it."""
+    first = cores()
+    first.answer(PROMPT)
+    first.settle()
+    second = cores(backend=BrokenBackend())
+    second.answer(PROMPT)
+    second.settle()
+    assert (second.loaded(), second.failed) == (0, 1)
+    before = first.saved()
+    second.answer(PROMPT[::-1])
+    assert second.saved() == 0
+    assert first.saved() == before
+    nothing_left(store, second)
+
+
+def test_groups_scheduler_store_that_is_gone_is_a_miss(cores: Make, faulty: FaultyStore) -> None:
+    core = cores(connect=lambda: faulty)
+    faulty.unavailable = True
+    core.answer(PROMPT, max_tokens=20)
+    assert (core.loaded(), core.saved()) == (0, 0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_groups_scheduler_requests_in_any_order_leave_nothing(cores: Make, seed: int) -> None:
+    """Two engines with too few blocks, over a small store with faults."""
+    chance, save = random.Random(seed), ["always", "second"][seed % 2]
+    store = MemoryStore(capacity_bytes=300 << 10)
+    faults = [FaultyStore(store.connect()) for _ in range(2)]
+    window, size = chance.choice([20, 48, 100]), chance.choice([16, 16, 32])
+    how: dict[str, Any] = {"window": window, "save": save, "block_size": size, "blocks": 1120 // size}
+    both = [cores(connect=lambda one=one: one, **how) for one in faults]
+    for tokens in prompts(seed, 40):
+        for core, fault in zip(both, faults, strict=True):
+            if chance.random() < 0.7:
+                core.add(tokens, max_tokens=chance.randint(1, 40))
+            fault.unavailable, fault.full = chance.random() < 0.1, chance.random() < 0.1
+            for _ in range(chance.randint(1, 12)):
+                core.step()
+                if chance.random() < 0.5:
+                    core.drain()
+            if chance.random() < 0.15 and core.scheduler.requests:
+                name = chance.choice(sorted(core.scheduler.requests))
+                core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+        if chance.random() < 0.2 and store.index._entries:
+            location = chance.choice(list(store.index._entries.values())).location
+            store.arena[location.offset] ^= 1
+        if chance.random() < 0.2 and store.index._entries:
+            store.connect().delete([chance.choice(list(store.index._entries))], deadline_s=1)
+    for core, fault in zip(both, faults, strict=True):
+        fault.unavailable = fault.full = False
+        core.settle()
+    assert sum(core.loaded() for core in both) > 0
+    for fault in faults:
+        fault.close()
+    nothing_left(store, *both)

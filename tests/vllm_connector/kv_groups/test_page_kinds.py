@@ -1,0 +1,149 @@
+"""The kinds of pages that a plan of several cache groups gives, and each group that gives none."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupRole,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from cornplug.errors import LayoutError
+from cornplug.vllm_connector.kv_groups import page_kinds as module
+from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds, whole_page
+
+SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(**SIZES)
+
+
+def windowed(**fields: Any) -> SlidingWindowSpec:
+    return SlidingWindowSpec(**{**SIZES, "sliding_window": 100, **fields})
+
+
+def planned(*specs: Any, **of_group: Any) -> KVCacheConfig:
+    """A cache of one group a spec; layers take turns, as in vLLM's plan."""
+    names = [f"model.layers.{i}.self_attn.attn" for i in range(2 * len(specs))]
+    groups = [
+        KVCacheGroupSpec(names[i :: len(specs)], spec, **(of_group if i == 0 else {}))
+        for i, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def config(layers: int = 4, **parallel: int) -> Any:
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(
+            **{
+                "decode_context_parallel_size": 1,
+                "prefill_context_parallel_size": 1,
+                "pipeline_parallel_size": 1,
+                "tensor_parallel_size": 1,
+                **parallel,
+            }
+        ),
+        model_config=SimpleNamespace(
+            get_total_num_kv_heads=lambda: 2, get_total_num_hidden_layers=lambda: layers
+        ),
+    )
+
+
+def test_page_kinds_of_windows_and_full_attention_name_layers_and_window() -> None:
+    kinds = page_kinds(config(), planned(windowed(), FULL), 64)
+    assert [(kind.geometry.group, kind.window) for kind in kinds] == [((0, 2), 100), ((1, 3), 0)]
+    assert kinds[0].geometry.shape == (2, 2, 2, 64, 32)
+    assert kinds[0].geometry.spec()["group"] == {"layers": [0, 2], "window": 100}
+    assert whole_page(kinds).page_bytes == 2 * kinds[0].geometry.page_bytes
+
+
+def test_page_kinds_of_one_group_is_the_page_of_the_model() -> None:
+    """Its keys are those of engines that keep all tokens, and of SGLang."""
+    (kind,) = page_kinds(config(2), planned(FULL), 64)
+    assert kind.geometry.spec() == {
+        "layout": "head-layer-kv-token-dim/1",
+        "shape": [2, 2, 2, 64, 32],
+        "dtype": "bfloat16",
+    }
+
+
+@pytest.mark.parametrize(
+    ("end", "first"), [(64, 0), (99, 0), (128, 16), (1000, 896), (1002, 896), (1011, 912)]
+)
+def test_page_kind_needed_from_is_the_block_that_vllm_keeps(end: int, first: int) -> None:
+    kind = page_kinds(config(), planned(windowed(), FULL), 64)[0]
+    assert kind.needed_from(end) == first
+
+
+REFUSED = [
+    ([windowed(), windowed(sliding_window=50)], "hybrid"),
+    ([FULL, ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)], "hybrid"),
+    ([FULL, MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))], "hybrid"),
+    ([FULL, windowed(extra_retained_tokens=2)], "hybrid"),
+    ([FULL, windowed(num_head_slots=4, state_content_bytes=128)], "hybrid"),
+    ([FULL, windowed(tokens_per_state=2)], "hybrid"),
+    ([FULL, windowed(num_kv_heads=4)], "hybrid"),
+    ([FULL, windowed(head_size_v=16)], "hybrid"),
+    ([FULL, windowed(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)], "kv_dtype"),
+    ([FULL, windowed(dtype=torch.uint8)], "kv_dtype"),
+    ([FULL, windowed(block_size=48)], "layout"),
+    ([FullAttentionSpec(**SIZES, non_causal=True), windowed()], "hybrid"),
+]
+
+
+@pytest.mark.parametrize(("specs", "reason"), REFUSED)
+def test_page_kinds_of_other_groups_are_refused(specs: list[Any], reason: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        page_kinds(config(), planned(*specs), 64)
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        (config(pipeline_parallel_size=2), "hybrid"),
+        (config(decode_context_parallel_size=2), "context_parallel"),
+        # Layers that read another's cache, or of a draft.
+        (config(5), "hybrid"),
+        (config(3), "hybrid"),
+    ],
+)
+def test_page_kinds_of_other_engines_are_refused(ours: Any, reason: str) -> None:
+    with pytest.raises(LayoutError) as error:
+        page_kinds(ours, planned(FULL, windowed()), 64)
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    "of_group",
+    [{"host_resident": True}, {"enable_kv_transfer": False}, {"role": KVCacheGroupRole.HISPARSE_SOURCE}],
+)
+def test_page_kinds_of_a_group_with_a_role_are_refused(of_group: dict[str, Any]) -> None:
+    with pytest.raises(LayoutError):
+        page_kinds(config(), planned(FULL, windowed(), **of_group), 64)
+
+
+def test_page_kinds_with_an_unknown_field_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Later(SlidingWindowSpec):
+        sinks: int = 0
+
+    monkeypatch.setattr("vllm.v1.kv_cache_interface.SlidingWindowSpec", Later)
+    later = Later(**SIZES, sliding_window=100, sinks=4)
+    with pytest.raises(LayoutError, match="sinks 4"):
+        page_kinds(config(), planned(FULL, later), 64)
+
+
+def test_page_kinds_know_every_field_that_may_differ() -> None:
+    known = {field.name for spec in (FullAttentionSpec, SlidingWindowSpec) for field in fields(spec)}
+    # The next release says of a spec whether it is a draft's.
+    assert set(module._OF_GROUPS) - known <= {"is_draft"}
