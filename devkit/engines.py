@@ -153,8 +153,8 @@ class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
     `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`; `vllm` is
-    the command, by default the one of this environment.
+    added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`, and `packages` are
+    further ones for its path; `vllm` is the command, by default the one of this environment.
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
@@ -167,6 +167,7 @@ class VllmServer(EngineServer):
         port: int | None = None,
         env: Mapping[str, str] | None = None,
         bed: str | None = None,
+        packages: Sequence[str | Path] = (),
         vllm: Path | None = None,
         ready_s: float = 600,
     ) -> None:
@@ -181,7 +182,7 @@ class VllmServer(EngineServer):
         # Kernel builds look for ninja on PATH, beside this interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        env = {"PATH": path, **_QUIET, **cpu, **bed_environment(bed), **(env or {})}
+        env = {"PATH": path, **_QUIET, **cpu, **bed_environment(bed, *packages), **(env or {})}
         super().__init__(command, port=port, log=log, env=env, ready_s=ready_s)
 
 

@@ -11,6 +11,8 @@ lays packages of dev/ beside the environment, and a bed puts them on an engine's
 | v2     | V2     | CPU's              | several processes | synchronous  |
 | v2-gpu | V2     | Triton attention's | one process       | asynchronous |
 
+All but v1 offer native KV offloading, which vLLM has for GPUs only.
+
 script/test takes v1-one, on which an engine starts in three quarters of the time; v1 is what a user without a
 GPU has.
 
@@ -39,20 +41,26 @@ _V2: Final = {
 _ONE: Final = "one-process-cpu"
 _TRITON: Final = "triton-interpreted-cpu"
 _GPU: Final = "gpu-like-cpu"
+_OFFLOADING: Final = "host-offloading-cpu"
 
 BEDS: Final[Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]] = MappingProxyType(
     {
         "v1": ({}, ()),
-        "v1-one": ({}, (_ONE,)),
-        "v2": (_V2, (_TRITON,)),
-        "v2-gpu": (_V2, (_TRITON, _ONE, _GPU)),
+        "v1-one": ({}, (_ONE, _OFFLOADING)),
+        "v2": (_V2, (_TRITON, _OFFLOADING)),
+        "v2-gpu": (_V2, (_TRITON, _ONE, _GPU, _OFFLOADING)),
     }
 )
 """Bed -> variables of an engine on it, and packages of dev/ on its path."""
 
+NIXL: Final = "nixl"
+"""The package of NIXL, which a prefill and a decode server have on their path."""
 
-def bed_environment(name: str | None = None) -> dict[str, str]:
+
+def bed_environment(name: str | None = None, *more: str | Path) -> dict[str, str]:
     """The environment that puts an engine on a bed; by default on the one that `VARIABLE` names.
+
+    `more` are further packages for its path: names of those that script/setup laid there, or folders.
 
     Raises ValueError for an unknown bed, FileNotFoundError where script/setup did not lay its packages.
     """
@@ -60,7 +68,7 @@ def bed_environment(name: str | None = None) -> dict[str, str]:
     if name not in BEDS:
         raise ValueError(f"{VARIABLE}={name}: there are {', '.join(BEDS)}")
     variables, packages = BEDS[name]
-    path = [str(_laid(_PACKAGES / package)) for package in packages]
+    path = [str(_laid(_PACKAGES / package)) for package in (*packages, *more)]
     if not path:
         return dict(variables)
     return {

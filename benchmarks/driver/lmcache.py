@@ -1,8 +1,8 @@
-"""LMCache 0.5.6 beside both engines, as its own cross-engine example runs it: a baseline.
+"""LMCache 0.5.6 and its multi-process server beside both engines, as its own examples run it: a baseline.
 
 Its libraries fit neither engine's environment, so `script/lmcache-site` puts them into a folder
-that only the processes of this baseline see. It shares text from SGLang to vLLM; no images,
-whose placeholders the two engines fill with different numbers.
+that only the processes of this baseline see. Between engines of two kinds it shares text, from SGLang
+to vLLM; no images, whose placeholders the two engines fill with different numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from devkit.sglang_engine import SglangServer, sglang_python
 
 SITE: Final = Path(__file__).parents[2] / ".lmcache-site"
 PAGE: Final = "64"
+_SAME_HASHES: Final = {"PYTHONHASHSEED": "0"}
+"""Parts of a chunk's key must not change from process to process."""
 _MAIN: Final = "import sys; from lmcache.cli.main import main; sys.argv[0] = 'lmcache'; sys.exit(main())"
 
 
@@ -31,8 +33,7 @@ class Lmcache(ManagedProcess):
             raise FileNotFoundError(f"{SITE.name} is not there. Run: script/lmcache-site")
         self._folder = folder
         self._port, self._http = free_port(), free_port()
-        # The parts of a chunk's key must not change from process to process.
-        self._env: Mapping[str, str] = {"PYTHONPATH": str(SITE), "PYTHONHASHSEED": "0"}
+        self._env: Mapping[str, str] = {"PYTHONPATH": str(SITE), **_SAME_HASHES}
         python = sglang_python()
         assert python is not None
         command = [
@@ -50,10 +51,11 @@ class Lmcache(ManagedProcess):
         file = self._folder / "lmcache.yaml"
         file.write_text(f"mp_host: 127.0.0.1\nmp_port: {self._port}\n")
         flags = ("--page-size", "16", "--enable-lmcache", "--lmcache-config-file", str(file))
-        return SglangServer(model, *args, *flags, **self._with_env(options))
+        env = {**options.pop("env", {}), **self._env}
+        return SglangServer(model, *args, *flags, env=env, **options)
 
     def vllm(self, model: Path, *args: str, **options: Any) -> VllmServer:
-        """A server that saves to it and reads from it."""
+        """A server that saves to it and reads from it, beside cornplug where `args` ask for that."""
         config = {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
@@ -64,7 +66,5 @@ class Lmcache(ManagedProcess):
             },
         }
         flags = ("--block-size", "32", "--kv-transfer-config", json.dumps(config))
-        return VllmServer(model, *args, *flags, **self._with_env(options))
-
-    def _with_env(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        return {**options, "env": {**options.get("env", {}), **self._env}}
+        env = {**options.pop("env", {}), **_SAME_HASHES}
+        return VllmServer(model, *args, *flags, env=env, packages=(SITE,), **options)

@@ -33,6 +33,11 @@ def qwen2_5_vl(**parameters: Any) -> Path:
     return _made("qwen2-5-vl", checkpoints.qwen2_5_vl, parameters)
 
 
+def qwen2_text(**parameters: Any) -> Path:
+    """The folder of a Qwen2 without a tower with these parameters of `devkit.checkpoints.qwen2_text`."""
+    return _made("qwen2-text", checkpoints.qwen2_text, parameters)
+
+
 def _made(family: str, make: Callable[..., Path], parameters: dict[str, Any]) -> Path:
     text = json.dumps(parameters, sort_keys=True)
     name = f"{family}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from devkit.engines import EncoderProcess, EngineServer, StoreProcess, VllmServer
 from devkit.processes import cpu_s
@@ -99,6 +99,10 @@ class Stage:
 
     def stock(self, model: Path, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(model, engine, *extra)
+
+    def options(self, name: str) -> dict[str, Any]:
+        """Log, environment and time to start of a vLLM that a baseline starts itself."""
+        return {"log": self.folder / f"{name}.log", "env": self.env, "ready_s": _READY_S}
 
     def cornplug(self, model: Path, app: str, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(

@@ -60,7 +60,8 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     size: int
     """Payload size in bytes."""
     generation: int
-    """Changes whenever this room is given to another entry."""
+    """Greater than of any earlier reservation in this arena: it changes whenever a room is given to another
+    entry."""
     fence: int = -1
     """Where the store says whether `generation` may be written still, see `write_fences.py`."""
 

@@ -54,6 +54,11 @@ class Leases(Sequence[Lease | None]):
         """Of the payloads, in bytes."""
         return np.frombuffer(self.places, np.uint64)[1::3]
 
+    @property
+    def generations(self) -> NDArray[np.uint64]:
+        """Of the payloads' rooms; 0 where there is none."""
+        return np.frombuffer(self.places, np.uint64)[2::3]
+
     def __len__(self) -> int:
         return len(self.keys)
 

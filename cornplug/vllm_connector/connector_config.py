@@ -12,11 +12,16 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.engine_common import engine_state
-from cornplug.errors import ConfigError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.several_connectors import (
+    connectors,
+    has_ours,
+    is_ours,
+    our_settings,
+    with_offloading,
+)
 
-_MULTI: Final = "MultiConnector"
 _RECOMPUTE: Final = "recompute"
 
 # Raised by vLLM's configuration classes for combinations that they refuse (pydantic's ValidationError is a
@@ -27,13 +32,12 @@ _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeErro
 def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     """The VllmConfig of these engine arguments, with as much of cornplug as vLLM takes.
 
-    Raises ConfigError where `--kv-offloading-size` asks for another KV connector, and the errors of stock
-    vLLM for the same arguments without cornplug.
+    Raises the errors of stock vLLM for the same arguments without cornplug.
     """
     if not _asked_for(args):
         return original(args, *rest, **kwargs)
     engine_state.begin()
-    _refuse_offloading(args)
+    _offload_beside(args)
     # vLLM writes resolved values into the arguments, so a second try needs them as they were.
     given = copy.deepcopy(args)
     # vLLM itself sets it for every engine with a connector that loads embeddings.
@@ -51,7 +55,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
         config = _fewer(without, given, refused)
     else:
         reason = kv_impossible(config)
-        if reason and _is_ours(config.kv_transfer_config):
+        if reason and is_ours(config.kv_transfer_config):
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", reason)
             config = without("kv_transfer_config")
     if by_value:
@@ -72,46 +76,28 @@ def measure_encoder_output_widths(original: Callable[..., Any], config: Any, *re
 
 
 def _asked_for(args: Any) -> bool:
-    return _has_ours(getattr(args, "kv_transfer_config", None)) or _is_ec(
+    return has_ours(getattr(args, "kv_transfer_config", None)) or _is_ec(
         getattr(args, "ec_transfer_config", None)
     )
-
-
-def _is_ours(kv: Any) -> bool:
-    return kv is not None and kv.kv_connector == KV_CONNECTOR
 
 
 def _is_ec(ec: Any) -> bool:
     return ec is not None and ec.ec_connector == EC_CONNECTOR
 
 
-def _has_ours(kv: Any) -> bool:
-    """Whether our connector is the KV connector, or one of several."""
-    return _is_ours(kv) or any(child.get("kv_connector") == KV_CONNECTOR for child in _connectors(kv))
-
-
-def _connectors(kv: Any) -> list[dict[str, Any]]:
-    if kv is None or kv.kv_connector != _MULTI:
-        return []
-    return list(kv.kv_connector_extra_config.get("connectors") or ())
-
-
-def _refuse_offloading(args: Any) -> None:
-    if getattr(args, "kv_offloading_size", None) is None:
+def _offload_beside(args: Any) -> None:
+    """Make native offloading one of several connectors: vLLM would put it in our place and say nothing."""
+    if args.kv_offloading_size is None or not has_ours(args.kv_transfer_config):
         return
-    if _has_ours(getattr(args, "kv_transfer_config", None)):
-        # vLLM would put its own connector in our place, with our settings, and say nothing.
-        raise ConfigError(
-            "--kv-offloading-size",
-            "it makes vLLM's offloading connector the KV connector, in place of --kv-connector cornplug",
-            "Leave out one of the two flags, or list both connectors in a MultiConnector "
-            "by --kv-transfer-config.",
-        )
+    args.kv_transfer_config = with_offloading(
+        args.kv_transfer_config, args.kv_offloading_size, args.kv_offloading_backend
+    )
+    args.kv_offloading_size = None
 
 
 def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
     """The configuration with the smallest part of cornplug left out that vLLM accepts."""
-    if _is_ours(given.kv_transfer_config):
+    if is_ours(given.kv_transfer_config):
         try:
             config = without("kv_transfer_config")
         except _REFUSALS:
@@ -125,7 +111,7 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
     if not _is_ec(given.ec_transfer_config):
         raise refused
     names = ["ec_transfer_config"]
-    if _is_ours(given.kv_transfer_config):
+    if is_ours(given.kv_transfer_config):
         names.append("kv_transfer_config")
     # Where stock refuses these arguments too, this raises stock's own words.
     config = without(*names)
@@ -152,9 +138,9 @@ def kv_impossible(config: Any) -> str | None:
 
 def _note_by_value(config: Any) -> None:
     """Note `--enable-mm-embeds` in the settings that reach every API process, however it is started."""
-    kv, ec = config.kv_transfer_config, config.ec_transfer_config
-    if _is_ours(kv):
-        kv.kv_connector_extra_config["engine.embeddings_by_value"] = True
+    kv, ec = our_settings(config.kv_transfer_config), config.ec_transfer_config
+    if kv is not None:
+        kv["engine.embeddings_by_value"] = True
     if _is_ec(ec):
         ec.ec_connector_extra_config["engine.embeddings_by_value"] = True
 
@@ -163,7 +149,7 @@ def _settle(config: Any) -> None:
     if _is_ec(config.ec_transfer_config) and not config.model_config.is_multimodal_model:
         config.ec_transfer_config = None  # without a tower there is nothing to share
     kv = config.kv_transfer_config
-    if not _has_ours(kv):
+    if not has_ours(kv):
         return
     # The scheduler reads the policy of the whole, whichever connector lost a page: "fail", vLLM's default,
     # would abort the requests whose pages are damaged.
@@ -173,7 +159,7 @@ def _settle(config: Any) -> None:
             _RECOMPUTE,
         )
         kv.kv_load_failure_policy = _RECOMPUTE
-    for child in _connectors(kv):
+    for child in connectors(kv):
         if child.get("kv_connector") == KV_CONNECTOR:
             child["kv_load_failure_policy"] = _RECOMPUTE
 

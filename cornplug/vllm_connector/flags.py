@@ -5,6 +5,8 @@ their long JSON form, with the same `kv_connector_extra_config`:
 
     --kv-transfer-config '{"kv_connector": "CornplugConnector", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"engine.app": "chat"}}'
+
+With `--kv-connector cornplug`, `--kv-transfer-config` names a connector that runs beside it (NIXL, LMCache).
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cornplug.engine_common.shared_flags import SETTINGS, add_group, dest, extra_config, settings
+from cornplug.vllm_connector import several_connectors
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 
 NAME = "cornplug"
@@ -29,8 +32,9 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
         metavar="NAME",
         default=None,
-        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config. "
-        "Any other registered name sets --kv-transfer-config with kv_role=kv_both.",
+        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config; a "
+        "connector that --kv-transfer-config names runs beside it. Any other registered name sets "
+        "--kv-transfer-config with kv_role=kv_both.",
     )
     return parser
 
@@ -42,9 +46,11 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
         if extra:
             raise ValueError("--cornplug-* options need --kv-connector cornplug")
         return original(cls, args)
-    if args.kv_transfer_config is not None:
+    other = args.kv_transfer_config
+    if other is not None and (name != NAME or several_connectors.has_ours(other)):
         raise ValueError("--kv-connector and --kv-transfer-config are two ways to say one thing; give one")
-    args.kv_transfer_config, ec = transfer_configs(name, extra)
+    kv, ec = transfer_configs(name, extra)
+    args.kv_transfer_config = kv if other is None else several_connectors.beside(other, kv)
     if ec is not None:
         if args.ec_transfer_config is not None:
             raise ValueError(

@@ -19,6 +19,7 @@ from cornplug.engine_common.runtime import EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv import resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
@@ -175,6 +176,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._scheduler is not None:
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
+    def _another_connector_loads(self) -> None:
+        """Another of an engine's several connectors was told to load (`kv/provenance.py`)."""
+        if self._scheduler is not None:
+            self._scheduler.another_connector_loads()
+
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         return (
             self._scheduler.moves(scheduler_output) if self._scheduler is not None else CornplugKVMetadata()
@@ -203,6 +209,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         return isinstance(self._scheduler, GroupsScheduler) and self._scheduler.frees_pending()
+
+    def reset_cache(self) -> bool:
+        if self._scheduler is not None and not resets.part_of_pause():
+            self._scheduler.forget_stored()
+        return True
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.saves_open()

@@ -228,7 +228,7 @@ class Engine:
         self._run: Callable[[], Any] = lambda: runtime(connect(), page_tokens=page_tokens, **fields)
         config = self._config(policy, context_parallel)
         with self._patched(0):
-            self.connector = CornplugConnector(
+            self.connector = self._make_connector(
                 config, KVConnectorRole.SCHEDULER, self._cache_config(range(LAYERS), blocks)
             )
         manager = SimpleNamespace(
@@ -246,6 +246,9 @@ class Engine:
                 self.ranks.append(self._rank(config, stage, shard, blocks, backend, extra_layers))
         self.aggregator = KVOutputAggregator(len(self.ranks))
         self.counts: dict[tuple[str, ...], float] = {}
+
+    def _make_connector(self, config: Any, role: KVConnectorRole, cache: KVCacheConfig) -> CornplugConnector:
+        return CornplugConnector(config, role, cache)
 
     def _config(self, policy: str, context_parallel: int) -> Any:
         return SimpleNamespace(
@@ -309,7 +312,9 @@ class Engine:
         else:
             heads = range(shard * HEADS // self.tp, shard * HEADS // self.tp + 1)
         with self._patched(shard):
-            connector = CornplugConnector(config, KVConnectorRole.WORKER, self._cache_config(layers, blocks))
+            connector = self._make_connector(
+                config, KVConnectorRole.WORKER, self._cache_config(layers, blocks)
+            )
         names = self._names(layers)
         layers = range(layers.start, layers.stop + self.draft)
         caches = {
@@ -331,8 +336,8 @@ class Engine:
             }
         )
         connector.register_kv_caches(dict(reversed(caches.items())))
-        worker: Any = connector._worker
         if self.accelerator:
+            worker: Any = connector._worker
             for way in ("_out", "_in"):
                 of = getattr(worker, way)
                 if of is not None:

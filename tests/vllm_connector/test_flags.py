@@ -109,6 +109,15 @@ def test_kv_connector_unknown_name_is_argparse_error(capsys: pytest.CaptureFixtu
                 "--kv-connector",
                 "cornplug",
                 "--kv-transfer-config",
+                '{"kv_connector": "CornplugConnector", "kv_role": "kv_both"}',
+            ],
+            r"two ways to say one thing",
+        ),
+        (
+            [
+                "--kv-connector",
+                "ExampleConnector",
+                "--kv-transfer-config",
                 '{"kv_connector": "X", "kv_role": "kv_both"}',
             ],
             r"two ways to say one thing",

@@ -20,12 +20,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from cornplug.vllm_connector import connector_config, flags, plugin
 from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import keys_ahead, provenance
+from cornplug.vllm_connector.kv import keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import loaded_weights, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-WRAPPING = (flags, connector_config, mm_identifiers, keys_ahead, loaded_weights, provenance, weight_updates)
+KV = (keys_ahead, provenance, resets)
+WRAPPING = (flags, connector_config, mm_identifiers, *KV, loaded_weights, weight_updates)
 NOT_IN_ALL = {"KVConnectorBase_V1.unregister_kv_caches": "from 0.33 on"}
 """Methods that some releases never call -> since when others do."""
 

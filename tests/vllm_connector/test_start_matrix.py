@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from cornplug.errors import ConfigError
 from cornplug.vllm_connector import connector_config, plugin
 from devkit.checkpoints import llava, qwen2_text, qwen2_vl
 from devkit.checkpoints.text import deepseek_v2
@@ -141,11 +140,6 @@ def test_vllm_line_of_stock_is_accepted_with_cornplug(
         assert with_us.scheduler_config.disable_hybrid_kv_cache_manager is (
             stock.scheduler_config.disable_hybrid_kv_cache_manager
         )
-
-
-def test_vllm_offloading_with_cornplug_error_names_both(model: Callable[[str], Path]) -> None:
-    with pytest.raises(ConfigError, match=r"--kv-offloading-size.*--kv-connector cornplug"):
-        configured(model("text"), "--kv-offloading-size 1", "--kv-connector", "cornplug")
 
 
 def connectors(policy: str) -> str:

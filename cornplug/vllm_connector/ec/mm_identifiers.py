@@ -32,10 +32,11 @@ from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
 from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.ec.embedding_handles import PREFIX as HANDLE
 from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles, is_handle
 from cornplug.vllm_connector.model.model_config import tower_identity
+from cornplug.vllm_connector.several_connectors import our_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,9 +57,8 @@ def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
         return dict(ec.ec_connector_extra_config)
-    if kv is not None and kv.kv_connector == KV_CONNECTOR:
-        return dict(kv.kv_connector_extra_config)
-    return None
+    ours = our_settings(kv)
+    return None if ours is None else dict(ours)
 
 
 class MmIdentifiers:

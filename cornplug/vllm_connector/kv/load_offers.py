@@ -15,6 +15,7 @@ from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
 
 _FIRST_PAGES: Final = 32
@@ -37,6 +38,7 @@ class LoadOffers:
         self._tally = tally
         self._costs = costs
         self._store_ops = store_ops
+        self._before = StoredBefore(runtime)
         self._taken: list[PageLoad] = []
 
     def tokens(self, tracked: TrackedRequest, computed: int) -> int:
@@ -74,7 +76,7 @@ class LoadOffers:
         leases = store.lease(keys, ttl_s=config.lease_s, deadline_s=config.deadline_s)
         offer.tokens = leases.held
         there = leases.metas.index(None) if None in leases.metas else len(leases)
-        whole, error = whole_pages(leases[:there], page)
+        whole, error = whole_pages(leases[: self._before.leading_since(leases[:there])], page)
         offer.first_page, offer.pages = wanted.start, leases[:whole]
         if error is not None:
             self._count_misses(error.reason)
@@ -87,6 +89,8 @@ class LoadOffers:
         Asks for more and more of them at a time: few keys are made beyond the first absent page, and a
         whole hit takes few calls.
         """
+        if not self._before.known():
+            return []
         deadline_s = self._run.config.store.deadline_s
         end_s = time.monotonic() + deadline_s
         found: list[bytes] = []
@@ -103,6 +107,10 @@ class LoadOffers:
 
     def _count_misses(self, reason: str, pages: int = 1) -> None:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
+
+    def forget_stored(self) -> None:
+        """From now on offer no page that the store has today. Offers that are open stay: withdraw them."""
+        self._before.begin()
 
     def withdraw(self, tracked: TrackedRequest) -> None:
         """Give the leases of an offer back that the engine does not take."""

@@ -3,6 +3,9 @@
 KV from NIXL, LMCache or an offloading connector comes without page keys: the weights and tokens behind it
 are unknown, and so are those of all KV after it, which follows from all the KV before. A page is saved
 only where this engine computed every token up to its end, or loaded it through this connector.
+
+A prefill server's connectors load nothing: until another connector loads for the first time, the engine's own
+prefix cache holds no KV but this engine's.
 """
 
 from __future__ import annotations
@@ -12,7 +15,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
+from cornplug.vllm_connector.compat import KV_CONNECTOR
+
 _here: Final = threading.local()
+
+_LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
+"""Connectors known to load nothing but what `MultiConnector.update_state_after_alloc` gives them."""
+
+
+class OtherLoads:
+    """Whether the engine's own prefix cache may hold KV that another connector loaded."""
+
+    def __init__(self) -> None:
+        self.possible = not getattr(_here, "loads_are_seen", False)
+
+    def seen(self) -> None:
+        """Another connector was told to load."""
+        self.possible = True
 
 
 @dataclass(slots=True)
@@ -21,11 +40,15 @@ class OwnTokens:
 
     end: int = 0
 
+    def admitted(self, known: int) -> None:
+        """The request has blocks anew, of which the first hold `known` such tokens."""
+        self.end = known
+
     def extend(self, start: int, end: int) -> int:
         """Add tokens `start` to `end`, if all before them are known. Returns the end of the known tokens,
         at most `end`.
 
-        Tokens from the engine's own prefix cache do not count: other connectors' loads are in it.
+        Tokens from the engine's own prefix cache do not count once other connectors' loads are in it.
         """
         if start <= self.end:
             self.end = max(self.end, end)
@@ -38,18 +61,31 @@ def others_load() -> bool:
 
 
 def _make_several(original: Callable[..., Any], multi: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-    connectors = config.kv_transfer_config.kv_connector_extra_config.get("connectors") or ()
-    _here.beside = len(connectors) > 1
+    names = [
+        child.get("kv_connector")
+        for child in config.kv_transfer_config.kv_connector_extra_config.get("connectors") or ()
+    ]
+    _here.beside = len(names) > 1
+    _here.loads_are_seen = _LOADS_ARE_SEEN.issuperset(set(names) - {KV_CONNECTOR})
     try:
         return original(multi, config, *args, **kwargs)
     finally:
-        _here.beside = False
+        _here.beside = _here.loads_are_seen = False
 
 
+def _load_by_one(
+    original: Callable[..., Any], multi: Any, request: Any, blocks: Any, num_external_tokens: int
+) -> Any:
+    if num_external_tokens:
+        chosen = multi._requests_to_connector.get(request.request_id)
+        for i, connector in enumerate(multi.sub_connectors):
+            if i != chosen and hasattr(connector, "_another_connector_loads"):
+                connector._another_connector_loads()
+    return original(multi, request, blocks, num_external_tokens)
+
+
+_HOME: Final = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector"
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
-    (
-        "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector",
-        "MultiConnector.__init__",
-        _make_several,
-    ),
+    (_HOME, "MultiConnector.__init__", _make_several),
+    (_HOME, "MultiConnector.update_state_after_alloc", _load_by_one),
 )

@@ -56,6 +56,8 @@ class KVScheduler:
     def matched_tokens(self, request: Request, computed: int) -> int:
         """Tokens beyond `computed` that the store offers. Asked often; answers from memory."""
         tracked = self._requests.track(request)
+        if tracked.own is not None:
+            tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
         if tracked.keys is None or request.skip_reading_prefix_cache or not self._requests.sharing:
             return 0
         return self._offers.tokens(tracked, computed)
@@ -65,6 +67,16 @@ class KVScheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._offers.take(tracked, blocks, external)
+
+    def forget_stored(self) -> None:
+        """To this engine the pages that are stored now are absent from now on."""
+        for tracked in self._requests.all():
+            self._offers.withdraw(tracked)
+        self._offers.forget_stored()
+
+    def another_connector_loads(self) -> None:
+        """The engine's own prefix cache will hold KV of unknown origin."""
+        self._requests.other_loads.seen()
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""

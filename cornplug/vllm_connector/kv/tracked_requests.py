@@ -18,7 +18,7 @@ from cornplug.store.leases import NO_LEASES, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import keys_ahead, provenance
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.provenance import OwnTokens
+from cornplug.vllm_connector.kv.provenance import OtherLoads, OwnTokens
 from cornplug.vllm_connector.model.model_config import kv_identity
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ class TrackedRequests:
         self._due: dict[int, list[str]] = {}
         """Time on that clock -> requests that may complete a page then. Some are over, or were looked at
         before: it does no harm."""
-        self._others_load = provenance.others_load()
+        self._beside_others = provenance.others_load()
+        self.other_loads = OtherLoads()
         self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._identity.first_wait()
@@ -166,6 +167,10 @@ class TrackedRequests:
         """Whether a tracked request is not over."""
         return not all(tracked.request.is_finished() for tracked in self._tracked.values())
 
+    def all(self) -> list[TrackedRequest]:
+        """Every tracked request."""
+        return list(self._tracked.values())
+
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request of this id; None if it is not tracked."""
         return self._tracked.get(request_id)
@@ -174,7 +179,7 @@ class TrackedRequests:
         """The request, tracked from now on. A request that shares nothing is counted, once."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            own = OwnTokens() if self._others_load else None
+            own = OwnTokens() if self._beside_others else None
             tracked = self._tracked[request.request_id] = TrackedRequest(request, own=own)
             reason = self._make_keys(tracked)
             if reason:

@@ -111,6 +111,8 @@ class GroupOffers(LoadOffers):
         leases = self._run.store.lease(wanted, ttl_s=config.lease_s, deadline_s=config.deadline_s)
         if None in leases.metas:
             self._count_misses("absent", len(ranges[self._first]))
+        elif self._before.leading_since(leases) < len(leases):
+            self._count_misses("absent", len(ranges[self._first]))
         elif self._whole(ranges, leases):
             ends = list(accumulate(map(len, ranges)))
             offer.groups = [

@@ -8,7 +8,8 @@ from typing import Any
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import weight_comparison
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.compat import EC_CONNECTOR
+from cornplug.vllm_connector.several_connectors import has_ours
 
 
 def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any:
@@ -20,10 +21,8 @@ def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any
 
 
 def _ours(config: Any) -> bool:
-    kv, ec = config.kv_transfer_config, config.ec_transfer_config
-    several = kv.kv_connector_extra_config.get("connectors") or () if kv is not None else ()
-    names = [getattr(kv, "kv_connector", None), *(one.get("kv_connector") for one in several)]
-    return KV_CONNECTOR in names or getattr(ec, "ec_connector", None) == EC_CONNECTOR
+    ec = config.ec_transfer_config
+    return has_ours(config.kv_transfer_config) or getattr(ec, "ec_connector", None) == EC_CONNECTOR
 
 
 def _check(model: Any, config: Any) -> None:

@@ -44,7 +44,7 @@ def saved(engine: Engine) -> float:
 
 
 def test_others_load_is_true_beside_another_connector(monkeypatch: pytest.MonkeyPatch) -> None:
-    [(module, name, wrapper)] = provenance.WRAPS
+    (module, name, wrapper), _ = provenance.WRAPS
     monkeypatch.setattr(MultiConnector, "__init__", MultiConnector.__init__)
     compat.wrap(module, name, wrapper)
     seen: list[bool] = []

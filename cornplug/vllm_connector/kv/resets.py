@@ -1,0 +1,82 @@
+"""A reset of connectors that a user asks for (`/reset_prefix_cache?reset_external=true`): the engine computes
+again what the store holds. Other engines keep the store's pages.
+
+vLLM also resets connectors in each pause and sleep, for weights that are about to change. There the pages
+stay: their keys hold the weights, and replaced weights end sharing. An engine that wakes up finds its
+prefixes in the store.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import CornplugError
+from cornplug.store.base import KEY_BYTES, PayloadLocation, Reservation
+from cornplug.store.leases import Leases
+
+_here: Final = threading.local()
+
+
+def part_of_pause() -> bool:
+    """Whether this thread resets caches because the engine is paused, or put to sleep."""
+    return getattr(_here, "pausing", False)
+
+
+def _reset_caches(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    _here.pausing = True
+    try:
+        return original(core, *args, **kwargs)
+    finally:
+        _here.pausing = False
+
+
+class StoredBefore:
+    """Pages that the store held at the last reset: to this engine they are absent."""
+
+    def __init__(self, runtime: EngineRuntime) -> None:
+        self._run = runtime
+        self._due = False
+        self._last: PayloadLocation | None = None
+        """Of a reservation that was made after them."""
+
+    def begin(self) -> None:
+        """Reset. The store is asked at the next lookup: the caller of a reset waits for nothing."""
+        self._due = True
+
+    def known(self) -> bool:
+        """Whether they can be told from later pages: not before the store has answered after a reset."""
+        if self._due:
+            try:
+                self._last = self._reserve_now()
+            except CornplugError:
+                return False
+            self._due = self._last is None
+        return not self._due
+
+    def leading_since(self, leases: Leases) -> int:
+        """The number of leading leases whose pages were stored since the reset."""
+        if self._last is None or leases.arena_id != self._last.arena_id:
+            return len(leases)
+        generations = leases.generations
+        old = np.flatnonzero(generations < self._last.generation)
+        return int(old[0]) if len(old) else len(leases)
+
+    def _reserve_now(self) -> PayloadLocation | None:
+        store, deadline_s = self._run.store, self._run.deadline_s
+        wanted = [(secrets.token_bytes(KEY_BYTES), 1)]
+        (given,) = store.reserve(wanted, app=self._run.app, deadline_s=deadline_s)
+        if not isinstance(given, Reservation):
+            return None
+        store.release([given.token], deadline_s=deadline_s)
+        return given.location
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.core", "EngineCore._reset_caches", _reset_caches),
+)

@@ -1,0 +1,88 @@
+"""An engine's KV connectors when cornplug is one of several: vLLM's MultiConnector, and its settings.
+
+It loads from the first connector that has a prefix of the request, and saves to all. The others stand before
+cornplug: a decode server takes its prefill server's KV, and native offloading its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cornplug.vllm_connector.compat import KV_CONNECTOR
+
+_MULTI: Final = "MultiConnector"
+_OF_THE_WHOLE: Final = ("engine_id", "kv_buffer_device", "kv_port")
+"""Fields that vLLM, or a connector, reads from the whole: MultiConnector gives each child its engine's id."""
+
+
+def connectors(kv: Any) -> list[dict[str, Any]]:
+    """Settings of the connectors of a MultiConnector, as in its configuration; none of any other."""
+    if kv is None or kv.kv_connector != _MULTI:
+        return []
+    return list(kv.kv_connector_extra_config.get("connectors") or ())
+
+
+def is_ours(kv: Any) -> bool:
+    """Whether cornplug is the one KV connector."""
+    return kv is not None and kv.kv_connector == KV_CONNECTOR
+
+
+def our_settings(kv: Any) -> dict[str, Any] | None:
+    """cornplug's settings in a configuration, to be read or added to; None where it is no KV connector."""
+    if is_ours(kv):
+        return kv.kv_connector_extra_config
+    for child in connectors(kv):
+        if child.get("kv_connector") == KV_CONNECTOR:
+            return child.setdefault("kv_connector_extra_config", {})
+    return None
+
+
+def has_ours(kv: Any) -> bool:
+    """Whether cornplug is the KV connector, or one of several."""
+    return our_settings(kv) is not None
+
+
+def beside(other: Any, ours: Any) -> Any:
+    """The KVTransferConfig of `other`, which may hold several connectors, with `ours` behind them."""
+    from vllm.config import KVTransferConfig
+
+    if other.kv_connector is None:
+        return ours
+    children = connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
+    return KVTransferConfig(
+        kv_connector=_MULTI,
+        # The whole saves and loads, whatever a prefill or decode server's own connector does.
+        kv_role="kv_both",
+        kv_load_failure_policy=ours.kv_load_failure_policy,
+        kv_connector_extra_config={"connectors": [*children, _as_child(ours)]},
+        **{name: getattr(other, name) for name in _OF_THE_WHOLE},
+    )
+
+
+def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
+    """The KVTransferConfig with the connector that `--kv-offloading-size` stands for before its others."""
+    from vllm import envs
+    from vllm.config import KVTransferConfig
+
+    if backend == "native":
+        simple = envs.VLLM_USE_SIMPLE_KV_OFFLOAD
+        name = "SimpleCPUOffloadConnector" if simple else "OffloadingConnector"
+        extra = {"cpu_bytes_to_use": size_gib * (1 << 30)}
+        child: Mapping[str, Any] = {"kv_connector": name, "kv_connector_extra_config": extra}
+    else:
+        child = {"kv_connector": "LMCacheMPConnector"}
+    first = KVTransferConfig(**child, kv_role="kv_both", engine_id=kv.engine_id)
+    if is_ours(kv):
+        return beside(first, kv)
+    kv.kv_connector_extra_config["connectors"] = [_as_child(first), *connectors(kv)]
+    return kv
+
+
+def _as_child(kv: Any) -> dict[str, Any]:
+    """The settings of one of several connectors: those that differ from vLLM's defaults."""
+    plain = type(kv)(kv_connector=kv.kv_connector, kv_role=kv.kv_role)
+    names = [one.name for one in dataclasses.fields(kv) if one.name != "engine_id"]
+    given = {name: getattr(kv, name) for name in names if getattr(kv, name) != getattr(plain, name)}
+    return {"kv_connector": kv.kv_connector, "kv_role": kv.kv_role, **given}
