@@ -109,9 +109,7 @@ class GroupOffers(LoadOffers):
             return
         wanted = [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
         leases = self._run.store.lease(wanted, ttl_s=config.lease_s, deadline_s=config.deadline_s)
-        if None in leases.metas:
-            self._count_misses("absent", len(ranges[self._first]))
-        elif self._before.leading_since(leases) < len(leases):
+        if None in leases.metas or self._before.leading_since(leases) < len(leases):
             self._count_misses("absent", len(ranges[self._first]))
         elif self._whole(ranges, leases):
             ends = list(accumulate(map(len, ranges)))
