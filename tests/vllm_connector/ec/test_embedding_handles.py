@@ -287,6 +287,7 @@ def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
             kv_transfer_config=made.kv_transfer_config,
             ec_transfer_config=made.ec_transfer_config,
             enable_mm_embeds=asked,
+            kv_offloading_size=None,
         )
         connector_config.create(lambda args: made, given)
         assert made.kv_transfer_config.kv_connector_extra_config == (
