@@ -152,9 +152,9 @@ class EngineServer(ManagedProcess):
 class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
-    `args` are further command-line arguments; those of `_DEFAULTS` that they do not set are
-    added. Every server calls its model `model`. `bed` is one of `devkit.vllm_beds`, and `packages` are
-    further ones for its path; `vllm` is the command, by default the one of this environment.
+    `args` are further command-line arguments; they override `_DEFAULTS`. Every server calls its model `model`.
+    `bed` is one of `devkit.vllm_beds`, and `packages` are further ones for its path; `vllm` is the command, by
+    default the one of this environment.
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
@@ -172,13 +172,12 @@ class VllmServer(EngineServer):
         ready_s: float = 600,
     ) -> None:
         port = port or free_port()
-        given = {arg.partition("=")[0] for arg in args}
         command = [str(vllm or vllm_command()), "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port)]
-        command += ["--served-model-name", "model", *args]
+        command += ["--served-model-name", "model"]
         for flag, value in _DEFAULTS.items():
-            if flag not in given:
-                command += [flag] if value is None else [flag, value]
+            command += [flag] if value is None else [flag, value]
+        command += args
         # Kernel builds look for ninja on PATH, beside this interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
