@@ -25,6 +25,9 @@ from cornplug.errors import LayoutError
 PLANES = 2
 """K and V. MLA caches one latent plane instead."""
 
+QUANTISED = frozenset({"fp8_e4m3", "fp8_e5m2"})
+"""Formats of one-byte values that pages can hold."""
+
 MAX_SEGMENTS = 0xFFFF
 """The kinds of payload that a header can name."""
 
@@ -40,7 +43,7 @@ class PageGeometry:
     """Attention layers of the whole model."""
     dim: int
     dtype: str
-    """torch's name without "torch.": float32, float16 or bfloat16."""
+    """torch's name without "torch.": float32, float16 or bfloat16; uint8 for `quantised` values."""
     planes: int = PLANES
     """2: keys and values. 1: MLA's latent (compressed KV and rotary key side by side in `dim`)."""
     layer_runs: int = 1
@@ -51,9 +54,11 @@ class PageGeometry:
     """Numbers of the model's layers in this page, where other pages hold the others; () where it has all."""
     window: int = 0
     """Tokens that the layers of such a group attend to; 0: all."""
+    quantised: str = ""
+    """The format of values that are kept in one byte each, all with the scale 1; "" for those of `dtype`."""
 
     def __post_init__(self) -> None:
-        if self.dtype not in ITEM_BYTES:
+        if self.quantised not in QUANTISED if self.dtype == "uint8" else self.dtype not in ITEM_BYTES:
             raise LayoutError(
                 f"kv cache dtype {self.dtype!r} is not shared; {', '.join(ITEM_BYTES)} are",
                 reason="kv_dtype",
@@ -78,7 +83,7 @@ class PageGeometry:
     @property
     def layer_bytes(self) -> int:
         """Of one head of one layer."""
-        return self.planes * self.page_tokens * self.dim * ITEM_BYTES[self.dtype]
+        return self.planes * self.page_tokens * self.dim * ITEM_BYTES.get(self.dtype, 1)
 
     @property
     def segment_bytes(self) -> int:
@@ -100,8 +105,8 @@ class PageGeometry:
             "shape": list(self.shape),
             "dtype": self.dtype,
         }
-        if self.engine:
-            fields["engine"] = self.engine
+        named = {"engine": self.engine, "quantised": self.quantised}
+        fields |= {name: value for name, value in named.items() if value}
         if self.group:
             fields["group"] = {"layers": list(self.group), "window": self.window}
         return fields

@@ -41,6 +41,19 @@ def declares_quantization(hf_config: Any) -> bool:
     )
 
 
+def declares_quantised_kv(hf_config: Any) -> str:
+    """The field by which a checkpoint's own config (transformers' object) says that it brings scales of a
+    quantised KV cache; "" for none."""
+    said = getattr(hf_config, "quantization_config", None) or {}
+    said = said if isinstance(said, dict) else said.to_dict()
+    nested = said.get("quantization")
+    for section in (said, nested if isinstance(nested, dict) else {}):
+        for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
+            if section.get(name):
+                return name
+    return ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
     """A checkpoint, and the changes that this engine's command line makes to it."""

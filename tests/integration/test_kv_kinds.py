@@ -62,6 +62,7 @@ _mla = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
 
 KINDS: Final[Mapping[str, Kind]] = {
     "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=()),
+    "fp8": Kind(checkpoints.qwen2_text, lambda _: ("--kv-cache-dtype", "fp8")),
     "blocks of 256": Kind(checkpoints.qwen2_text, lambda _: ("--block-size", "256")),
     "windows in one group": Kind(_windowed, lambda _: ("--disable-hybrid-kv-cache-manager",)),
     # A group of full attention and two of windows, which vLLM fills to equal sizes.

@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import ITEM_BYTES
+from cornplug.engine_common.model_identity import declares_quantised_kv
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
@@ -152,13 +153,8 @@ def _kv_dtype(server_args: Any, settled: Any) -> str:
     from sglang.srt.arg_groups.overrides import model_config_of
 
     model = model_config_of(server_args)
-    said = getattr(model.hf_config, "quantization_config", None) or {}
-    said = said if isinstance(said, dict) else said.to_dict()
-    nested = said.get("quantization")
-    for section in (said, nested if isinstance(nested, dict) else {}):
-        for field in ("kv_cache_quant_algo", "kv_cache_scheme"):
-            if section.get(field):
-                return f"the checkpoint has its KV cache quantised ({field})"
+    if field := declares_quantised_kv(model.hf_config):
+        return f"the checkpoint has its KV cache quantised ({field})"
     name = str(model.dtype).removeprefix("torch.")
     return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
 

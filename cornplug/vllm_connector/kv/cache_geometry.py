@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.kv_root import engine_of_latents
+from cornplug.engine_common.model_identity import declares_quantised_kv
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PLANES, PageGeometry, RankSlice, layer_runs, tensor_parallel_heads
 from cornplug.vllm_connector.model.model_config import drafts_with_kv
@@ -32,6 +33,10 @@ _OF_LATENTS: Final[Mapping[str, str]] = {
 """Fields of vLLM's MLAAttentionSpec that may have any value, and why: all others must have their default."""
 
 
+_FP8: Final[Mapping[str, str]] = {"fp8": "fp8_e4m3", "fp8_e4m3": "fp8_e4m3", "fp8_e5m2": "fp8_e5m2"}
+"""vLLM's names of formats, and those of `PageGeometry.quantised`."""
+
+
 def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
     """The page of this model. Raises LayoutError with the reason why KV cannot be shared.
 
@@ -42,6 +47,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
         raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
     spec: Any = cache.kv_cache_groups[0].kv_cache_spec
     planes = _planes(spec)
+    quantised = _quantised(config, spec)
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
@@ -53,11 +59,42 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
         heads=1 if planes == 1 else config.model_config.get_total_num_kv_heads(),
         layers=layers,
         dim=spec.head_size,
-        dtype=dtype_name(spec.dtype),
+        dtype="uint8" if quantised else dtype_name(spec.dtype),
         planes=planes,
         layer_runs=layer_runs(layers, _first_layers(layers, parallel.pipeline_parallel_size)),
-        engine=engine_of_latents("vllm", config.model_config.hf_config.to_dict()) if planes == 1 else "",
+        engine=_only_engine(config, planes, quantised),
+        quantised=quantised,
     )
+
+
+def _only_engine(config: VllmConfig, planes: int, quantised: str) -> str:
+    if planes == 1:
+        return engine_of_latents("vllm", config.model_config.hf_config.to_dict())
+    return "vllm" if quantised else ""  # No test compares bytes of fp8 with SGLang's.
+
+
+def _quantised(config: VllmConfig, spec: Any) -> str:
+    """The format of a cache of one byte a value, as `PageGeometry.quantised`; "" for a plain cache.
+
+    Raises LayoutError for all but fp8 with a scale for each tensor, which the worker compares with 1.
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    mode = spec.kv_quant_mode
+    if mode == KVQuantMode.NONE:
+        return ""
+    name = config.cache_config.cache_dtype
+    # AMD's first fp8 has other values under the same name.
+    plain = current_platform.fp8_dtype() == torch.float8_e4m3fn
+    if mode != KVQuantMode.FP8_PER_TENSOR or spec.dtype != torch.uint8 or name not in _FP8 or not plain:
+        raise LayoutError(f"a quantised KV cache ({mode.name}, {name})", reason="kv_dtype")
+    if field := declares_quantised_kv(config.model_config.hf_config):
+        raise LayoutError(
+            f"the checkpoint brings scales of a quantised KV cache ({field})", reason="kv_dtype"
+        )
+    return _FP8[name]
 
 
 def _first_layers(layers: int, stages: int) -> list[int]:
@@ -119,9 +156,9 @@ def _planes(spec: Any) -> int:
         raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
     if spec.non_causal:
         raise LayoutError("non-causal attention: KV depends on tokens that follow", reason="attention_kind")
-    if spec.kv_quant_mode != KVQuantMode.NONE:
-        raise LayoutError(f"a quantised KV cache ({spec.kv_quant_mode.name})", reason="kv_dtype")
     if type(spec) is MLAAttentionSpec:
+        if spec.kv_quant_mode != KVQuantMode.NONE:
+            raise LayoutError(f"quantised latents ({spec.kv_quant_mode.name})", reason="kv_dtype")
         _require_plain_latents(spec)
         return 1
     if spec.head_size_v != spec.head_size:

@@ -26,6 +26,9 @@ WriteOp = Callable[..., None]
 
 _DIGIT = 128
 """Labels stay below 2^8, the largest integers that bfloat16 holds exactly."""
+_FP8_DIGIT = 8
+"""Both formats of fp8 hold the integers up to here."""
+_FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class TokenPlaces:
@@ -165,10 +168,26 @@ def _update(layer: Any) -> Callable[..., None]:
     return update
 
 
+def require_unit_scales(name: str, layer: Any) -> None:
+    """Raise LayoutError unless a layer keeps fp8 values of K and V with the scale 1, as pages hold them."""
+    kept = [getattr(layer, f"_{plane}_scale{form}", None) for plane in "kv" for form in ("", "_float")]
+    scales = [one.flatten().tolist() if isinstance(one, torch.Tensor) else [one] for one in kept]
+    if scales != [[1.0]] * 4:
+        raise LayoutError(f"{name} scales its fp8 values, by {scales}", reason="kv_dtype")
+
+
 def derive(
-    cache: torch.Tensor, heads: int, block_size: int, dim: int, write: WriteOp, planes: int = PLANES
+    cache: torch.Tensor,
+    heads: int,
+    block_size: int,
+    dim: int,
+    write: WriteOp,
+    planes: int = PLANES,
+    quantised: str = "",
 ) -> BlockLayout:
     """Find the layout of `cache`, shape (blocks, heads, block_size, planes * dim) in any strides.
+
+    `quantised` is the format of values in a cache of bytes, as `PageGeometry.quantised`.
 
     Works on a scratch tensor with the same strides; `cache` itself is not touched.
     Raises LayoutError("layout") when shape or mapping is not a permutation of the planes (at most two).
@@ -195,20 +214,22 @@ def derive(
     slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64, device=cache.device)
     # K (or the latents) is written with positive labels and V with negative ones: the sign is the plane.
     signs = (1, -1)[:planes]
+    stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
+    values = torch.bfloat16 if quantised else cache.dtype
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
         position = torch.zeros(cache.shape[1:], dtype=torch.int64)
         scale = 1
         while scale < size or scale == 1:
-            label = (coordinate // scale % _DIGIT + 1).to(cache.dtype).to(cache.device)
+            label = (coordinate // scale % digit + 1).to(values).to(cache.device)
             raw.zero_()
             write(*((label * sign).contiguous() for sign in signs), scratch, slots)
-            read = scratch[1].float().cpu().round().to(torch.int64)
+            read = scratch[1].view(stored).float().cpu().round().to(torch.int64)
             if int(torch.count_nonzero(raw)) > int(torch.count_nonzero(read)):
                 raise LayoutError("the backend's cache-write writes beyond its block", reason="layout")
             position += torch.where(read != 0, (read.abs() - 1) * scale, 0)
             plane = read.sign()
-            scale *= _DIGIT
+            scale *= digit
         found.append((position.flatten(), plane.flatten()))
     (tokens, plane), (heads_at, plane_h), (channels, plane_c) = found
     if not (torch.equal(plane, plane_h) and torch.equal(plane, plane_c)):

@@ -29,7 +29,13 @@ from cornplug.store.leases import Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.block_copies import BlockCopies, Slab, Table, kernel_table
 from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
-from cornplug.vllm_connector.kv.layout import BlockLayout, derive, latent_write_op, write_op
+from cornplug.vllm_connector.kv.layout import (
+    BlockLayout,
+    derive,
+    latent_write_op,
+    require_unit_scales,
+    write_op,
+)
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVWorkerMetadata,
     PageLoad,
@@ -115,11 +121,15 @@ class KVWorker:
                 if str(cache.dtype).removeprefix("torch.") != page.dtype:
                     raise LayoutError(f"{name} holds {cache.dtype}, pages {page.dtype}", reason="kv_dtype")
                 layer = layers[name]
+                if page.quantised:
+                    require_unit_scales(name, layer)
                 kind = (type(layer), type(layer.impl), cache.shape, cache.stride(), cache.dtype)
                 if kind not in known:
                     write = (latent_write_op if page.planes == 1 else write_op)(layer)
                     slots = self._slots_of(cache)
-                    known[kind] = derive(cache, len(mine.heads), slots, page.dim, write, page.planes)
+                    known[kind] = derive(
+                        cache, len(mine.heads), slots, page.dim, write, page.planes, page.quantised
+                    )
                 layouts.append(known[kind])
             if len({layout.block_size for layout in layouts}) > 1:
                 raise LayoutError("layers with blocks of several sizes", reason="layout")

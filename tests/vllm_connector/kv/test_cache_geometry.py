@@ -41,6 +41,7 @@ CONFIG: Any = SimpleNamespace(
         dtype=torch.bfloat16,
         hf_config=SimpleNamespace(to_dict=dict),
     ),
+    cache_config=SimpleNamespace(cache_dtype="auto"),
 )
 
 
@@ -62,6 +63,53 @@ def test_page_geometry_of_full_attention_is_the_whole_model() -> None:
 def test_page_geometry_of_windows_without_eviction_is_a_page(fields: dict[str, int]) -> None:
     """`--disable-hybrid-kv-cache-manager`: blocks of all tokens stay, whatever a layer attends to."""
     assert page_geometry(CONFIG, planned(FullAttentionSpec(**SIZES, **fields)), 64).layers == 2
+
+
+BYTES: dict[str, Any] = {**SIZES, "dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+
+
+@pytest.mark.parametrize(
+    ("name", "quantised"), [("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2")]
+)
+def test_page_geometry_of_fp8_is_bytes_of_this_engine_alone(name: str, quantised: str) -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), "cache_config": SimpleNamespace(cache_dtype=name)})
+    page = page_geometry(config, planned(FullAttentionSpec(**BYTES)), 64)
+    assert (page.shape, page.dtype, page.page_bytes) == ((2, 2, 2, 64, 32), "uint8", 2 * 2 * 2 * 64 * 32)
+    assert page.spec() | {"engine": "vllm", "quantised": quantised} == page.spec()
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("auto", {}),  # The checkpoint says it, for some layers perhaps.
+        ("fp8_inc", {"dtype": torch.float8_e4m3fn}),
+        ("fp8_per_token_head", {"kv_quant_mode": KVQuantMode.FP8_PER_TOKEN_HEAD}),
+    ],
+)
+def test_page_geometry_of_other_quantised_caches_is_refused(name: str, fields: dict[str, Any]) -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), "cache_config": SimpleNamespace(cache_dtype=name)})
+    with pytest.raises(LayoutError) as error:
+        page_geometry(config, planned(FullAttentionSpec(**BYTES | fields)), 64)
+    assert error.value.reason == "kv_dtype"
+
+
+def test_page_geometry_of_fp8_with_scales_of_the_checkpoint_is_refused() -> None:
+    model = SimpleNamespace(**vars(CONFIG.model_config))
+    model.hf_config = SimpleNamespace(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
+    found = {"cache_config": SimpleNamespace(cache_dtype="fp8"), "model_config": model}
+    with pytest.raises(LayoutError, match="kv_cache_scheme") as error:
+        page_geometry(SimpleNamespace(**vars(CONFIG) | found), planned(FullAttentionSpec(**BYTES)), 64)
+    assert error.value.reason == "kv_dtype"
+
+
+def test_page_geometry_of_fp8_with_amds_own_values_is_refused() -> None:
+    config = SimpleNamespace(**{**vars(CONFIG), "cache_config": SimpleNamespace(cache_dtype="fp8")})
+    with (
+        mock.patch("vllm.platforms.current_platform.fp8_dtype", return_value=torch.float8_e4m3fnuz),
+        pytest.raises(LayoutError) as error,
+    ):
+        page_geometry(config, planned(FullAttentionSpec(**BYTES)), 64)
+    assert error.value.reason == "kv_dtype"
 
 
 @pytest.mark.parametrize(

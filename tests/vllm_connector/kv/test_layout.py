@@ -13,7 +13,14 @@ from vllm.v1.attention.backends.mla import cpu_mla
 
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv.block_copies import BlockCopies
-from cornplug.vllm_connector.kv.layout import BlockLayout, WriteOp, derive, latent_write_op, write_op
+from cornplug.vllm_connector.kv.layout import (
+    BlockLayout,
+    WriteOp,
+    derive,
+    latent_write_op,
+    require_unit_scales,
+    write_op,
+)
 
 from ..rig import mla_layer
 
@@ -90,6 +97,42 @@ def test_layout_of_vllm_cpu_operation_round_trips(
     keys, values = layout.planes
     assert keys.strides != values.strides, "the CPU keeps K transposed"
     check(cache, layout, write, heads, size, dim)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 on a CPU is for AVX-512")
+@pytest.mark.parametrize(
+    ("name", "quantised", "stored"),
+    [("fp8", "fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", "fp8_e5m2", torch.float8_e5m2)],
+)
+def test_layout_of_fp8_in_bytes_is_that_of_vllm_cpu_operation(
+    name: str, quantised: str, stored: torch.dtype
+) -> None:
+    heads, size, dim = 2, 32, 64
+    impl = object.__new__(cpu_attn.CPUAttentionBackendImpl)
+    impl.attn_type, impl.kv_cache_dtype = cpu_attn.AttentionType.DECODER, name
+    isa = cpu_attn._get_attn_isa(torch.bfloat16, size, dim, name)
+    write = write_op(SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0))
+    cache = torch.zeros(3, heads, size, 2 * dim, dtype=torch.uint8)
+    layout = derive(cache, heads, size, dim, write, quantised=quantised)
+    values = torch.randint(-8, 9, (2, size, heads, dim)).to(torch.bfloat16)
+    slots = torch.arange(size, 2 * size)
+    write(*values, cache, slots)
+    for plane, expected in zip(layout.planes, values, strict=True):
+        found = plane.gather(cache, slots // size, slots % size)
+        assert torch.equal(found.view(stored).float(), expected.float())
+
+
+@pytest.mark.parametrize(
+    "scales", [{"_k_scale": torch.tensor(0.5)}, {"_v_scale": torch.ones(2)}, {"_k_scale_float": 2.0}]
+)
+def test_require_unit_scales_of_scaled_values_is_refused(scales: dict[str, Any]) -> None:
+    """Scales come with the checkpoint, by tensor or by head, and pages hold none."""
+    plain: dict[str, Any] = {"_k_scale": torch.ones(()), "_v_scale": torch.ones(1)}
+    plain |= {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
+    require_unit_scales("layer", SimpleNamespace(**plain))
+    with pytest.raises(LayoutError) as refused:
+        require_unit_scales("layer", SimpleNamespace(**plain | scales))
+    assert refused.value.reason == "kv_dtype"
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD", "cross-layer", "sliced storage"])
