@@ -165,7 +165,7 @@ class Twins:
                 TrackedRequests(config, runtime(store, page_tokens=SIZE), PAGE, Tally()) for _ in range(2)
             ]
         for tracker in self.trackers:
-            tracker._others_load = own
+            tracker._beside_others = own
 
     def each(self, request: Request) -> list[TrackedRequest]:
         found = [tracker.get(request.request_id) for tracker in self.trackers]
