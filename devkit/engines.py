@@ -152,9 +152,9 @@ class EngineServer(ManagedProcess):
 class VllmServer(EngineServer):
     """`vllm serve MODEL`, ready when /health answers 200.
 
-    `args` are further command-line arguments; they override `_DEFAULTS`. Every server calls its model `model`.
-    `bed` is one of `devkit.vllm_beds`, and `packages` are further ones for its path; `vllm` is the command, by
-    default the one of this environment.
+    `args` are further command-line arguments; they override `_DEFAULTS`. Every server calls its model
+    `model`. `bed` is one of `devkit.vllm_beds`, and `packages` are further ones for its path; `vllm` is the
+    command, by default the one of this environment.
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {"return_token_ids": True}
