@@ -94,8 +94,8 @@ def test_http_slow_decoders_are_killed_others_are_served(
     serve: Serve, llava: str, slow: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Before: once every thread was held, no request was answered, and `/ready` said ok."""
-    served = serve(encoder={"decode_deadline_s": 1.0})
-    monkeypatch.setattr(decode_lanes, "STUCK_S", 0.3)
+    served = serve(encoder={"decode_deadline_s": 1.5})
+    monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)  # `/ready` has to be asked between the two
     with ThreadPoolExecutor(2) as attackers:
         attacks = [attackers.submit(ask, served.url, llava, slow) for _ in range(2)]
         eventually(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503, 10)
