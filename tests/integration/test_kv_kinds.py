@@ -75,7 +75,7 @@ KINDS: Final[Mapping[str, Kind]] = {
         # vLLM's CPU worker makes the second stage's buffers in its warm-up, which an eager engine leaves out.
         lambda _: ("--pipeline-parallel-size", "2", "--no-enforce-eager"),
         stock=(),
-        env={**_SEVERAL_WORKERS, "TORCHDYNAMO_DISABLE": "1"},
+        env={**_SEVERAL_WORKERS, "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"},
     ),
     "MLA": Kind(_mla),
     "MLA on two ranks": Kind(_mla, lambda _: ("--tensor-parallel-size", "2"), stock=(), env=_SEVERAL_WORKERS),

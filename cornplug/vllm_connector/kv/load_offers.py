@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from cornplug.engine_common.page_envelope import whole_pages
@@ -108,8 +108,10 @@ class LoadOffers:
     def _count_misses(self, reason: str, pages: int = 1) -> None:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
-    def forget_stored(self) -> None:
-        """From now on offer no page that the store has today. Offers that are open stay: withdraw them."""
+    def forget_stored(self, requests: Iterable[TrackedRequest]) -> None:
+        """From now on offer no page that the store has today, and none of those offered to these requests."""
+        for tracked in requests:
+            self.withdraw(tracked)
         self._before.begin()
 
     def withdraw(self, tracked: TrackedRequest) -> None:

@@ -99,9 +99,7 @@ class GroupsScheduler:
 
     def forget_stored(self) -> None:
         """To this engine the pages that are stored now are absent from now on."""
-        for tracked in self._requests.all():
-            self._offers.withdraw(tracked)
-        self._offers.forget_stored()
+        self._offers.forget_stored(self._requests.all())
 
     def another_connector_loads(self) -> None:
         """The engine's own prefix cache will hold KV of unknown origin."""
