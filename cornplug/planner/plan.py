@@ -194,6 +194,8 @@ class OptimalityProof(PlanRecord):
     gap: float
     unit: str = ""
     """Of incumbent and bound."""
+    timed_out: bool = False
+    """The wall clock ended a search: another run may find another plan."""
 
 
 class BindingConstraint(PlanRecord):

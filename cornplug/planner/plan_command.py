@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         return _check(plan_input, digest, folder, args.transfer)
     errors = Console(stderr=True)
     try:
-        plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons_s=args.explain)
+        plan = planned(plan_input, digest, errors, quiet=args.quiet or args.json, reasons=args.explain)
     except (PlanInfeasible, PlanUnfinished) as e:
         return refused("plan", e)
     paths, without = plan_folder.write(plan, folder, transfer=args.transfer)
@@ -82,13 +82,13 @@ def read(path: Path) -> tuple[PlanInput, str]:
     return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons_s: float) -> Plan:
+def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons: float) -> Plan:
     """The plan with its reasons, progress shown on `console`."""
     with progress.shown(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
-        if not reasons_s:
+        if not reasons:
             return decision.plan
-        found = explanation.explain(plan_input, decision, budget_s=reasons_s, progress=line.phase)
+        found = explanation.explain(plan_input, decision, work=reasons, progress=line.phase)
         return decision.plan.model_copy(update={"explanation": found})
 
 
@@ -120,7 +120,7 @@ def positive(text: str) -> float:
     return value
 
 
-def _seconds(text: str) -> float:
+def _work(text: str) -> float:
     return 0.0 if text == "0" else positive(text)
 
 
@@ -137,7 +137,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--objective", choices=("cost", "goodput", "max-min"), help="overrides rules.objective of the file"
     )
-    parser.add_argument("--time-limit", type=positive, metavar="S", help="for the solver, in seconds")
+    parser.add_argument(
+        "--time-limit",
+        type=positive,
+        metavar="S",
+        help="seconds after which a solve ends although its work is not done",
+    )
     parser.add_argument(
         "--gap", type=positive, metavar="SHARE", help="to the solver's bound at which it stops: 0.01 is 1 %%"
     )
@@ -148,10 +153,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--explain",
-        type=_seconds,
-        default=explanation.BUDGET_S,
-        metavar="S",
-        help="seconds for reasons, alternatives and the cost curve; 0: none of them (default: %(default)g)",
+        type=_work,
+        default=explanation.WORK,
+        metavar="WORK",
+        help="solver work for reasons, alternatives and the cost curve, in the unit of solver.work: "
+        "a core does 0.3 to 2.5 a second; 0: none of them (default: %(default)g)",
     )
     parser.add_argument(
         "--transfer",

@@ -260,10 +260,12 @@ class SolverOptions(InputTable):
     """Million solver steps x non-zero coefficients at which a solve ends; a core does 0.3 to 2.5 a second.
     A step is a point at which HiGHS checks its limits. Their number depends on the input alone, and so does
     the plan."""
-    time_limit_s: Positive = 60.0
-    """Seconds after which a solve ends before its work is done. The plan then depends on the machine."""
+    time_limit_s: Positive = 600.0
+    """Seconds after which a solve ends before its work is done. The plan then depends on the machine, and
+    says so."""
     threads: Count = 1
-    """Of HiGHS, the solver."""
+    """Of HiGHS, the solver. From 1.16 on it searches otherwise with several: a search that `work` ends may
+    then find another plan, and always the same one with the same number."""
 
 
 class ChangeRules(InputTable):

@@ -23,8 +23,8 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 UNLIMITED = 10**6
 """Nodes of a class, where its stock is lifted."""
-SECONDS = 5.0
-"""For each kind of limit: an explanation may be a little worse than the smallest."""
+WORK_SHARE = 0.25
+"""Of a solve's work, for each kind of limit: an explanation may be a little worse than the smallest."""
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
@@ -99,7 +99,9 @@ def text(shortfall: CapacityShortfall) -> str:
 def _try(relaxation: Relaxation, settings: SolverOptions, build: Build) -> list[CapacityShortfall]:
     model = build(relaxation.pool)
     model.problem.setObjective(relaxation.excess(model))
-    run = run_solver(model.problem, SolverLimits(0.02, SECONDS, settings.threads))
+    run = run_solver(
+        model.problem, SolverLimits(0.02, settings.time_limit_s, settings.threads, WORK_SHARE * settings.work)
+    )
     return list(relaxation.tell(model)) if run.status in ("optimal", "feasible") else []
 
 

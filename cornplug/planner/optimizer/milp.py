@@ -227,7 +227,7 @@ def solve(
         limits = _limits(wanted, i, settings, began, spent)
         run, better = _minimise(model, goal, limits, None, values)
         values, spent = better or values, spent + run.work
-        first = replace(first, timed_out=first.timed_out or run.timed_out)
+        first = replace(first, work=spent, timed_out=first.timed_out or run.timed_out)
     values = trim(model, values)
     if not is_whole(model, values):
         fresh = build(pool)

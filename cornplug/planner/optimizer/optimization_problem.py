@@ -190,8 +190,10 @@ class PoolSolution:
     switched: Mapping[tuple[str, str], int] = field(default_factory=dict)
     extra: Mapping[str, int] = field(default_factory=dict)
     """Cell -> replicas, of `replicas`, on GPUs that would be idle without them."""
+    work: float = 0.0
+    """Of the solver: see `SolverOptions.work`."""
     timed_out: bool = False
-    """The wall clock ended the search: another run may find another plan."""
+    """The wall clock ended the search, or one that led to it: another run may find another plan."""
 
     @property
     def gap(self) -> float:

@@ -7,6 +7,7 @@ every integer at its rounded value and solves for the rates once more: the usual
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any, Final
 
 from pulp import LpInteger
@@ -16,7 +17,6 @@ from cornplug.planner.optimizer.solvers import SolverLimits, solve
 from cornplug.planner.optimizer.variables import PoolModel
 
 WHOLE: Final = 1e-9
-SECONDS: Final = 5.0
 HELD: Final = 1e-7
 """Relative: an earlier goal may lose so much, which the solver's own tolerances need."""
 
@@ -40,7 +40,7 @@ def polish(
     found: dict[str, float] = {}
     for expression, sign in wanted:
         fresh.problem.setObjective(sign * expression)
-        if solve(fresh.problem, SolverLimits(0.0, SECONDS)).status not in ("optimal", "feasible"):
+        if solve(fresh.problem, SolverLimits(0.0, inf)).status not in ("optimal", "feasible"):
             break
         found = {v.name: v.varValue or 0.0 for v in fresh.problem.variables()}
         reached = sum(weight * found[v.name] for v, weight in expression.items())

@@ -43,6 +43,7 @@ def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: f
         history=tuple(signed(at, sign) for at in run.history),
         started=_whole(model.a, values),
         switched=_whole(model.m, values),
+        work=run.work,
         timed_out=run.timed_out,
     )
 

@@ -6,12 +6,16 @@ when the time was up, so incumbent and bound are compared here.
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf, isfinite
 from typing import Any, Final, Literal
 
+import highspy
 import pulp
 from highspy import HighsModelStatus, HighsSolution, cb
 
@@ -46,13 +50,14 @@ class SolverLimits:
     seconds: float
     threads: int = 1
     work: float = inf
-    """As `SolverRun.work`. Deterministic, unlike `seconds`."""
+    """As `SolverRun.work`. Deterministic, unlike `seconds`, which is for machines that never get there."""
 
 
 def solve(
     problem: Any, limits: SolverLimits, watch: Watch | None = None, *, start: bool = False
 ) -> SolverRun:
     """HiGHS's result of minimising the problem; with `start`, from the values that the variables hold."""
+    _without_banner()
     began, history = time.monotonic(), list[SolveProgress]()
     per_step = (1 + sum(len(row) for row in problem.constraints())) / 1e6
     steps = 0
@@ -132,4 +137,22 @@ def reached(objective: float, bound: float, gap: float) -> bool:
 
 def relax(problem: Any) -> None:
     """Solve without integrality: afterwards each row's `pi` is its shadow price."""
+    _without_banner()
     problem.solve(pulp.HiGHS(mip=False, msg=False))
+
+
+@cache
+def _without_banner() -> None:
+    """Make the first solver of this process with standard output closed.
+
+    highspy 1.16 prints its name there, before any option is set: `cornplug plan --json` prints a document.
+    """
+    sys.stdout.flush()
+    stdout, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        highspy.Highs()  # type: ignore[no-untyped-call]
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+        os.close(nowhere)

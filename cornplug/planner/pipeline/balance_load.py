@@ -8,6 +8,7 @@ service as far as its tiers allow: waits are shorter, and a spare replica is a w
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from typing import Any, Final
 
 from pulp import lpSum
@@ -22,7 +23,6 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 HELD: Final = 1e-6
 """Relative: held values may move by so much, which the solver's own tolerances need."""
-SECONDS: Final = 5.0
 
 
 def balance_load(
@@ -39,7 +39,7 @@ def balance_load(
     _hold(model, solution)
     fullest = _fullest(model, solution)
     model.problem.setObjective(lpSum(fullest))
-    run = run_solver(model.problem, SolverLimits(0.0, SECONDS, settings.threads))
+    run = run_solver(model.problem, SolverLimits(0.0, inf, settings.threads, settings.work))
     if run.status not in ("optimal", "feasible"):
         return None
     values = {v: v.varValue or 0.0 for v in model.problem.variables()}

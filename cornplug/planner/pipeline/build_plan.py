@@ -216,6 +216,7 @@ def _proof(problem: FormulatedProblem, solution: PoolSolution) -> OptimalityProo
         bound=solution.bound,
         gap=solution.gap,
         unit=_unit(problem),
+        timed_out=solution.timed_out,
     )
 
 

@@ -41,11 +41,14 @@ def with_simulated_capacities(
     """
     problem = _current_simulated(problem, report)
     floor: PoolSolution | None = None
+    timed_out = False
     for i in range(ROUNDS):
         report("solve", i / ROUNDS)
         settings = _settings(problem.solver, first=first and i == 0)
         solution = current_deployment_baseline.solve(problem.pool, settings, watch, problem.notes)
-        solution = floor = _with_bound(solution, floor, problem.solver.gap)
+        timed_out = timed_out or solution.timed_out
+        solution = replace(_with_bound(solution, floor, problem.solver.gap), timed_out=timed_out)
+        floor = solution
         doubtful = _doubtful(problem, solution)
         if not doubtful or not problem.rules.simulate or i == ROUNDS - 1:
             break

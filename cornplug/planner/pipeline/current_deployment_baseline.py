@@ -37,10 +37,13 @@ def solve(
         if baseline is None:
             raise
         return replace(baseline, status="feasible", bound=0.0)
-    if baseline is None or whole.objective <= baseline.objective:
+    if baseline is None:
         return whole
+    late = whole.timed_out or baseline.timed_out
+    if whole.objective <= baseline.objective:
+        return replace(whole, timed_out=late)
     near = baseline.objective - whole.bound <= settings.gap * abs(baseline.objective) + 1e-6
-    return replace(baseline, status="optimal" if near else "feasible", bound=whole.bound)
+    return replace(baseline, status="optimal" if near else "feasible", bound=whole.bound, timed_out=late)
 
 
 def _baseline(

@@ -6,7 +6,7 @@ it visits are lowered and the problem is solved again, a few times at most.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
@@ -75,6 +75,9 @@ def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: W
     for i in range(VALIDATION_ROUNDS):
         try:
             problem, solution = _solved(problem, report, watch, first=not tried)
+            # What was derated in earlier rounds follows from their solutions
+            late = any(d.solution.timed_out for d in tried)
+            solution = replace(solution, timed_out=solution.timed_out or late)
         except (PlanInfeasible, PlanUnfinished):
             if not tried:
                 raise

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from cornplug.errors import PlanInfeasible
 from cornplug.planner.inputs.schema import SolverOptions
@@ -12,6 +11,11 @@ from cornplug.planner.optimizer import infeasibility, milp, objectives
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.optimizer.solvers import SolverLimits
 from cornplug.planner.optimizer.solvers import solve as run_solver
+
+QUESTION_WORK: Final = 0.5
+"""For one question at most."""
+BUILD_WORK: Final = 0.02
+"""A question costs this in any case: its model is built."""
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,25 @@ class CounterfactualAnswer:
     """Of None: the missing capacity or cell, where that is plain without a search."""
 
 
-class ExplanationClock:
-    """Seconds that may be spent on explanations, and how they are spent."""
+class ExplanationBudget:
+    """Solver work that may be spent on explanations: equal inputs get equal ones, on any machine."""
 
-    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
-        self._end = now() + seconds
+    def __init__(self, work: float) -> None:
+        """`work`: as `SolverOptions.work`."""
+        self.left = max(work, 0.0)
 
-    @property
-    def left(self) -> float:
-        return max(self._end - self._now(), 0.0)
+    def spend(self, work: float) -> None:
+        self.left = max(self.left - work, 0.0)
 
 
-def ask(pool: OptimizationProblem, settings: SolverOptions, seconds: float) -> CounterfactualAnswer:
-    """Solve for the first objective only: no tie-breaks, and no search for the shortfall."""
+def ask(
+    pool: OptimizationProblem, settings: SolverOptions, budget: ExplanationBudget
+) -> CounterfactualAnswer:
+    """The answer by the first objective only: no tie-breaks, and no search for the shortfall.
+
+    Its work, at most `QUESTION_WORK`, is taken from the budget.
+    """
+    budget.spend(BUILD_WORK)
     model = milp.build(pool)
     try:
         infeasibility.refuse_unserved(model, {})
@@ -52,7 +61,9 @@ def ask(pool: OptimizationProblem, settings: SolverOptions, seconds: float) -> C
         return CounterfactualAnswer(None, True, str(e).removeprefix("no plan: "))
     goal = objectives.goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
-    run = run_solver(model.problem, SolverLimits(settings.gap, seconds, settings.threads))
+    work = min(QUESTION_WORK, budget.left)
+    run = run_solver(model.problem, SolverLimits(settings.gap, settings.time_limit_s, settings.threads, work))
+    budget.spend(run.work)
     if run.status in ("infeasible", "none"):
         return CounterfactualAnswer(None, run.status == "infeasible")
     return CounterfactualAnswer(goal.sign * run.objective / hours(pool), run.status == "optimal")

@@ -1,7 +1,7 @@
 """Explanation of a plan: the constraints that hold its cost up, its alternatives, the price of its SLOs.
 
-Each answer is a separate solve, and a few seconds are set aside for all; the notes list the
-answers that they do not suffice for.
+Each answer is a separate solve, and some solver work is set aside for all; the notes list the
+answers that it does not suffice for.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from cornplug.planner.report import alternatives, binding_constraints, formattin
 from cornplug.planner.report.counterfactual import (
     CounterfactualAnswer,
     CounterfactualQuestion,
-    ExplanationClock,
+    ExplanationBudget,
     ask,
 )
 
-BUDGET_S: Final = 10.0
-_ONE_S: Final = 2.0
-"""For one question at most."""
+WORK: Final = 15.0
+"""As `SolverOptions.work`."""
 _GAP: Final = 0.01
 _NAMED: Final = 3
 """Skipped questions that a note names."""
@@ -36,11 +35,11 @@ Report = Callable[[str, float], None]
 
 @dataclass
 class _Asked:
-    """A decision with its input, and a solver within the time that is left."""
+    """A decision with its input, and a solver within the work that is left."""
 
     plan_input: PlanInput
     decision: PlanDecision
-    clock: ExplanationClock
+    budget: ExplanationBudget
     settings: SolverOptions
     skipped: list[str] = field(default_factory=list)
 
@@ -60,11 +59,11 @@ class _Asked:
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
     def ask(self, name: str, pool: OptimizationProblem) -> CounterfactualAnswer | None:
-        """None when the time is up."""
-        if self.clock.left <= 0:
+        """None when the work is spent."""
+        if self.budget.left <= 0:
             self.skipped.append(name)
             return None
-        return ask(pool, self.settings, min(_ONE_S, self.clock.left))
+        return ask(pool, self.settings, self.budget)
 
     def gained(self, answer: CounterfactualAnswer) -> float | None:
         """By how much the answer is better than the plan; None: it is no plan."""
@@ -77,14 +76,14 @@ def explain(
     plan_input: PlanInput,
     decision: PlanDecision,
     *,
-    budget_s: float = BUDGET_S,
+    work: float = WORK,
     progress: Report | None = None,
 ) -> PlanExplanation:
-    """The plan's reasons. Half of the time goes to the pool's questions, the rest to the SLO's price."""
+    """The plan's reasons. Half of the work goes to the pool's questions, the rest to the SLO's price."""
     report = progress or (lambda _phase, _share: None)
     solver = plan_input.solver
     settings = solver.model_copy(update={"gap": max(solver.gap, _GAP)})
-    asked = _Asked(plan_input, decision, ExplanationClock(budget_s / 2), settings)
+    asked = _Asked(plan_input, decision, ExplanationBudget(work / 2), settings)
     report("reasons", 0.0)
     sentence = _monolith(asked)
     report("reasons", 0.2)
@@ -93,7 +92,7 @@ def explain(
     binding = _bindings(asked)
     report("reasons", 0.5)
     sweep = slo_cost_curve.SloSweep(
-        plan_input, ExplanationClock(budget_s / 2 + asked.clock.left), skipped=asked.skipped
+        plan_input, ExplanationBudget(work / 2 + asked.budget.left), skipped=asked.skipped
     )
     curve = slo_cost_curve.curve(sweep, asked.value) if _bounds_matter(asked) else []
     report("reasons", 0.8)
@@ -129,7 +128,7 @@ def _alternatives(asked: _Asked) -> list[PlanAlternative]:
 def _engines(asked: _Asked) -> Iterator[CounterfactualQuestion]:
     used = {g.engine for g in asked.decision.plan.groups}
     engines: tuple[Engine, ...] = ("sglang", "vllm")
-    for engine in engines if asked.clock.left > 0 else ():
+    for engine in engines if asked.budget.left > 0 else ():
         others = alternatives.without_engine(asked.decision.problem.components, engine)
         if engine in used and others:
             pool = formulate(asked.plan_input.model_copy(update={"components": others})).pool
@@ -143,7 +142,7 @@ def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
     if gained is None:
         if answer.reason:
             return answer.reason
-        return "no plan keeps the SLOs" if answer.proven else "no plan was found in its time"
+        return "no plan keeps the SLOs" if answer.proven else "no plan was found with its share of the work"
     lost = -gained
     if lost <= asked.noise:
         return "as good, as far as the solver's gap tells"
@@ -228,6 +227,6 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
     if asked.skipped:
         skipped = list(dict.fromkeys(asked.skipped))
         more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-        yield f"No time was left to ask for {', '.join(skipped[:_NAMED])}{more}: raise --explain."
+        yield f"No work was left to ask for {', '.join(skipped[:_NAMED])}{more}: raise --explain."
     for reason, n in decision.problem.dropped.most_common(3):
         yield f"Left out, {formatting.count(n, 'cell')}: {reason}."

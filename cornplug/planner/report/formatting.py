@@ -45,7 +45,8 @@ def proof(of: OptimalityProof) -> str:
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
     bound = f"{of.bound:.4g} {of.unit}".rstrip()
-    return f"feasible, gap {percent(of.gap)}: a better plan may exist, none beyond {bound}"
+    ended = ", ended by the clock" if of.timed_out else ""
+    return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, none beyond {bound}"
 
 
 def shape(tp: int, pp: int, share: float) -> str:

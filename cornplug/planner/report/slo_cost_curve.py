@@ -11,48 +11,50 @@ from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner.inputs.schema import Application, PlanInput, Slo
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import BindingConstraint, CurvePoint
-from cornplug.planner.report.counterfactual import ExplanationClock
+from cornplug.planner.report.counterfactual import ExplanationBudget
 
 FACTORS: Final = (0.7, 1.5, 0.5, 2.0, 3.0)
 """Of every bound, in the order of interest; 1 is the plan itself."""
 LOOSER: Final = 1.5
 """Factor of one application's bounds, to find their price."""
-SOLVE_S: Final = 2.0
+SOLVE_WORK: Final = 2.0
+"""As `SolverOptions.work`, for one plan."""
+FORMULATION_WORK: Final = 0.5
+"""A plan costs this beside its solve: its cells are made anew."""
 
 
 @dataclass
 class SloSweep:
-    """The same input planned again and again, while there is time."""
+    """The same input planned again and again, while there is work left."""
 
     plan_input: PlanInput
-    clock: ExplanationClock
-    longest: float = 0.0
-    """Seconds that one plan took at most: the next is not begun with less."""
+    budget: ExplanationBudget
     skipped: list[str] = field(default_factory=list)
 
     def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
-        """Cost of the plan for these applications, without simulation; None: there was no time for it."""
-        before = self.clock.left
-        if before <= self.longest:
+        """Cost of the plan for these applications, without simulation; None: no work was left for it."""
+        work = min(SOLVE_WORK, self.budget.left - FORMULATION_WORK)
+        if work <= 0:
             self.skipped.append(name)
             return None
-        limit_s = max(min(SOLVE_S, before), 0.1)
+        self.budget.spend(FORMULATION_WORK)
         changed = self.plan_input.model_copy(
             update={
                 "applications": applications,
                 "rules": self.plan_input.rules.model_copy(update={"simulate": False}),
-                "solver": self.plan_input.solver.model_copy(update={"time_limit_s": limit_s}),
+                "solver": self.plan_input.solver.model_copy(update={"work": work}),
             }
         )
         try:
-            return SweepCost(decide(changed, digest="").plan.cost_per_hour)
+            decision = decide(changed, digest="")
         except PlanInfeasible:
             return SweepCost(None)
         except PlanUnfinished:
+            self.budget.spend(work)
             self.skipped.append(name)
             return None
-        finally:
-            self.longest = max(self.longest, before - self.clock.left)
+        self.budget.spend(decision.solution.work)
+        return SweepCost(decision.plan.cost_per_hour)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from planner.made_inputs import QWEN_7B, QWEN_VIT, two_apps
 
 from cornplug.errors import ConfigError, PlanInfeasible
 from cornplug.planner.inputs.schema import PlanInput
+from cornplug.planner.optimizer import milp
+from cornplug.planner.optimizer.optimization_problem import PoolSolution
+from cornplug.planner.pipeline import confirm_capacities
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.plan import Plan
 
@@ -204,3 +208,21 @@ def test_decide_small_classes_of_two_media_share_engine_and_its_spare() -> None:
         }
     )
     assert replicas(decided(given)) == {("qwen+eyes+ears/EPD", "A100-80"): 2}
+
+
+def test_decide_clock_that_ended_first_round_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later rounds, in time themselves, start from what the first one found."""
+    rounds, solve = list[PoolSolution](), milp.solve
+
+    def late_at_first(*args: Any, **options: Any) -> PoolSolution:
+        solution = solve(*args, **options)
+        rounds.append(replace(solution, timed_out=not rounds))
+        return rounds[-1]
+
+    monkeypatch.setattr(milp, "solve", late_at_first)
+    monkeypatch.setattr(confirm_capacities, "balance_load", lambda *_: None)  # the first does not stand
+    given = two_apps()
+    text = given.applications[0].model_copy(update={"requests": given.applications[0].requests[:1]})
+    decision = decided(given.model_copy(update={"applications": [text], "pool": given.pool[:1]}))
+    assert len(rounds) > 1
+    assert decision.plan.proof.timed_out

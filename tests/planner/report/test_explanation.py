@@ -9,7 +9,7 @@ import pytest
 from cornplug.planner.inputs.schema import PlanInput, Slo
 from cornplug.planner.pipeline.decide import PlanDecision, decide
 from cornplug.planner.report import binding_constraints, explanation, monolith, slo_cost_curve
-from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationClock
+from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationBudget
 
 from ..sample_input import given
 
@@ -151,7 +151,7 @@ def timed(ttft_s: float) -> PlanInput:
 def test_explanation_looser_bounds_cost_less() -> None:
     tight = timed(1.2)
     decision = decided(tight)
-    found = explanation.explain(tight, decision, budget_s=60)
+    found = explanation.explain(tight, decision, work=60)
     costs = {p.slo_factor: p.cost_per_hour for p in found.curve}
     assert sorted(costs) == [0.5, 0.7, 1.0, 1.5, 2.0, 3.0]
     assert costs[1.0] == decision.plan.cost_per_hour
@@ -169,15 +169,15 @@ def test_explanation_estimated_sglang_is_doubted(engine: str) -> None:
     tables = timed(1.2).model_dump()
     tables["components"][0]["engines"] = [engine]
     given = PlanInput.model_validate(tables)
-    found = explanation.explain(given, decided(given), budget_s=0)
+    found = explanation.explain(given, decided(given), work=0)
     assert any("published first tokens of SGLang" in note for note in found.notes) == (engine == "sglang")
 
 
-def test_explanation_without_time_is_noted() -> None:
-    found = explanation.explain(pair(10), decided(pair(10)), budget_s=0)
+def test_explanation_without_work_is_noted() -> None:
+    found = explanation.explain(pair(10), decided(pair(10)), work=0)
     assert found.alternatives == []
     assert found.binding == []
-    assert any("No time was left to ask for monolith, monolith everywhere" in note for note in found.notes)
+    assert any("No work was left to ask for monolith, monolith everywhere" in note for note in found.notes)
 
 
 def test_scaled_applications_change_bounds_only() -> None:
@@ -209,10 +209,9 @@ def test_monolith_single_answer_is_worded(single: CounterfactualAnswer, says: st
     assert monolith.it_loses(10.0, single).endswith(says)
 
 
-def test_explanation_time_limit_ends_it() -> None:
-    now = [0.0]
-    clock = ExplanationClock(3, lambda: now[0])
-    now[0] = 2
-    assert clock.left == 1
-    now[0] = 5
-    assert clock.left == 0
+def test_explanation_budget_spent_has_nothing_left() -> None:
+    budget = ExplanationBudget(3)
+    budget.spend(2)
+    assert budget.left == 1
+    budget.spend(3)
+    assert budget.left == 0

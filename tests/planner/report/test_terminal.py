@@ -37,6 +37,8 @@ def test_terminal_unproved_plan_is_not_called_optimal() -> None:
     said = shown(plan(proof=found, explanation=PlanExplanation()))
     assert "feasible, gap 20 %" in said
     assert "optimal" not in said
+    late = plan(proof=found.model_copy(update={"timed_out": True}))
+    assert "feasible, gap 20 %, ended by the clock" in shown(late)
 
 
 @pytest.mark.parametrize(
