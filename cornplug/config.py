@@ -9,74 +9,40 @@ the file named by `CORNPLUG_CONFIG`, the defaults below. The docstring of a sett
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SecretStr,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from cornplug.errors import ConfigError
-from cornplug.private_paths import cache_dir, runtime_dir
+from cornplug.private_paths import runtime_dir
+from cornplug.settings.qos_settings import ClassConfig, QosConfig
+from cornplug.settings.settings_section import Section
+from cornplug.settings.store_settings import STORE_PROTOCOL, NamespaceConfig, StoreConfig
 
-STORE_PROTOCOL: Final = 6
-"""The version of the protocol between clients and store. It is in the socket's default name: during a rolling
-upgrade each release has its store, and shares."""
+__all__ = [
+    "STORE_PROTOCOL",
+    "ClassConfig",
+    "Config",
+    "EncoderConfig",
+    "EngineConfig",
+    "NamespaceConfig",
+    "QosConfig",
+    "StoreConfig",
+    "load",
+]
 
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class StoreConfig(_Section):
-    """The host's store."""
-
-    backend: str = "pool"
-    """The store to use: "pool" is the host's own. A package can bring another one (entry point
-    `cornplug.stores`), selected by its NAME, or NAME:ADDRESS where it takes an address."""
-    socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
-    """The unix socket at which the store listens and clients connect."""
-    size_bytes: int | None = Field(default=None, gt=0)
-    """Upper bound of payload bytes in shared memory. None: a quarter of the memory that the host and the
-    container have left when the store starts."""
-    autostart: bool = True
-    """An engine starts a store when none answers at `socket`."""
-    deadline_s: float = Field(default=0.1, gt=0)
-    """Longest wait of an engine's scheduler for one answer of the store (typically 0.1 ms). A later answer
-    counts as a miss, and the store as down."""
-    background_timeout_s: float = Field(default=1.0, gt=0)
-    """Longest wait of a background thread for one answer of the store; it delays one request, not the
-    engine."""
-    load_when: Literal["pays", "always"] = "pays"
-    """ "pays": an engine loads an entry only if its own measurements say that loading is quicker than
-    computing; "always": it loads every entry that is there."""
-    lease_s: float = Field(default=30.0, gt=0)
-    """Time that an engine has to copy an entry that it leased; then the entry may be evicted."""
-    quarantine_s: float = Field(default=5.0, ge=0)
-    """Time for which the room of a reservation whose owner died is kept from other writers."""
-    secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
-    """A file of 32 bytes that keys every digest, made on first use. Hosts that share need the same file."""
-
-
-_IMAGE_FORMATS = (
+_IMAGE_FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
 """As `encoder_service.media.FORMATS`, which may not be imported here; a test compares them."""
 
 
-class EncoderConfig(_Section):
+class EncoderConfig(Section):
     """The shared encoder service."""
 
     socket: Path = Field(default_factory=lambda: runtime_dir() / "encoder.sock")
@@ -149,6 +115,9 @@ class EncoderConfig(_Section):
     together."""
     max_items: int = Field(default=64, gt=0)
     """Largest number of media in one HTTP request."""
+    remembered_files: int = Field(default=32_768, ge=0)
+    """Number of decoded files whose content is known again by their bytes, so that a repeated file with a
+    cached embedding is not decoded; each takes about 400 bytes. 0: every file is decoded."""
     max_waiting: int = Field(default=256, gt=0)
     """Number of items in the queue beyond which the service answers 503."""
     sglang: bool = False
@@ -207,7 +176,7 @@ def _words(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """One engine's use of both."""
 
     app: str = Field(default="default", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
@@ -233,83 +202,7 @@ class EngineConfig(_Section):
     """The engine takes the rows of an embedding from a request. vLLM's `--enable-mm-embeds` sets it."""
 
 
-class ClassConfig(_Section):
-    """One class of service; `cornplug.qos` has an example."""
-
-    share: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the tower's time that the class is guaranteed."""
-    priority: int = 0
-    """Order in which classes get the time that no class reserved: the highest goes first."""
-    deadline_s: float | None = Field(default=None, gt=0)
-    """Deadline of its requests that name none. None: `encoder.deadline_s`."""
-    max_deadline_s: float | None = Field(default=None, gt=0)
-    """Longest deadline that its requests get. None: `encoder.max_deadline_s`."""
-    api_keys: tuple[str, ...] = ()
-    """Keys whose holders are of this class: as they are, or as "sha256:" and 64 hex digits; kept as the
-    latter."""
-    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")], tuple[str, ...]] = Field(
-        default_factory=dict
-    )
-    """Tenant -> keys, each as in `api_keys`. A holder is of this class, and its entries have the tenant's
-    name as salt: no other request shares them."""
-    apps: tuple[str, ...] = ()
-    """Apps whose requests are of this class where they carry no key."""
-
-    @field_validator("api_keys")
-    @classmethod
-    def _digested(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(_digest_of_key(key) for key in keys)
-
-    @field_validator("tenants")
-    @classmethod
-    def _digested_too(cls, tenants: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        return {tenant: tuple(_digest_of_key(key) for key in keys) for tenant, keys in tenants.items()}
-
-    def bound_keys(self) -> tuple[tuple[str, str | None], ...]:
-        """(digest, tenant) of every key of this class."""
-        bound = ((key, tenant) for tenant, keys in self.tenants.items() for key in keys)
-        return (*((key, None) for key in self.api_keys), *bound)
-
-
-class QosConfig(_Section):
-    """Classes of service, by name, and the name of the default class."""
-
-    default: str = "default"
-    """The class of every request that matches no other class."""
-    classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ClassConfig] = Field(
-        default_factory=dict
-    )
-    """The classes, by name."""
-
-    @model_validator(mode="after")
-    def _agree(self) -> Self:
-        total = sum(one.share for one in self.classes.values())
-        if total > 1 + 1e-9:
-            raise ValueError(f"the shares of all classes add up to {total:g}: make that 1 or less")
-        if self.default != "default" and self.default not in self.classes:
-            raise ValueError(f"default: no class {self.default!r}: add [qos.classes.{self.default}]")
-        if self.default in self.classes and self.classes[self.default].bound_keys():
-            raise ValueError("api_keys: the default class is for those who have none: take them out")
-        apps = [app for c in self.classes.values() for app in set(c.apps)]
-        keys = [key for c in self.classes.values() for key in {*c.api_keys}]
-        keys += [key for c in self.classes.values() for each in c.tenants.values() for key in set(each)]
-        for what, named in (("apps", apps), ("api_keys", keys)):
-            if len(named) != len(set(named)):
-                raise ValueError(f"{what}: one of them is in two places: leave it in one")
-        return self
-
-
-def _digest_of_key(key: str) -> str:
-    if key.startswith("sha256:"):
-        if re.fullmatch(r"sha256:[0-9a-f]{64}", key) is None:
-            raise ValueError("after sha256: come 64 lower-case hex digits; make them with sha256sum")
-        return key
-    if not key:
-        raise ValueError("an empty key would let everybody in")
-    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
-
-
-class Config(_Section):
+class Config(Section):
     """Everything. Frozen; make another with `load`."""
 
     store: StoreConfig = Field(default_factory=StoreConfig)

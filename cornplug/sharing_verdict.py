@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypeVar
 
@@ -10,6 +11,9 @@ import msgspec
 from cornplug.errors import CornplugError
 
 T = TypeVar("T")
+
+_COUNTED: Final = re.compile(r"\d+ validation errors? for ")
+"""The head of pydantic's message."""
 
 NO_TOWER: Final = "the engine runs no tower for it"
 """The reason of a text model, and of one that runs as text: there are no embeddings to share."""
@@ -46,8 +50,10 @@ def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
 
 
 def first_line(error: Exception) -> str:
-    """The error's class and the first line of its message: engines append their whole configuration."""
+    """The error's class and the first line that says something: engines append their whole configuration."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if len(lines) > 1 and _COUNTED.match(lines[0]):
+        lines = lines[1:]
     return f"{type(error).__name__}: {lines[0] if lines else 'no message'}"
 
 

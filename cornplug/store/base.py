@@ -143,8 +143,12 @@ class Store(Protocol):
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
         """Room for each (whole entry's key, size in bytes), charged to `app`, or why not.
+
+        `cost_s`: seconds that the recomputation of one of these entries takes; 0 where that is unknown. A
+        full store weighs it between namespaces.
 
         With `part`, room that a writer of the same group has reserved is shared: same location,
         own token. PENDING then says that this very part is taken, or that it is not this group's."""

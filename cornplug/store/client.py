@@ -25,11 +25,19 @@ from cornplug.store.base import (
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
 from cornplug.store.leases import PLACE, Leases
-from cornplug.store.posted import PostedCommit, PostedReserve
+from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
 from cornplug.store.table import unleased
 from cornplug.store.table.entry_table import UNLISTED
 from cornplug.store.table.unleased import TableEntry
-from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
+from cornplug.store.validation import (
+    check_app,
+    check_cost,
+    check_entries,
+    check_keys,
+    check_meta,
+    check_part,
+    check_ttl,
+)
 
 
 class PoolStore:
@@ -120,9 +128,10 @@ class PoolStore:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
         return self.post_reserve(
-            entries, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen
+            entries, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen, cost_s=cost_s
         ).wait()
 
     def post_reserve(
@@ -133,12 +142,15 @@ class PoolStore:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> PostedReserve:
         """`reserve`, answered later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
-        return PostedReserve(self._link.reachable(), entries, app, part, only_seen, deadline_s)
+        check_cost(cost_s)
+        terms = ReserveTerms(app, part, only_seen, cost_s)
+        return PostedReserve(self._link.reachable(), entries, terms, deadline_s)
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         return self.post_commit(written, deadline_s=deadline_s).wait()

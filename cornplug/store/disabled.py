@@ -30,6 +30,7 @@ class OffStore:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
         self._raise()
 

@@ -11,14 +11,23 @@ import mmap
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cornplug.errors import StoreUnavailable
+from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.leases import Leases
-from cornplug.store.validation import check_app, check_entries, check_keys, check_meta, check_part, check_ttl
+from cornplug.store.validation import (
+    check_app,
+    check_cost,
+    check_entries,
+    check_keys,
+    check_meta,
+    check_part,
+    check_ttl,
+)
 from cornplug.store.write_fences import WriteFences
 
 
@@ -33,6 +42,7 @@ class MemoryStore:
         reservation_s: float = RESERVATION_S,
         reclaim_s: float = RECLAIM_S,
         clock: Callable[[], float] = time.monotonic,
+        namespaces: Mapping[str, NamespaceConfig] | None = None,
     ) -> None:
         self.clock = clock
         self.lock = threading.Lock()
@@ -41,7 +51,7 @@ class MemoryStore:
         self.fences = WriteFences()
         self.index = StoreIndex(
             secrets.token_bytes(16), capacity_bytes, quarantine_s=quarantine_s, grow=lambda missing: missing,
-            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self.fences,
+            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self.fences, namespaces=namespaces,
         )  # fmt: skip
         self._owners = itertools.count(1)
 
@@ -77,13 +87,17 @@ class MemoryConnection:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
         check_entries(entries)
         check_app(app)
         check_part(part)
+        check_cost(cost_s)
         with self._store.lock:
             index, now_s = self._index(), self._store.clock()
-            return index.reserve(self._owner, entries, app=app, part=part, now_s=now_s, only_seen=only_seen)
+            return index.reserve(
+                self._owner, entries, app=app, part=part, now_s=now_s, only_seen=only_seen, cost_s=cost_s
+            )
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
         for _, meta in written:

@@ -66,6 +66,8 @@ class ReserveRequest(msgspec.Struct, frozen=True, array_like=True, tag=3):
     app: str
     part: WriterPart | None = None
     only_seen: bool = False
+    cost_s: float = 0.0
+    """Of one entry. A daemon without namespaces passes over it, and one of an older release."""
 
 
 class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):

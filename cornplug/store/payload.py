@@ -119,9 +119,10 @@ def put_payload(
     app: str,
     deadline_s: float,
     segments: int = 1,
+    cost_s: float = 0.0,
 ) -> Outcome:
     """Store a payload (C-contiguous, any item size) under `key`, with a checksum for each of
-    `segments` equal parts.
+    `segments` equal parts. `cost_s`: seconds that its recomputation takes, 0 where that is unknown.
 
     Raises StoreUnavailable when the store does not answer, ValueError when `segments` does
     not divide the payload.
@@ -129,7 +130,9 @@ def put_payload(
     source = memoryview(payload).cast("B")
     if segments < 1 or source.nbytes % segments:
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
-    answer = reserve_retry.reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s)[0]
+    answer = reserve_retry.reserve(
+        store, [(key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s
+    )[0]
     if isinstance(answer, ReserveRefusal):
         return cast(Outcome, answer.value)  # FIRST_SIGHT answers calls with `only_seen`
     with contextlib.ExitStack() as on_error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from cornplug.errors import StoreUnavailable
@@ -38,6 +39,7 @@ class PostingStore(Store, Protocol):
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> Posted[list[Reservation | ReserveRefusal]]:
         """`reserve`, answered later."""
 
@@ -57,6 +59,16 @@ class Answered(Generic[T]):
         return self._answer
 
 
+@dataclass(frozen=True, slots=True)
+class ReserveTerms:
+    """What all entries of one `reserve` have in common, see `Store.reserve`."""
+
+    app: str
+    part: WriterPart | None
+    only_seen: bool
+    cost_s: float
+
+
 class PostedReserve:
     """A posted `reserve`. The daemon cuts long answers: the rest is asked for when they are there."""
 
@@ -64,13 +76,10 @@ class PostedReserve:
         self,
         connection: DaemonConnection,
         entries: Sequence[tuple[bytes, int]],
-        app: str,
-        part: WriterPart | None,
-        only_seen: bool,
+        terms: ReserveTerms,
         deadline_s: float,
     ) -> None:
-        self._connection, self._entries = connection, entries
-        self._app, self._part, self._only_seen = app, part, only_seen
+        self._connection, self._entries, self._terms = connection, entries, terms
         self._deadline_s, self._end_s = deadline_s, time.monotonic() + deadline_s
         self._answers: list[Reservation | str] = []
         self._ask()
@@ -78,7 +87,8 @@ class PostedReserve:
     def _ask(self) -> None:
         wanted = self._entries[len(self._answers) :][: messages.MAX_KEYS]
         keys, sizes = b"".join([key for key, _ in wanted]), [size for _, size in wanted]
-        request = messages.ReserveRequest(keys, sizes, self._app, self._part, self._only_seen)
+        terms = self._terms
+        request = messages.ReserveRequest(keys, sizes, terms.app, terms.part, terms.only_seen, terms.cost_s)
         self._waiter = self._connection.post(request, self._deadline_s)
 
     def take(self) -> list[Reservation | ReserveRefusal] | None:

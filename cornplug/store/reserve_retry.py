@@ -20,10 +20,11 @@ def reserve(
     app: str,
     deadline_s: float,
     part: WriterPart | None = None,
+    cost_s: float = 0.0,
 ) -> list[Reservation | ReserveRefusal]:
     """As `Store.reserve`, but asked again for GROWING until the deadline. Raises StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
-    answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part)
+    answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part, cost_s=cost_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
         left_s = end_s - time.monotonic() - _PAUSE_S
         if left_s <= 0:
@@ -31,7 +32,9 @@ def reserve(
         time.sleep(_PAUSE_S)
         # What is reserved so far is good whatever becomes of the rest.
         with contextlib.suppress(StoreUnavailable):
-            again = store.reserve([entries[i] for i in growing], app=app, deadline_s=left_s, part=part)
+            again = store.reserve(
+                [entries[i] for i in growing], app=app, deadline_s=left_s, part=part, cost_s=cost_s
+            )
             for i, answer in zip(growing, again, strict=True):
                 answers[i] = answer
     return answers

@@ -11,6 +11,7 @@ MAX_META_BYTES: Final = 1 << 20
 """A header of 65535 segments takes half of it."""
 MAX_TTL_S: Final = 3600.0
 MAX_APP_BYTES: Final = 256
+MAX_COST_S: Final = 3600.0
 MAX_PARTS: Final = 1024
 """Writers of one entry."""
 
@@ -50,6 +51,14 @@ def check_app(app: str) -> None:
     """Raises ValueError for a name that is too long for a label."""
     if len(app.encode()) > MAX_APP_BYTES:
         raise ValueError(f"the name of an app is at most {MAX_APP_BYTES} bytes, not {len(app.encode())}")
+
+
+def check_cost(cost_s: float) -> None:
+    """Raises ValueError for a time of recomputation that no entry can have."""
+    if not 0 <= cost_s <= MAX_COST_S:
+        raise ValueError(
+            f"cost_s is {cost_s}; the recomputation of an entry takes 0 to {MAX_COST_S:g} seconds"
+        )
 
 
 def check_meta(meta: bytes) -> None:

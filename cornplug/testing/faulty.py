@@ -55,12 +55,15 @@ class FaultyStore:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
         self._fault("reserve", deadline_s)
         if self.full:
             return [ReserveRefusal.FULL for _ in entries]
         there = entries[: self.growing]
-        answers = self.inner.reserve(there, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen)
+        answers = self.inner.reserve(
+            there, app=app, deadline_s=deadline_s, part=part, only_seen=only_seen, cost_s=cost_s
+        )
         return answers + [ReserveRefusal.GROWING for _ in entries[len(there) :]]
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:

@@ -1,4 +1,4 @@
-"""docs/configuration.md, from cornplug/config.py."""
+"""docs/configuration.md, from cornplug/config.py and cornplug/settings."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ _UNITS: Final = {
     "max_waiting": "media",
     "tenant_part": "fraction",
     "share": "fraction",
+    "ceiling": "fraction",
 }
 # `cornplug serve-store` names its flags after the settings whose defaults they take.
 _STORE_FLAGS: Final = {
@@ -40,6 +41,11 @@ _STORE_FLAGS: Final = {
     "store.secret_file": "--secret-file",
     "store.quarantine_s": "--quarantine-s",
 }
+_NAMED: Final[tuple[tuple[type[BaseModel], str], ...]] = (
+    (config.NamespaceConfig, "store.namespaces.NAME"),
+    (config.ClassConfig, "qos.classes.NAME"),
+)
+"""Tables of a section, one for each name that an operator chooses."""
 _HEAD: Final = ("setting, environment variable", "type", "default", "unit", "flag", "meaning")
 _INTRO: Final = """# Configuration
 
@@ -60,14 +66,14 @@ says how a default of `None` is computed.
 
 def page() -> str:
     """The text of docs/configuration.md."""
-    parts = [_INTRO.format(notice=notice("`cornplug/config.py`"))]
+    parts = [_INTRO.format(notice=notice("`cornplug/config.py` and `cornplug/settings`"))]
     for section, field in config.Config.model_fields.items():
         model = field.annotation
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
         parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)}\n\n{_table(model, section)}\n")
-    text = f"{inspect.getdoc(config.ClassConfig)}\n\n{_table(config.ClassConfig, 'qos.classes.NAME')}"
-    parts.append(f"## `[qos.classes.NAME]`\n\n{text}\n")
+    for model, section in _NAMED:
+        parts.append(f"## `[{section}]`\n\n{inspect.getdoc(model)}\n\n{_table(model, section)}\n")
     return "\n".join(parts)
 
 
@@ -88,7 +94,7 @@ def _table(model: type[BaseModel], section: str) -> str:
     rows = []
     for name, field in model.model_fields.items():
         dotted = f"{section}.{name}"
-        by_environment = "NAME" not in section and name != "classes"
+        by_environment = "NAME" not in section and name not in ("classes", "namespaces")
         variable = f"<br>`CORNPLUG_{dotted.replace('.', '_').upper()}`" if by_environment else ""
         rows.append(
             (
@@ -133,7 +139,13 @@ def _type(field: FieldInfo) -> str:
         if isinstance(annotation, type) and not hasattr(annotation, "__args__")
         else str(annotation)
     )
-    for long, short in (("pathlib.", ""), ("typing.", ""), ("cornplug.config.", ""), ("NoneType", "None")):
+    for long, short in (
+        ("pathlib.", ""),
+        ("typing.", ""),
+        ("cornplug.config.", ""),
+        ("cornplug.settings.store_settings.", ""),
+        ("NoneType", "None"),
+    ):
         text = text.replace(long, short)
     names = {"Path": "path", "SecretStr": "text", "str": "text", "tuple[str, ...]": "list of text"}
     if text.startswith("dict["):

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,13 +46,15 @@ def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., StoreSe
     """Serve `store_config.socket` from a thread of this process."""
     running: list[tuple[StoreServer, threading.Thread, socket.socket, SharedArena]] = []
 
-    def serve(*, size_bytes: int = 1 << 20, **times: float) -> StoreServer:
+    def serve(*, size_bytes: int = 1 << 20, **settings: Any) -> StoreServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         listener.bind(str(store_config.socket))
         listener.listen()
         arena = SharedArena(size_bytes)
         secret = read_secret(store_config.secret_file)
-        server = StoreServer(listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **times)
+        server = StoreServer(
+            listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **settings
+        )
         thread = threading.Thread(target=server.serve)
         thread.start()
         running.append((server, thread, listener, arena))

@@ -1,4 +1,4 @@
-"""The choice of entries to evict so that one payload fits: the least recently used, then its neighbours.
+"""The choice of entries to evict so that one payload fits: the policy's first choice, then its neighbours.
 
 Payloads lie in one piece, so freeing enough bytes is not freeing enough room: taking
 victims by age alone from an arena of small entries could empty most of it before two holes
@@ -10,7 +10,7 @@ from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -30,6 +30,16 @@ class EvictableEntry(Protocol):
 
 
 E = TypeVar("E", bound=EvictableEntry)
+
+
+class VictimChoice(Protocol[E]):
+    """The entries that one payload may displace, by the rules of `eviction_policy.py`."""
+
+    def __iter__(self) -> Iterator[E]:
+        """Those to begin a run with, the first choice first."""
+
+    def take(self, entry: E) -> bool:
+        """Whether this run may have a neighbour too."""
 
 
 @dataclass(slots=True)
@@ -54,7 +64,7 @@ class EvictionPlan(Generic[E]):
 
 def plan_eviction(
     room: int,
-    oldest_first: Iterable[E],
+    choice: VictimChoice[E],
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
     holes: ArenaAllocator,
@@ -63,7 +73,7 @@ def plan_eviction(
     """Entries to drop so that a hole of `room` bytes appears. Changes nothing but `looks`."""
     too_short: set[int] = set()
     tried: list[E] = []
-    for oldest in oldest_first:
+    for oldest in choice:
         if looks.left <= 0:
             break
         begun = looks.left
@@ -71,7 +81,7 @@ def plan_eviction(
         tried.append(oldest)
         if oldest.location.offset in too_short:
             continue
-        victims, size, bounded = _run_around(oldest, room, by_offset, by_end, holes, looks)
+        victims, size, bounded = _run_around(oldest, room, choice, by_offset, by_end, holes, looks)
         if size >= room:
             return EvictionPlan(victims, True, [])
         if not bounded:
@@ -85,6 +95,7 @@ def plan_eviction(
 def _run_around(
     oldest: E,
     room: int,
+    choice: VictimChoice[E],
     by_offset: Mapping[int, E],
     by_end: Mapping[int, E],
     holes: ArenaAllocator,
@@ -100,11 +111,11 @@ def _run_around(
         looks.left -= 1
         after = by_offset.get(end)
         before = by_end.get(start)
-        if after is not None and not after.readers:
+        if after is not None and not after.readers and choice.take(after):
             victims.append(after)
             end += after.room
             end += holes.hole_at(end)
-        elif before is not None and not before.readers:
+        elif before is not None and not before.readers and choice.take(before):
             victims.append(before)
             start -= before.room
             start -= holes.hole_ending_at(start)

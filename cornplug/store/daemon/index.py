@@ -11,26 +11,20 @@ one connection.
 
 from __future__ import annotations
 
-import heapq
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from cornplug.errors import CodecError
-from cornplug.store.base import (
-    OTHER_APPS,
-    PayloadLocation,
-    Reservation,
-    ReserveRefusal,
-    StoreStat,
-    WriterPart,
-)
+from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.allocator import align_up
+from cornplug.store.daemon.app_bytes import AppBytes
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
-from cornplug.store.daemon.lease_limits import LeaseLimits
+from cornplug.store.daemon.lease_limits import LeaseGroup, LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
@@ -40,20 +34,10 @@ from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 LEASE_BYTES: Final = 128
 """Least size of a lease in an answer, without its meta."""
-STAT_APPS: Final = 256
 SWEEP: Final = 1024
 """Most expired leases and reservations that one call ends: about 2 ms."""
 
 _log = logging.getLogger("cornplug.store")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """Leases of one call: they end together."""
-
-    owner: int
-    entries: list[StoredEntry]
-    expires: int
 
 
 class StoreIndex:
@@ -70,12 +54,15 @@ class StoreIndex:
         reclaim_s: float = RECLAIM_S,
         fences: WriteFences | None = None,
         table: EntryTableWriter | None = None,
+        namespaces: Mapping[str, NamespaceConfig] | None = None,
+        log: AccessLog | None = None,
     ) -> None:
         self.arena_id = arena_id
-        self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._drop)
+        self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._drop, namespaces=namespaces)
+        self._policy = self.placement.policy
         self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
-        self._table = table
+        self._table, self._access_log = table, log
         self._sightings = Sightings()
         self._entries: dict[bytes, StoredEntry] = {}
         self._open_entries = OpenEntries(
@@ -86,14 +73,16 @@ class StoreIndex:
             free=self._free_open_entry,
             disown=self._disown,
         )
-        self._reading: dict[int, _Reading] = {}
+        self._reading: dict[int, LeaseGroup[StoredEntry]] = {}
         self._pins: LeaseLimits[StoredEntry] = LeaseLimits(self.capacity_bytes * 3 // 4)
         self._owned: dict[int, set[int]] = {}
         self._expiries: ExpiryBuckets[int] = ExpiryBuckets()
-        self._bytes_by_app: dict[str, int] = {}
+        self._app_bytes = AppBytes()
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
         self._leases = self._hits = self._misses = self._refusals = 0
+        self._now_s = 0.0
+        """Of the latest call that told the time."""
 
     def contains(self, keys: Sequence[bytes]) -> bytes:
         """One byte a key, 1 where present. Changes nothing."""
@@ -116,7 +105,7 @@ class StoreIndex:
         """
         self.sweep(now_s)
         found: list[StoredEntry | None] = []
-        pin, known, left_bytes = self.placement.pin, self._entries, reply_bytes or math.inf
+        pin, known, left_bytes = self._policy.pin, self._entries, reply_bytes or math.inf
         for key in keys:
             entry = known.get(key)
             if entry is not None:
@@ -135,7 +124,9 @@ class StoreIndex:
         token = 0
         if entries:
             token = self._new_token(owner)
-            self._reading[token] = _Reading(owner, entries, self._expiries.add(token, now_s + ttl_s))
+            if self._access_log is not None:
+                self._access_log.note("get", entries, now_s)
+            self._reading[token] = LeaseGroup(owner, entries, self._expiries.add(token, now_s + ttl_s))
         self._leases += len(entries)
         metas = [None if entry is None else entry.meta for entry in found]
         places = b"".join([NO_PLACE if entry is None else place(entry.location) for entry in found])
@@ -151,16 +142,17 @@ class StoreIndex:
         part: WriterPart | None = None,
         cut_looks: int | None = None,
         only_seen: bool = False,
+        cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
         """Room for each (key, size), growing and evicting as needed, or why not; for the first
-        ones only, and at least one, where making room took more than `cut_looks`."""
+        ones only, and at least one, where making room took more than `cut_looks`. `cost_s` is an entry's."""
         self.sweep(now_s)
         self.placement.begin_call()
         out: list[Reservation | ReserveRefusal] = []
         for key, size in entries:
             if cut_looks is not None and self.placement.looks > cut_looks:
                 break
-            open_entry = self._join_or_open(key, size, app, part, now_s, only_seen=only_seen)
+            open_entry = self._join_or_open(key, size, app, part, now_s, only_seen=only_seen, cost_s=cost_s)
             if isinstance(open_entry, OpenEntry):
                 out.append(self._open_entries.join(open_entry, owner, self._new_token(owner), part))
             else:
@@ -183,9 +175,13 @@ class StoreIndex:
         self._open_entries.publish(open_entry)
         location = open_entry.location
         self._fences.shut(location.fence)
-        entry = StoredEntry(open_entry.key, meta, open_entry.app, location, open_entry.room)
+        entry = StoredEntry(
+            open_entry.key, meta, open_entry.app, location, open_entry.room, open_entry.cost_s
+        )
         self._entries[entry.key] = entry
-        self.placement.add(entry)
+        self.placement.add(entry, now_s=self._now_s)
+        if self._access_log is not None:
+            self._access_log.note("put", [entry], self._now_s)
         if self._table is not None:
             self._table.add(entry.key, location, meta)
         return True
@@ -206,7 +202,9 @@ class StoreIndex:
         for record in reads.records:
             entry = self._entries.get(self._table.key_of(record) or b"") if self._table is not None else None
             if entry is not None:
-                self.placement.touch(entry)
+                self._policy.touch(entry)
+                if self._access_log is not None:
+                    self._access_log.note("get", [entry], self._now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Make entries invisible; their room is free once they have no lease. The number dropped."""
@@ -236,11 +234,14 @@ class StoreIndex:
         return True
 
     def sweep(self, now_s: float) -> None:
-        """End expired leases and reservations: about SWEEP of each at once, the rest at the next call."""
+        """End expired leases, reservations and entries: about SWEEP of each, the rest at the next call."""
+        self._now_s = now_s
         left = SWEEP
         while left > 0 and (due := self._expiries.due(now_s, 1)):
             left -= self._end_leases(due[0])
         self._open_entries.sweep(now_s, SWEEP)
+        for entry in self._policy.expired(now_s, SWEEP):
+            self._drop(entry)
 
     def stat(self) -> StoreStat:
         """A snapshot. `used_bytes` counts aligned room, also of reservations and quarantine."""
@@ -250,21 +251,23 @@ class StoreIndex:
             entries=len(self._entries),
             reservations=len(self._open_entries),
             leases=self._leases,
-            bytes_by_app=self._largest_apps(),
+            bytes_by_app=self._app_bytes.largest(),
             evictions=self.placement.evictions,
             hits=self._hits,
             misses=self._misses,
             refusals=self._refusals,
         )
 
-    def _largest_apps(self) -> dict[str, int]:
-        largest = dict(heapq.nlargest(STAT_APPS, self._bytes_by_app.items(), key=lambda each: each[1]))
-        if len(self._bytes_by_app) > STAT_APPS:
-            largest[OTHER_APPS] = sum(self._bytes_by_app.values()) - sum(largest.values())
-        return largest
-
     def _join_or_open(
-        self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float, *, only_seen: bool
+        self,
+        key: bytes,
+        size: int,
+        app: str,
+        part: WriterPart | None,
+        now_s: float,
+        *,
+        only_seen: bool,
+        cost_s: float,
     ) -> OpenEntry | ReserveRefusal:
         """The open entry that this writer may join, begun if need be."""
         if key in self._entries:
@@ -278,7 +281,7 @@ class StoreIndex:
         if room > self.capacity_bytes:
             self._refusals += 1
             return ReserveRefusal.TOO_LARGE
-        offset = self.placement.make_room(room)
+        offset = self.placement.make_room(room, app)
         if isinstance(offset, ReserveRefusal):
             self._refusals += offset is ReserveRefusal.FULL
             return offset
@@ -291,13 +294,13 @@ class StoreIndex:
             return ReserveRefusal.FULL
         self._charge(app, room)
         location = PayloadLocation(self.arena_id, offset, size, generation, fence)
-        return self._open_entries.begin(key, location, room, app=app, part=part, now_s=now_s)
+        return self._open_entries.begin(key, location, room, app=app, part=part, now_s=now_s, cost_s=cost_s)
 
     def _drop(self, entry: StoredEntry) -> None:
         del self._entries[entry.key]
         if self._table is not None:
             self._table.remove(entry.key)
-        self.placement.pin(entry)
+        self._policy.remove(entry)
         entry.visible = False
         if not entry.readers:
             self._unplace(entry)
@@ -307,9 +310,8 @@ class StoreIndex:
         self._charge(entry.app, -entry.room)
 
     def _charge(self, app: str, room: int) -> None:
-        self._bytes_by_app[app] = self._bytes_by_app.get(app, 0) + room
-        if not self._bytes_by_app[app]:
-            del self._bytes_by_app[app]
+        self._policy.charge(app, room)
+        self._app_bytes.charge(app, room)
 
     def _end_leases(self, token: int) -> int:
         """End the leases that have this token. Returns how many they were."""
@@ -317,7 +319,8 @@ class StoreIndex:
         self._disown(reading.owner, token)
         self._expiries.discard(token, reading.expires)
         self._leases -= len(reading.entries)
-        for entry in reading.entries:
+        # The tail of a prefix first, as if it were older: without its head it is of no use.
+        for entry in reversed(reading.entries):
             entry.readers -= 1
             self._pins.drop(reading.owner, entry)
             if entry.readers:

@@ -6,11 +6,21 @@ An entry counts once for a client, however many leases it has on it: requests sh
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cornplug.store.daemon.eviction import EvictableEntry
 
 E = TypeVar("E", bound=EvictableEntry)
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGroup(Generic[E]):
+    """Leases of one call: they end together."""
+
+    owner: int
+    entries: list[E]
+    expires: int
 
 
 class LeaseLimits(Generic[E]):

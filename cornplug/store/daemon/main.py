@@ -49,8 +49,8 @@ def parse_size(text: str) -> int:
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 ended well, 2 wrong setting, 3 already served."""
     try:
-        defaults = config.load().store
-        options = _parser(defaults).parse_args(argv)
+        settings = config.load().store
+        options = _parser(settings).parse_args(argv)
         if options.detach and os.fork():
             # The starter waits for this exit only: the daemon has no parent to leave it a zombie.
             os._exit(0)
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         if options.detach:
             _reset_cpu_affinity()
         _raise_descriptor_limit()
-        return _serve(options)
+        return _serve(options, settings)
     except ConfigError as e:
         print(f"cornplug serve-store: {e}", file=sys.stderr)
         return 2
@@ -106,7 +106,7 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
     return parser
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
     path: Path = options.socket.absolute()
     secret = read_secret(options.secret_file)
     # A process that sees the socket may end this one: not before it can end in good order.
@@ -117,14 +117,16 @@ def _serve(options: argparse.Namespace) -> int:
         _log.error("another store serves %s: not starting a second", path)
         return EXIT_TAKEN
     try:
-        _serve_claimed(claim, options, secret)
+        _serve_claimed(claim, options, secret, settings)
     finally:
         claim.close()
     _log.info("ended")
     return 0
 
 
-def _serve_claimed(claim: SocketClaim, options: argparse.Namespace, secret: bytes) -> None:
+def _serve_claimed(
+    claim: SocketClaim, options: argparse.Namespace, secret: bytes, settings: config.StoreConfig
+) -> None:
     arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
     server = StoreServer(
         claim.listener,
@@ -133,6 +135,8 @@ def _serve_claimed(claim: SocketClaim, options: argparse.Namespace, secret: byte
         quarantine_s=options.quarantine_s,
         idle_exit_s=options.idle_exit_s,
         renew=claim.renew,
+        namespaces=settings.namespaces,
+        access_log=settings.access_log,
     )
 
     def end(number: int, _: object) -> None:

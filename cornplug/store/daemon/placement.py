@@ -1,20 +1,21 @@
-"""Where entries lie in the arena, and room for new ones: by growth first, then by eviction, oldest use first.
+"""Where entries lie in the arena, and room for new ones: by growth first, then by eviction.
 
-lru          key -> entry       visible entries without a lease, oldest use first
+policy       which to evict     (`eviction_policy.py`)
 by_offset    offset -> entry    all room in use by entries, also of deleted ones with a lease
 by_end       end -> entry       the same
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, ReserveRefusal
 from cornplug.store.daemon.allocator import ArenaAllocator
-from cornplug.store.daemon.eviction import LookBudget, plan_eviction
+from cornplug.store.daemon.eviction import EvictionPlan, LookBudget, plan_eviction
+from cornplug.store.daemon.eviction_policy import EvictionPolicy
 
 MAX_LOOKS: Final = 8192
 """Entries that one call of `reserve` looks at in search of victims: about 10 ms."""
@@ -33,6 +34,8 @@ class StoredEntry:
     app: str
     location: PayloadLocation
     room: int
+    cost_s: float = 0.0
+    """Seconds that its recomputation takes, as its writer said; 0: it did not."""
     readers: int = 0
     visible: bool = True
 
@@ -44,21 +47,28 @@ class EntryPlacement:
         evict: Told of each victim; it removes the entry from the index, and from here by `remove`.
     """
 
-    def __init__(self, capacity_bytes: int, *, grow: Grow, evict: Callable[[StoredEntry], None]) -> None:
+    def __init__(
+        self,
+        capacity_bytes: int,
+        *,
+        grow: Grow,
+        evict: Callable[[StoredEntry], None],
+        namespaces: Mapping[str, NamespaceConfig] | None = None,
+    ) -> None:
         self.capacity_bytes = capacity_bytes // 64 * 64
+        self.policy: EvictionPolicy[StoredEntry] = EvictionPolicy(self.capacity_bytes, namespaces)
         self.evictions = 0
         self.shortfall_bytes = 0
         """Room beyond the arena's end that the largest call wanted, and that is being made for it."""
         self._grow = grow
         self._evict = evict
         self._allocator = ArenaAllocator()
-        self._lru: OrderedDict[bytes, StoredEntry] = OrderedDict()
         self._by_offset: dict[int, StoredEntry] = {}
         self._by_end: dict[int, StoredEntry] = {}
         self._looks = LookBudget(MAX_LOOKS, MAX_LOOKS)
         self._growing_bytes = 0
-        self._refused_bytes: int | None = None
-        """The room that no eviction makes until something is freed."""
+        self._refused_bytes: dict[str, int] = {}
+        """Namespace -> the room that no eviction makes for it until something is freed."""
         self._gave_up_bytes: int | None = None
         """The room for which this call has ended its search."""
 
@@ -97,15 +107,22 @@ class EntryPlacement:
         self._allocator.extend(grown_bytes)
         self.shortfall_bytes = max(0, self.shortfall_bytes - grown_bytes)
         if grown_bytes:
-            self._refused_bytes = None
+            self._refused_bytes.clear()
 
-    def make_room(self, room: int) -> int | ReserveRefusal:
+    def make_room(self, room: int, app: str) -> int | ReserveRefusal:
         """The offset of `room` free bytes, by growth or eviction; GROWING or FULL without them."""
+        name = self.policy.name_of(app)
+        refused = self._refused_bytes.get(name)
+        if refused is not None and room >= refused:
+            return ReserveRefusal.FULL
+        beyond = self.policy.ceiling_victims(app, room)
+        if beyond is None:
+            self._refused_bytes[name] = room
+            return ReserveRefusal.FULL
+        self._evict_all(beyond)
         offset = self._allocator.allocate(room)
         if offset is not None:
             return offset
-        if self._refused_bytes is not None and room >= self._refused_bytes:
-            return ReserveRefusal.FULL
         if not self._extend_for(room):
             self._growing_bytes += room
             return ReserveRefusal.GROWING
@@ -114,36 +131,27 @@ class EntryPlacement:
             return offset
         if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
             return ReserveRefusal.FULL
-        return self._evict_for(room)
+        return self._evict_for(room, app)
 
     def free(self, offset: int, room: int) -> None:
         """Take back room that no entry has."""
         self._allocator.free(offset, room)
-        self._refused_bytes = None
+        self._refused_bytes.clear()
 
-    def add(self, entry: StoredEntry) -> None:
+    def add(self, entry: StoredEntry, *, now_s: float) -> None:
         """A new entry in room that `make_room` gave: the last to be evicted."""
-        self._lru[entry.key] = entry
+        self.policy.add(entry, now_s=now_s)
         self._by_offset[entry.location.offset] = entry
         self._by_end[entry.location.offset + entry.room] = entry
-        self._refused_bytes = None
-
-    def pin(self, entry: StoredEntry) -> None:
-        """Keep an entry in place: it has a lease, or is deleted and has one."""
-        self._lru.pop(entry.key, None)
+        self._refused_bytes.clear()
 
     def unpin(self, entry: StoredEntry) -> None:
-        """Allow an entry's eviction, as of the one used last."""
-        self._lru[entry.key] = entry
-        self._refused_bytes = None
-
-    def touch(self, entry: StoredEntry) -> None:
-        """An entry was read: of those that can be evicted, it is the last."""
-        if entry.key in self._lru:
-            self._lru.move_to_end(entry.key)
+        """Allow an entry's eviction, as of the one used last: its leases have ended."""
+        self.policy.unpin(entry)
+        self._refused_bytes.clear()
 
     def remove(self, entry: StoredEntry) -> None:
-        """Free the room of a pinned entry."""
+        """Free the room of an entry that the policy has forgotten and no reader has."""
         offset = entry.location.offset
         del self._by_offset[offset]
         del self._by_end[offset + entry.room]
@@ -161,21 +169,29 @@ class EntryPlacement:
             self.extend(grown)
         return grown is not None
 
-    def _evict_for(self, room: int) -> int | ReserveRefusal:
-        plan = plan_eviction(
-            room, self._lru.values(), self._by_offset, self._by_end, self._allocator, self._looks
-        )
-        for entry in plan.victims:
-            self._evict(entry)
-        self.evictions += len(plan.victims)
+    def _evict_for(self, room: int, app: str) -> int | ReserveRefusal:
+        plan = self._plan(room, app)
+        if not plan.enough and self._looks.left > 0 and self.policy.within_share(app, room):
+            # It has a right to room, which may lie scattered between entries of others' shares.
+            plan = self._plan(room, app, beyond_shares=True)
+        self._evict_all(plan.victims)
         if plan.enough:
             offset = self._allocator.allocate(room)
             return ReserveRefusal.FULL if offset is None else offset
         if self._looks.left > 0:
             # Until something is freed, asking for as much again would search in vain again.
-            self._refused_bytes = room
+            self._refused_bytes[self.policy.name_of(app)] = room
             return ReserveRefusal.FULL
         self._gave_up_bytes = room
         for entry in plan.tried:
-            self._lru.move_to_end(entry.key)
+            self.policy.touch(entry)
         return ReserveRefusal.FULL
+
+    def _evict_all(self, victims: Sequence[StoredEntry]) -> None:
+        for entry in victims:
+            self._evict(entry)
+        self.evictions += len(victims)
+
+    def _plan(self, room: int, app: str, *, beyond_shares: bool = False) -> EvictionPlan[StoredEntry]:
+        choice = self.policy.search(app, room, beyond_shares=beyond_shares)
+        return plan_eviction(room, choice, self._by_offset, self._by_end, self._allocator, self._looks)

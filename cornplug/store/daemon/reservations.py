@@ -36,6 +36,7 @@ class OpenEntry:
     location: PayloadLocation
     group: bytes
     count: int
+    cost_s: float = 0.0
     expires: int = 0
     tokens: dict[int, int] = field(default_factory=dict)
     """Part -> the token of its writer."""
@@ -121,10 +122,11 @@ class OpenEntries:
         app: str,
         part: WriterPart | None,
         now_s: float,
+        cost_s: float = 0.0,
     ) -> OpenEntry:
         """A new open entry, without a writer yet."""
         group, count = (b"", 1) if part is None else (part.group, part.count)
-        open_entry = self._by_key[key] = OpenEntry(key, app, room, location, group, count)
+        open_entry = self._by_key[key] = OpenEntry(key, app, room, location, group, count, cost_s)
         open_entry.expires = self._expiries.add(open_entry, now_s + self._reservation_s)
         return open_entry
 

@@ -15,15 +15,18 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from cornplug.errors import ProtocolError
+from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store import messages
 from cornplug.store.arena import SharedArena
 from cornplug.store.base import ReserveRefusal
+from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
@@ -31,7 +34,7 @@ from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.session import ClientFault, ClientSession
 from cornplug.store.table.entry_table_layout import TableShape
 from cornplug.store.table.use_notes import UseNotes
-from cornplug.store.validation import check_app, check_entries, check_meta, check_part, check_ttl
+from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 
 HEADROOM_BYTES: Final = 64 << 20
@@ -65,6 +68,8 @@ class StoreServer:
         reclaim_s: float = RECLAIM_S,
         idle_exit_s: float = 0.0,
         renew: Callable[[], socket.socket | None] | None = None,
+        namespaces: Mapping[str, NamespaceConfig] | None = None,
+        access_log: Path | None = None,
     ) -> None:
         self._listener = listener
         self._renew = renew
@@ -75,9 +80,11 @@ class StoreServer:
         self._fences = WriteFences(shared=True)
         self._notes = UseNotes()
         self._table = EntryTableWriter(TableShape.of(arena.capacity_bytes))
+        self._access_log = AccessLog(access_log) if access_log is not None else None
         self._index = StoreIndex(
             arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
             reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences, table=self._table,
+            namespaces=namespaces, log=self._access_log,
         )  # fmt: skip
         self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._growth = ArenaGrowth(arena)
@@ -216,11 +223,12 @@ class StoreServer:
                 asked = messages.split_keys(keys)
                 leases = index.lease(owner, asked, ttl_s=ttl_s, now_s=now_s, reply_bytes=messages.BATCH_BYTES)
                 return messages.LeaseReply(max(leases.tokens, default=0), list(leases.metas), leases.places)
-            case messages.ReserveRequest(keys, sizes, app, part, only_seen):
+            case messages.ReserveRequest(keys, sizes, app, part, only_seen, cost_s):
                 wanted = list(zip(messages.split_keys(keys), sizes, strict=True))
                 check_entries(wanted)
                 check_app(app)
                 check_part(part)
+                check_cost(cost_s)
                 self._collect_reads()
                 answers = index.reserve(
                     owner,
@@ -230,6 +238,7 @@ class StoreServer:
                     now_s=now_s,
                     cut_looks=messages.CUT_LOOKS,
                     only_seen=only_seen,
+                    cost_s=cost_s,
                 )
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
@@ -239,7 +248,11 @@ class StoreServer:
                 for meta in metas:
                     check_meta(meta)
                 pairs = list(zip(tokens, metas, strict=True))
-                return messages.CommitReply([index.commit(owner, token, meta) for token, meta in pairs])
+                # Tail first, as if it were older: pages of one message continue each other. Of a token that
+                # comes twice the first counts.
+                tail_first = dict(reversed(pairs))
+                done = {token: index.commit(owner, token, meta) for token, meta in tail_first.items()}
+                return messages.CommitReply([done.pop(token, False) for token in tokens])
             case messages.ReleaseRequest(tokens):
                 messages.check_count(len(tokens), messages.MAX_TOKENS)
                 index.release(owner, tokens, now_s=now_s)
@@ -323,6 +336,8 @@ class StoreServer:
         self._table.close()
         for session in list(self._sessions.values()):
             self._end(session, ClientFault("closed"))
+        if self._access_log is not None:
+            self._access_log.close()
         self._growth.close()
         self._fences.close()
         self._notes.close()

@@ -70,9 +70,10 @@ def test_daemon_socket_of_dead_daemon_is_replaced(
 
 def test_daemon_killed_leaves_no_shared_memory(start_daemon: Start, connect: Connect) -> None:
     process = start_daemon()
+    # The daemon listens before it has its memory; whoever has written an entry has seen the memory.
+    fill(connect(), "a", b"x" * 1000)
     memory = [os.readlink(fd) for fd in Path(f"/proc/{process.pid}/fd").iterdir()]
     assert "/memfd:cornplug-store (deleted)" in memory
-    fill(connect(), "a", b"x" * 1000)
     process.kill()
     process.wait()
     assert not [path for path in Path("/dev/shm").iterdir() if "cornplug" in path.name]

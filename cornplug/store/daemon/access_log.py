@@ -1,0 +1,108 @@
+"""The log of a store's reads and writes, for `cornplug replay`: one JSON line a call and app.
+
+    {"t": 12.5, "app": "chat", "op": "get", "entries": [["3f…", 8388608, 0.0048], …]}
+
+`t` is seconds of the host's monotonic clock. An entry is the first 16 hex digits of its key, its bytes, and
+the seconds of recomputation that its writer named (0: none). "get": entries that were there, and read;
+"put": entries that were written, since they were not. Keys are keyed digests: the log tells equal entries
+from others, and nothing about their content.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal, Protocol
+
+import msgspec
+
+from cornplug.errors import ConfigError
+
+MAX_LOG_BYTES: Final = 1 << 30
+"""The log ends there: about 15 million entries."""
+_TAG_BYTES: Final = 8
+_BUFFER_BYTES: Final = 1 << 18
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+_log = logging.getLogger("cornplug.store")
+_encoder: Final = msgspec.json.Encoder()
+
+
+class LoggedEntry(msgspec.Struct, frozen=True, array_like=True):
+    """An entry in a line of the log."""
+
+    tag: str
+    size_bytes: Count
+    cost_s: float = 0.0
+
+
+class LoggedCall(msgspec.Struct, frozen=True):
+    """A line of the log."""
+
+    t: float
+    app: str
+    op: Literal["get", "put"]
+    entries: list[LoggedEntry]
+
+
+class NotedEntry(Protocol):
+    """An entry as the log sees it."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def app(self) -> str: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def cost_s(self) -> float: ...
+
+
+class AccessLog:
+    """Appends to a file, of this user alone. A log that cannot be written ends; the store goes on."""
+
+    def __init__(self, path: Path, *, max_bytes: int = MAX_LOG_BYTES) -> None:
+        """Raises ConfigError where there can be no such file."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            self._file = os.fdopen(os.open(path, flags, 0o600), "ab", buffering=_BUFFER_BYTES)
+        except OSError as e:
+            raise ConfigError(
+                "store.access_log", f"cannot write {path}: {e.strerror}", "Name a file in a folder of yours."
+            ) from e
+        self._path, self._left_bytes = path, max_bytes - os.fstat(self._file.fileno()).st_size
+        self._ended = False
+
+    def note(self, op: Literal["get", "put"], entries: Sequence[NotedEntry], now_s: float) -> None:
+        """Note one call's entries, in their order."""
+        by_app: dict[str, list[LoggedEntry]] = {}
+        for one in entries:
+            tag = one.key[:_TAG_BYTES].hex()
+            by_app.setdefault(one.app, []).append(LoggedEntry(tag, one.room, one.cost_s))
+        for app, noted in by_app.items():
+            self._write(_encoder.encode(LoggedCall(round(now_s, 6), app, op, noted)) + b"\n")
+
+    def close(self) -> None:
+        """Write what is noted."""
+        try:
+            self._file.close()
+        except OSError as e:
+            _log.warning("%s: %s", self._path, e.strerror)
+
+    def _write(self, line: bytes) -> None:
+        self._left_bytes -= len(line)
+        if self._ended:
+            return
+        if self._left_bytes < 0:
+            self._end("is as long as it may be")
+            return
+        try:
+            self._file.write(line)
+        except OSError as e:
+            self._end(e.strerror)
+
+    def _end(self, why: str | None) -> None:
+        self._ended = True
+        _log.warning("%s: %s: no more reads and writes are noted", self._path, why)

@@ -1,0 +1,217 @@
+"""The order in which entries of a full store are given up: by namespace, then by age.
+
+Knows bytes, uses and costs; no places, no clock, no I/O. The index asks it through `placement.py`, and
+`cornplug replay` asks it about traces.
+
+1. A namespace at its ceiling gives up its own entries.
+2. Of the namespaces above their share, those of the lowest priority come first, and among equals the one
+   with the most bytes above its share, divided by the seconds of recomputation that a byte of it saves. So
+   each borrows idle room in proportion to the worth of its entries.
+3. A namespace loses nothing of its share to others. Without another source the writer's own entries go.
+4. Inside a namespace: the least recently used. Uses of one call are noted tail first, so that a prefix
+   loses its tail before its head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final, Generic, Protocol, TypeVar
+
+from cornplug.settings.store_settings import DEFAULT_NAMESPACE, NamespaceConfig
+from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
+
+DEFAULT_COST_NS: Final = 0.57
+"""Nanoseconds of recomputation that a byte saves where its writer names no cost: a KV page's 0.6 ms/MiB."""
+
+
+class PolicyEntry(Protocol):
+    """An entry as the policy sees it."""
+
+    @property
+    def key(self) -> bytes: ...
+    @property
+    def app(self) -> str: ...
+    @property
+    def room(self) -> int: ...
+    @property
+    def cost_s(self) -> float:
+        """Seconds that its recomputation takes; 0 where its writer named none."""
+
+
+E = TypeVar("E", bound=PolicyEntry)
+
+
+class _Namespace(Generic[E]):
+    """Bytes and entries of one namespace."""
+
+    def __init__(self, rules: NamespaceConfig, capacity_bytes: int) -> None:
+        self.rules = rules
+        self.share_bytes = int(rules.share * capacity_bytes)
+        self.ceiling_bytes = int(rules.ceiling * capacity_bytes) if rules.ceiling < 1 else math.inf
+        self.used_bytes = 0
+        """Also of reservations."""
+        self.cost_ns = self.costed_bytes = 0
+        """Of entries whose writer named a cost. Whole numbers: what is added is taken away again exactly."""
+        self.oldest_first: OrderedDict[bytes, E] = OrderedDict()
+        """Entries that may be evicted."""
+
+    def excess(self, room: int) -> float:
+        """How far it is above its share with `room` bytes more, weighted; not above 0 within it."""
+        cost_ns = self.cost_ns / self.costed_bytes if self.costed_bytes else DEFAULT_COST_NS
+        return (self.used_bytes + room - self.share_bytes) / max(cost_ns, 1e-9)
+
+
+class EvictionPolicy(Generic[E]):
+    """Rules of one store, and the state that they need. Without `namespaces`: plain LRU.
+
+    Args:
+        namespaces: Rules by name. Apps that they do not name are in "default".
+    """
+
+    def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
+        rules = {DEFAULT_NAMESPACE: NamespaceConfig()} | dict(namespaces or {})
+        self._namespaces: dict[str, _Namespace[E]] = {
+            name: _Namespace(one, capacity_bytes) for name, one in rules.items()
+        }
+        self._name_of_app = {app: name for name, one in rules.items() for app in one.apps or (name,)}
+        self._expiries: ExpiryBuckets[E] = ExpiryBuckets()
+        self._expiry_of: dict[E, int] = {}
+
+    def name_of(self, app: str) -> str:
+        """The namespace of an app."""
+        return self._name_of_app.get(app, DEFAULT_NAMESPACE)
+
+    def used_bytes(self, name: str) -> int:
+        """Room that a namespace's entries and reservations have."""
+        return self._namespaces[name].used_bytes
+
+    def charge(self, app: str, room: int) -> None:
+        """Count room that a reservation takes; less than 0: that a reservation or entry gives back."""
+        self._of(app).used_bytes += room
+
+    def add(self, entry: E, *, now_s: float) -> None:
+        """A new entry, of room that was charged: the last of its namespace to be evicted."""
+        space = self._of(entry.app)
+        if entry.cost_s:
+            space.cost_ns += _ns(entry)
+            space.costed_bytes += entry.room
+        if space.rules.ttl_s is not None:
+            self._expiry_of[entry] = self._expiries.add(entry, now_s + space.rules.ttl_s)
+        self.unpin(entry)
+
+    def remove(self, entry: E) -> None:
+        """An entry is no longer in the store, though its bytes may stay for a reader."""
+        space = self._of(entry.app)
+        if entry.cost_s:
+            space.cost_ns -= _ns(entry)
+            space.costed_bytes -= entry.room
+        expires = self._expiry_of.pop(entry, None)
+        if expires is not None:
+            self._expiries.discard(entry, expires)
+        self.pin(entry)
+
+    def pin(self, entry: E) -> None:
+        """Keep an entry: it has a lease."""
+        self._of(entry.app).oldest_first.pop(entry.key, None)
+
+    def unpin(self, entry: E) -> None:
+        """Allow an entry's eviction, as of the one used last. For entries of one prefix: tail first."""
+        space = self._of(entry.app)
+        if not space.rules.pinned:
+            space.oldest_first[entry.key] = entry
+
+    def touch(self, entry: E) -> None:
+        """An entry was read: of those of its namespace that can be evicted, it is the last."""
+        oldest_first = self._of(entry.app).oldest_first
+        if entry.key in oldest_first:
+            oldest_first.move_to_end(entry.key)
+
+    def expired(self, now_s: float, limit: int) -> list[E]:
+        """At most `limit` entries whose time to live has passed; the caller removes them."""
+        due = self._expiries.due(now_s, limit)
+        for entry in due:
+            del self._expiry_of[entry]
+        return due
+
+    def ceiling_victims(self, app: str, room: int) -> list[E] | None:
+        """The app's own entries, oldest use first, whose eviction lets `room` more stay under its ceiling.
+
+        None where no eviction does."""
+        space = self._of(app)
+        missing, victims = space.used_bytes + room - space.ceiling_bytes, []
+        for entry in space.oldest_first.values():
+            if missing <= 0:
+                break
+            victims.append(entry)
+            missing -= entry.room
+        return victims if missing <= 0 else None
+
+    def within_share(self, app: str, room: int) -> bool:
+        """Whether the app's namespace has a right to `room` more."""
+        space = self._of(app)
+        return space.used_bytes + room <= space.share_bytes
+
+    def search(self, app: str, room: int, *, beyond_shares: bool = False) -> VictimSearch[E]:
+        """Victims for an entry of `app` that takes `room`.
+
+        Args:
+            beyond_shares: Entries next to a victim may be of any namespace that is not pinned.
+        """
+        own = self._of(app)
+        if len(self._namespaces) == 1:
+            return VictimSearch([own], own, beyond_shares, self._of)
+        ranked = [
+            (one.rules.priority, -excess, i, one)
+            for i, one in enumerate(self._namespaces.values())
+            if one.oldest_first and (excess := one.excess(room if one is own else 0)) > 0
+        ]
+        sources = [one for *_, one in sorted(ranked, key=lambda each: each[:3])]
+        if own not in sources:
+            sources.append(own)
+        return VictimSearch(sources, own, beyond_shares, self._of)
+
+    def _of(self, app: str) -> _Namespace[E]:
+        return self._namespaces[self._name_of_app.get(app, DEFAULT_NAMESPACE)]
+
+
+class VictimSearch(Generic[E]):
+    """One search for victims: where to begin, and the neighbours that may go too."""
+
+    def __init__(
+        self,
+        sources: list[_Namespace[E]],
+        own: _Namespace[E],
+        beyond_shares: bool,
+        namespace_of: Callable[[str], _Namespace[E]],
+    ) -> None:
+        self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
+        self._namespace_of = namespace_of
+        self._taken: Counter[_Namespace[E]] = Counter()
+
+    def __iter__(self) -> Iterator[E]:
+        """Entries to begin a run with, the first choice first. Each begins a new run."""
+        for space in self._sources:
+            for entry in space.oldest_first.values():
+                self._taken.clear()
+                if self.take(entry):
+                    yield entry
+                elif space is not self._own:
+                    break
+
+    def take(self, entry: E) -> bool:
+        """Whether this run may have `entry`, which no reader has, as one more victim."""
+        space = self._namespace_of(entry.app)
+        if space.rules.pinned:
+            return False
+        if space is self._own or self._beyond_shares:
+            return True
+        if space.used_bytes - self._taken[space] - entry.room < space.share_bytes:
+            return False
+        self._taken[space] += entry.room
+        return True
+
+
+def _ns(entry: PolicyEntry) -> int:
+    return round(entry.cost_s * 1e9)
