@@ -33,6 +33,9 @@ COMMANDS: Mapping[str, CliCommand] = {
     "replan": CliCommand(
         "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
     ),
+    "replay": CliCommand(
+        "cornplug.replay.replay_command:main", "replay a trace against a store of another size or other rules"
+    ),
     "profile": CliCommand(
         "cornplug.planner.profiler.profile_command:main", "measure a component's times here"
     ),
@@ -58,6 +61,7 @@ EXTRAS: Mapping[str, str] = {
     "pulp": "planner",
     "highspy": "planner",
     "jinja2": "planner",
+    "matplotlib": "replay",
     "vllm": "vllm",
     "sglang": "sglang",
 }

@@ -1,0 +1,180 @@
+"""`cornplug replay TRACE --store SIZE`: savings of a store of this size, beside known policies."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from cornplug import config
+from cornplug.errors import ConfigError
+from cornplug.replay.offline_optimum import OfflineOptimum, offline_optimum
+from cornplug.replay.reference_policies import REFERENCES
+from cornplug.replay.scores import ReplayScore, replay
+from cornplug.replay.store_replay import StoreReplay
+from cornplug.replay.trace import TraceRequest, distinct_bytes
+from cornplug.replay.trace_readers import FORMATS, TokenCost, read_trace
+from cornplug.store.daemon.main import parse_size
+
+STORE: Final = "cornplug"
+_GIB: Final = 1 << 30
+_WIDTH: Final = 120
+"""Columns at least: a narrower terminal wraps, a file has whole rows."""
+
+
+def main(argv: list[str]) -> int:
+    """Print a table; 0. Raises ConfigError for a trace or size that cannot be read."""
+    options = _parser().parse_args(argv)
+    cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
+    requests = read_trace(options.trace, cost, options.format)[: options.requests]
+    if not requests:
+        raise ConfigError(str(options.trace), "has no request", "Name a trace that has some.")
+    sizes = [_size(text, requests) for text in options.store.split(",")]
+    console = Console(highlight=False)
+    console.width = max(console.width, _WIDTH)
+    console.print(_summary(options.trace, requests))
+    curves: dict[str, list[float]] = {}
+    for size_bytes in sizes:
+        scores = _scores(requests, size_bytes)
+        optimum = offline_optimum([access for request in requests for access in request.accesses], size_bytes)
+        console.print(_table(size_bytes, scores, optimum))
+        if len(scores[STORE].by_app) > 1:
+            console.print(_app_table(scores))
+        for name, score in scores.items():
+            curves.setdefault(name, []).append(score.total.saved_s)
+        curves.setdefault(optimum.name, []).append(optimum.saved_s)
+    if options.plot is not None:
+        _plot(options.plot, sizes, curves)
+        console.print(f"wrote {options.plot}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    defaults = TokenCost()
+    parser = argparse.ArgumentParser(
+        prog="cornplug replay",
+        description="Replay a trace against the store's rules, with the namespaces of the file that "
+        "CORNPLUG_CONFIG names, and against LRU, FIFO, SIEVE, GDSF and the offline optimum.",
+    )
+    parser.add_argument(
+        "trace",
+        type=Path,
+        metavar="TRACE",
+        help="a store's log (store.access_log), Mooncake's or Qwen-Bailian's JSONL, or libCacheSim's "
+        "oracleGeneral; may be packed with gzip",
+    )
+    parser.add_argument(
+        "--store",
+        required=True,
+        metavar="SIZE[,SIZE...]",
+        help="sizes of the store, as 64GiB, or 10%% of the bytes of all entries of the trace",
+    )
+    parser.add_argument("--format", choices=FORMATS, help="the trace's format (default: as it looks)")
+    parser.add_argument(
+        "--token-bytes",
+        type=int,
+        default=defaults.kv_bytes,
+        help="bytes of KV per token, for formats without sizes (default: %(default)s, as Llama-3.1-8B)",
+    )
+    parser.add_argument(
+        "--token-us",
+        type=float,
+        default=defaults.prefill_s * 1e6,
+        help="microseconds of prefill per token, for formats without costs (default: %(default)s)",
+    )
+    parser.add_argument("--requests", type=int, help="replay only so many requests (default: all)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write saved seconds over size, as .png or .svg"
+    )
+    return parser
+
+
+def _size(text: str, requests: Sequence[TraceRequest]) -> int:
+    """Bytes of a size, or of a percentage of the trace's distinct bytes."""
+    if not text.strip().endswith("%"):
+        return parse_size(text)
+    try:
+        fraction = float(text.strip()[:-1]) / 100
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ConfigError("--store", f"{text!r} is no size", "Write it as 64GiB, or as 10%.")
+    return max(64, int(distinct_bytes(requests) * fraction))
+
+
+def _scores(requests: Sequence[TraceRequest], size_bytes: int) -> dict[str, ReplayScore]:
+    namespaces = config.load().store.namespaces
+    scores = {STORE: replay(requests, StoreReplay(size_bytes, namespaces))}
+    return scores | {name: replay(requests, cache(size_bytes)) for name, cache in REFERENCES.items()}
+
+
+def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
+    accesses = sum(len(request.accesses) for request in requests)
+    return (
+        f"{path}: {len(requests):,} requests, {accesses:,} accesses, "
+        f"{distinct_bytes(requests) / _GIB:,.2f} GiB of distinct entries, "
+        f"{sum(a.cost_s for r in requests for a in r.accesses):,.1f} s to compute them at each access"
+    )
+
+
+def _table(size_bytes: int, scores: dict[str, ReplayScore], optimum: OfflineOptimum) -> Table:
+    table = Table(title=f"store of {size_bytes / _GIB:,.2f} GiB", title_justify="left")
+    for head in ("policy", "hits", "hits by bytes", "saved s", "saved of all", "of optimum"):
+        table.add_column(head, justify="left" if head == "policy" else "right")
+    for name, score in scores.items():
+        total = score.total
+        table.add_row(
+            name,
+            f"{total.hit_rate:.2%}",
+            f"{total.byte_hit_rate:.2%}",
+            f"{total.saved_s:,.2f}",
+            f"{total.saved_s / max(total.cost_s, 1e-12):.2%}",
+            f"{total.saved_s / max(optimum.saved_s, 1e-12):.2f}",
+        )
+    whole = scores[STORE].total
+    table.add_row(
+        optimum.name,
+        f"{optimum.hits / max(1, whole.accesses):.2%}",
+        "",
+        f"{optimum.saved_s:,.2f}",
+        f"{optimum.saved_s / max(whole.cost_s, 1e-12):.2%}",
+        "1.00",
+    )
+    return table
+
+
+def _app_table(scores: dict[str, ReplayScore]) -> Table:
+    table = Table(title="by app", title_justify="left")
+    for head in ("app", "accesses", *(f"{name}: hits, saved s" for name in (STORE, "LRU"))):
+        table.add_column(head, justify="left" if head == "app" else "right")
+    for app in sorted(scores[STORE].by_app):
+        cells = [
+            f"{one.hit_rate:.2%}, {one.saved_s:,.2f}"
+            for one in (scores[name].by_app[app] for name in (STORE, "LRU"))
+        ]
+        table.add_row(app, f"{scores[STORE].by_app[app].accesses:,}", *cells)
+    return table
+
+
+def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]]) -> None:
+    from matplotlib.figure import Figure  # an extra: the table needs none
+
+    order = sorted(range(len(sizes)), key=lambda i: sizes[i])
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name, saved in curves.items():
+        line = "--" if name.startswith("optimum") else "-"
+        gib = [sizes[i] / _GIB for i in order]
+        axes.plot(gib, [saved[i] for i in order], marker="o", label=name, linestyle=line)
+    axes.set_xlabel("store, GiB")
+    axes.set_ylabel("recomputation saved, s")
+    axes.set_ylim(bottom=0)
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as e:
+        raise ConfigError("--plot", str(e), "Name a .png or .svg in a folder of yours.") from e

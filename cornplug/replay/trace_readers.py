@@ -1,0 +1,137 @@
+"""Readers of four formats of traces.
+
+    cornplug     JSONL that a running store writes (`store.access_log`): `cornplug/store/daemon/access_log.py`
+    mooncake     JSONL {"timestamp": ms, "input_length", "output_length", "hash_ids"}, blocks of 512 tokens
+                 (kvcache-ai/Mooncake, FAST25-release/traces)
+    qwen         JSONL {"chat_id", "parent_chat_id", "timestamp": s, "type", "turn", "hash_ids"}, blocks of 16
+                 tokens (alibaba-edu/qwen-bailian-usagetraces-anon); the type is the app
+    oracle       libCacheSim's oracleGeneral: little-endian u32 time, u64 object, u32 size, i64 next access
+
+Each may be packed with gzip. Blocks of the second and third have neither bytes nor seconds: `TokenCost` gives
+them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Final, cast
+
+import msgspec
+
+from cornplug.errors import ConfigError
+from cornplug.replay.trace import TraceAccess, TraceRequest
+from cornplug.store.daemon.access_log import LoggedCall
+
+FORMATS: Final = ("cornplug", "mooncake", "qwen", "oracle")
+MOONCAKE_TOKENS: Final = 512
+QWEN_TOKENS: Final = 16
+_ORACLE: Final = struct.Struct("<IQIq")
+_KEY_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCost:
+    """Bytes and seconds of a token's KV. Defaults: Llama-3.1-8B in bfloat16, at 0.6 ms of prefill per MiB."""
+
+    kv_bytes: int = 131072
+    prefill_s: float = 75e-6
+    seconds_per_byte: float = 0.6e-3 / (1 << 20)
+    """Of entries whose format names no cost, and no tokens."""
+
+
+class _Blocks(msgspec.Struct):
+    timestamp: float
+    hash_ids: list[int]
+    type: str = "default"
+
+
+def read_trace(path: Path, cost: TokenCost, format_name: str | None = None) -> list[TraceRequest]:
+    """The requests of a trace, in its order. Without `format_name`: as the file's beginning looks.
+
+    Raises ConfigError that names the line, and the remedy.
+    """
+    try:
+        with _open(path) as file:
+            head = file.read(4096)
+    except (OSError, EOFError) as e:
+        raise ConfigError(str(path), f"cannot read it: {e}", "Name a readable trace.") from e
+    name = format_name or _guess(head)
+    if name == "oracle":
+        return list(_oracle(path, cost))
+    read = {"cornplug": _cornplug, "mooncake": _mooncake, "qwen": _qwen}[name]
+    return list(_lines(path, lambda line: read(line, cost)))
+
+
+def _open(path: Path) -> IO[bytes]:
+    return cast(IO[bytes], gzip.open(path)) if path.suffix == ".gz" else path.open("rb")
+
+
+def _guess(head: bytes) -> str:
+    first = head.split(b"\n", 1)[0]
+    if not first.startswith(b"{"):
+        return "oracle"
+    if b'"op"' in first:
+        return "cornplug"
+    return "qwen" if b'"chat_id"' in first else "mooncake"
+
+
+def _lines(path: Path, read: Callable[[bytes], TraceRequest]) -> Iterator[TraceRequest]:
+    with _open(path) as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                yield read(line)
+            except (msgspec.MsgspecError, ValueError) as e:
+                raise ConfigError(
+                    f"{path}:{number}", f"no line of a trace: {e}", "Name its format with --format."
+                ) from e
+
+
+def _mooncake(line: bytes, cost: TokenCost) -> TraceRequest:
+    one = msgspec.json.decode(line, type=_Blocks)
+    return _request(one.timestamp / 1000, "default", one.hash_ids, MOONCAKE_TOKENS, cost)
+
+
+def _qwen(line: bytes, cost: TokenCost) -> TraceRequest:
+    one = msgspec.json.decode(line, type=_Blocks)
+    return _request(one.timestamp, one.type, one.hash_ids, QWEN_TOKENS, cost)
+
+
+def _request(
+    time_s: float, app: str, hash_ids: list[int], block_tokens: int, cost: TokenCost
+) -> TraceRequest:
+    size, seconds = block_tokens * cost.kv_bytes, block_tokens * cost.prefill_s
+    # A block may occur twice in a request (the digest of a pad); the store has it once.
+    keys = dict.fromkeys(each & _KEY_MASK for each in hash_ids)
+    return TraceRequest(time_s, app, tuple(TraceAccess(key, size, seconds) for key in keys), is_prefix=True)
+
+
+def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
+    call = msgspec.json.decode(line, type=LoggedCall)
+    accesses = tuple(
+        TraceAccess(
+            int(each.tag, 16), each.size_bytes, each.cost_s or each.size_bytes * cost.seconds_per_byte
+        )
+        for each in call.entries
+    )
+    # A line has entries that were there, or that were written: there is no gap in it to look for.
+    return TraceRequest(call.t, call.app, accesses, is_prefix=False)
+
+
+def _oracle(path: Path, cost: TokenCost) -> Iterator[TraceRequest]:
+    with _open(path) as file:
+        data = file.read()
+    if len(data) % _ORACLE.size:
+        raise ConfigError(
+            str(path),
+            f"{len(data)} bytes are no whole number of {_ORACLE.size}-byte records",
+            "Unpack it (zstd -d), or name its format with --format.",
+        )
+    for time_s, key, size, _ in _ORACLE.iter_unpack(data):
+        access = TraceAccess(key, size, size * cost.seconds_per_byte)
+        yield TraceRequest(float(time_s), "default", (access,), is_prefix=False)
