@@ -22,7 +22,7 @@ from cornplug.encoder_service.execution.executor import InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.loader import LoadedModel
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.replicas.pool import open_replicas
 from cornplug.encoder_service.replicas.replica import ReplicaSettings
@@ -198,9 +198,10 @@ def test_reload_other_preprocessing_is_another_model(encoder: EncoderCore, pair:
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
     def prepared() -> EncodeRequest:
-        return preparer.prepare(
-            str(pair[0]), "image", png(sample_image(1)), salt=None, deadline_s=1.0
-        ).request
+        source = MediumSource(
+            model=str(pair[0]), modality="image", parts=[png(sample_image(1))], salt=None, deadline_s=1.0
+        )
+        return preparer.prepare(source).request
 
     before = prepared()
     file = pair[0] / "preprocessor_config.json"

@@ -19,7 +19,6 @@ from typing import Final
 import msgspec
 
 from cornplug import identity
-from cornplug.codec import PayloadKind
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload
 from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
@@ -35,9 +34,8 @@ from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
-from cornplug.encoder_service.wire.messages import EncodeRequest, ServedModel
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
 from cornplug.encoder_service.wire.status_codes import A_FAULT
-from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, QosClasses, ServiceClass
 
@@ -189,6 +187,25 @@ class EncoderCore:
         admitted.add_done_callback(lambda done: self._report_failure(done, pending))
         return pending.future
 
+    def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
+        """The answer to a request whose embedding the store has, without its inputs; None where it has not.
+
+        Only an answer is counted: the caller asks `submit` next.
+        """
+        model = self.registry.by_identity(request.identity)
+        if model is None:
+            return None
+        if caller.app is not None:
+            request = msgspec.structs.replace(request, app=caller.app)
+        received_s = time.monotonic()
+        found = self._cache.embedding(request.key, model.dtype, inline=inline)
+        if found is None:
+            return None
+        pending = PendingRequest(request=request, received_s=received_s, qos=caller.qos, inline=inline)
+        self.observer.received(pending, model)
+        self._admission.record_cache_outcome(hit=True)
+        return self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
+
     def _reserve_bytes(self, pending: PendingRequest) -> bool:
         """Count the bytes of a request's inputs until its answer. False: the request was refused for them."""
         share = self.budget.share(pending.qos)
@@ -305,16 +322,10 @@ class EncoderCore:
         return None
 
     def _answer_from_store(self, pending: PendingRequest, model: LoadedModel) -> bool:
-        key = pending.request.key
-        if not pending.inline:
-            present = self._cache.present(key)
-            if present:
-                self._replies.answer(pending, "cached", stored=True, tensor=None)
-            return present
-        tensor = self._cache.fetch(PayloadKind.EMBEDDING, key, model.dtype)
-        if tensor is not None:
-            self._replies.answer(pending, "cached", stored=True, tensor=to_wire(tensor))
-        return tensor is not None
+        found = self._cache.embedding(pending.request.key, model.dtype, inline=pending.inline)
+        if found is not None:
+            self._replies.answer(pending, "cached", stored=True, tensor=found.tensor)
+        return found is not None
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
         """Refuse a request whose admission failed."""

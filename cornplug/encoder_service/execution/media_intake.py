@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
 
 from cornplug.checkpoints.families import Modality
@@ -16,14 +16,17 @@ from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
 from cornplug.encoder_service.preprocess.decode_cost import guessed_cost
-from cornplug.encoder_service.preprocess.preparer import PreprocessedMedium
+from cornplug.encoder_service.preprocess.preparer import (
+    MediaPreparer,
+    MediumSource,
+    OpenMedium,
+    PreprocessedMedium,
+)
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, ServiceClass
-
-Parts = Sequence[bytes]
-"""A medium, or a video's images."""
 
 
 class MediaIntake:
@@ -40,39 +43,49 @@ class MediaIntake:
         return min(asked_s, qos.max_deadline_s or self._max_deadline_s)
 
     def check(self, qos: ServiceClass, end_s: float) -> None:
-        """Raises EncoderRefused, before the medium is read, where no tower would be free in time."""
+        """Raises EncoderRefused, before a medium is fetched or decoded, where no tower is free in time."""
         left_s = end_s - time.monotonic() - self._decode_lanes.predicted_of(qos)
         if (refusal := self._encoder.precheck(qos, left_s)) is not None:
             raise _refusal(refusal)
 
     async def prepare(
         self,
-        modality: Modality,
-        read: Callable[[], Parts],
-        preprocess: Callable[[Parts, PreprocessContext], PreprocessedMedium],
+        preparer: MediaPreparer,
+        read: Callable[[], MediumSource],
         *,
         caller: QosCaller,
         app: str,
+        inline: bool,
         end_s: float,
         budget_share: BudgetShare,
     ) -> PreprocessedMedium:
-        """The medium that `read` returns, as `preprocess` prepares it in a lane when its turn comes.
+        """The medium that `read` returns: answered if it is cached, or else decoded and preprocessed in a
+        lane when its turn comes.
 
-        `budget_share` holds its bytes once its header is read. Raises EncoderRefused, and errors of `read`
-        and `preprocess`.
+        A repeated file takes no lane. `budget_share` holds a medium's bytes once its header is read. Raises
+        EncoderRefused, and errors of `read` and of `preparer`.
         """
 
-        def opened() -> tuple[Parts, int]:
-            parts = read()
-            return parts, guessed_cost(modality, parts)
+        def look_up(request: EncodeRequest) -> EncodeReply | None:
+            return self._encoder.answer_cached(request, inline=inline, caller=caller)
+
+        def opened() -> PreprocessedMedium | tuple[OpenMedium, Modality, int]:
+            source = read()
+            medium = preparer.open(source)
+            known = medium.recall(look_up)
+            return known or (medium, source.modality, guessed_cost(source.modality, source.parts))
 
         def run(context: PreprocessContext) -> PreprocessedMedium:
-            output = preprocess(parts, context)
+            output = medium.prepare(context, look_up)
             # The true size in place of the header's estimate.
             budget_share.need(sum(len(tensor.data) for tensor in output.request.inputs.values()))
             return output
 
-        parts, cost = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
+        found = await asyncio.get_running_loop().run_in_executor(self._threads, opened)
+        if isinstance(found, PreprocessedMedium):
+            return found
+        medium, modality, cost = found
+        self.check(caller.qos, end_s)
         # What is left for its tower must be left.
         deadline_s = end_s - time.monotonic() - self._encoder.predicted_of(caller.qos)
         turn = self._decode_lanes.submit(

@@ -23,8 +23,8 @@ class RequestReplies:
 
     def answer(
         self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
-    ) -> None:
-        """Send one request its embedding."""
+    ) -> EncodeReply:
+        """Send one request its embedding; the answer that was sent."""
         seconds = time.monotonic() - pending.received_s
         request = pending.request
         reply = EncodeReply(
@@ -39,6 +39,7 @@ class RequestReplies:
         self._admission.answered(pending, seconds)
         self._observer.answered(pending, origin, stored=stored, seconds=seconds)
         pending.answer(reply)
+        return reply
 
     def refuse(
         self, pending: PendingRequest, reason: Reason, message: str, retry_after_s: float | None = None

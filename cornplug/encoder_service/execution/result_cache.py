@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -15,13 +16,21 @@ import torch
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution.store_quota import StoreQuota
 from cornplug.encoder_service.towers.input_checks import from_bytes
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store
 from cornplug.store.payload import get_payload, put_payload
 
 KEPT_BYTES: Final = 256 << 20
 _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredEmbedding:
+    """An embedding that the store has; `tensor` where the answer shall carry it."""
+
+    tensor: WireTensor | None
 
 
 class ResultCache:
@@ -59,6 +68,13 @@ class ResultCache:
         except StoreError as e:
             self.on_failure(e.reason)
             return False
+
+    def embedding(self, key: bytes, dtype: torch.dtype, *, inline: bool) -> StoredEmbedding | None:
+        """The store's embedding, with its tensor if `inline`; None where there is none."""
+        if not inline:
+            return StoredEmbedding(None) if self.present(key) else None
+        tensor = self.fetch(PayloadKind.EMBEDDING, key, dtype)
+        return None if tensor is None else StoredEmbedding(to_wire(tensor))
 
     def fetch(self, kind: PayloadKind, key: bytes, dtype: torch.dtype) -> torch.Tensor | None:
         """A verified tensor from the store, shape (rows, width); None where there is none."""

@@ -49,7 +49,12 @@ def create_app(
 ) -> FastAPI:
     """The ASGI application over an encoder, with the limits of `config`. Closing `gate` drains it."""
     gate = gate or DrainState()
-    preparer = MediaPreparer(encoder.registry, secret=secret, limits=MediumLimits.of(config))
+    preparer = MediaPreparer(
+        encoder.registry,
+        secret=secret,
+        limits=MediumLimits.of(config),
+        remembered_files=config.remembered_files,
+    )
     # For JSON, base64 and headers; longer work is done after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     door = MediaIntake(encoder, threads, config)

@@ -23,14 +23,20 @@ from starlette.requests import ClientDisconnect
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake, Parts
+from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses
-from cornplug.encoder_service.http.requests import MediumSource, ParsedRequest
+from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
-from cornplug.encoder_service.preprocess.preparer import APP, MediaPreparer, PreprocessedMedium, unknown_model
-from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
+from cornplug.encoder_service.preprocess.preparer import (
+    APP,
+    ENGINE_SAMPLING,
+    MediaPreparer,
+    MediumSource,
+    PreprocessedMedium,
+    unknown_model,
+)
 from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, EmbeddingHandle
 from cornplug.encoder_service.wire.messages import EncodeRefusal
 from cornplug.encoder_service.wire.status_codes import A_FAULT
@@ -119,7 +125,7 @@ class EncodeRoute:
             for task in tasks:
                 task.cancel()
 
-    async def _outcome(self, job: _HttpRequest, source: MediumSource) -> Outcome:
+    async def _outcome(self, job: _HttpRequest, source: RequestMedium) -> Outcome:
         try:
             async with asyncio.timeout(max(job.end - time.monotonic(), 0.0) + _MARGIN_S):
                 return await self._encoded(job, source)
@@ -133,11 +139,15 @@ class EncodeRoute:
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
 
-    async def _encoded(self, job: _HttpRequest, source: MediumSource) -> Outcome:
+    async def _encoded(self, job: _HttpRequest, source: RequestMedium) -> Outcome:
         with self._encoder.budget.share(job.caller.qos) as budget_share:
             async with job.turn:
-                self._door.check(job.caller.qos, job.end)
+                if source.url() is not None:
+                    self._door.check(job.caller.qos, job.end)
                 prepared = await self._prepare(job, source, budget_share)
+            if prepared.answer is not None:
+                handle = self._handle(source, prepared)
+                return EncodedMedium(answer=prepared.answer, dtype=prepared.dtype, handle=handle)
             left = max(job.end - time.monotonic(), 0.001)
             submitted = self._encoder.submit(
                 msgspec.structs.replace(prepared.request, deadline_s=left),
@@ -152,7 +162,7 @@ class EncodeRoute:
             return FailedMedium.of(answer)
         return EncodedMedium(answer=answer, dtype=prepared.dtype, handle=self._handle(source, prepared))
 
-    def _handle(self, source: MediumSource, prepared: PreprocessedMedium) -> str | None:
+    def _handle(self, source: RequestMedium, prepared: PreprocessedMedium) -> str | None:
         request = prepared.request
         loaded = self._encoder.registry.by_identity(request.identity)
         if loaded is None:
@@ -171,7 +181,7 @@ class EncodeRoute:
         return handle.signed(self._secret)
 
     async def _prepare(
-        self, job: _HttpRequest, source: MediumSource, budget_share: BudgetShare
+        self, job: _HttpRequest, source: RequestMedium, budget_share: BudgetShare
     ) -> PreprocessedMedium:
         asked = job.asked
         left = job.end - time.monotonic()
@@ -183,26 +193,26 @@ class EncodeRoute:
         # A video may be sent as images.
         as_frames = source.modality == "video" and source.is_frames
 
-        def read() -> Parts:
-            if fetched is not None:
-                return [fetched]
-            return source.frames() if as_frames else [source.data()]
-
-        def prepare(parts: Parts, context: PreprocessContext) -> PreprocessedMedium:
-            common: dict[str, Any] = {"salt": job.salt, "deadline_s": left, "context": context}
-            if source.modality == "video":
-                common["sampling"] = asked.sampling
-            if as_frames:
-                return self._preparer.prepare_frames(asked.model, parts, **common)
-            return self._preparer.prepare(asked.model, source.modality, parts[0], **common)
+        def read() -> MediumSource:
+            came = [fetched] if fetched is not None else None
+            parts = came or (source.frames() if as_frames else [source.data()])
+            return MediumSource(
+                model=asked.model,
+                modality=source.modality,
+                form="images" if as_frames else "file",
+                parts=parts,
+                salt=job.salt,
+                deadline_s=left,
+                sampling=asked.sampling if source.modality == "video" else ENGINE_SAMPLING,
+            )
 
         with self._encoder.observer.preprocessing():
             return await self._door.prepare(
-                source.modality,
+                self._preparer,
                 read,
-                prepare,
                 caller=job.caller,
                 app=APP,
+                inline=asked.inline,
                 end_s=job.end,
                 budget_share=budget_share,
             )

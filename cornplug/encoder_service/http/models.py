@@ -11,7 +11,7 @@ from PIL import Image
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.http.requests import MODALITIES
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
 from cornplug.encoder_service.wire.messages import EncodeRequest, ServedModality, ServedModel
 from cornplug.errors import CornplugError
 
@@ -109,7 +109,10 @@ class ModelsRoute:
     def _blank(self, model: str, sides: tuple[int, int]) -> EncodeRequest:
         out = io.BytesIO()
         Image.new("RGB", sides).save(out, "BMP")
-        return self._preparer.prepare(model, "image", out.getvalue(), salt=None, deadline_s=1.0).request
+        source = MediumSource(
+            model=model, modality="image", parts=[out.getvalue()], salt=None, deadline_s=1.0
+        )
+        return self._preparer.prepare(source).request
 
 
 def as_modality(name: str) -> Modality:

@@ -63,10 +63,10 @@ class Medium(pydantic.BaseModel):
     def _named(self) -> list[Modality]:
         return [modality for modality in MODALITIES if modality in self.model_fields_set]
 
-    def source(self, where: str = "") -> MediumSource:
+    def source(self, where: str = "") -> RequestMedium:
         """The medium, with the name of its field for messages."""
         modality = self._named()[0]
-        return MediumSource(modality=modality, field=where + modality, content=getattr(self, modality))
+        return RequestMedium(modality=modality, field=where + modality, content=getattr(self, modality))
 
 
 class EncodeBody(Medium):
@@ -100,7 +100,7 @@ class EncodeBody(Medium):
             raise ValueError(f"name one of {', '.join(MODALITIES)}, or items")
         return self
 
-    def sources(self) -> tuple[MediumSource, ...]:
+    def sources(self) -> tuple[RequestMedium, ...]:
         """Every medium, in the order given."""
         if not self.items:
             return (self.source(),)
@@ -108,7 +108,7 @@ class EncodeBody(Medium):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MediumSource:
+class RequestMedium:
     """One medium of a request: a file's bytes, or a JSON string."""
 
     modality: Modality
@@ -144,7 +144,7 @@ class ParsedRequest:
     """A validated request. `many`: the client wants an answer for each medium as it finishes."""
 
     model: str
-    sources: tuple[MediumSource, ...]
+    sources: tuple[RequestMedium, ...]
     many: bool
     cache_salt: str | None
     inline: bool
@@ -174,7 +174,7 @@ async def read(request: Request, threads: Executor, *, max_items: int) -> Parsed
 
 
 async def _read_form(request: Request, max_items: int) -> ParsedRequest:
-    sources: list[MediumSource] = []
+    sources: list[RequestMedium] = []
     fields: dict[str, str] = {}
     try:
         parser = _InMemory(
@@ -187,7 +187,7 @@ async def _read_form(request: Request, max_items: int) -> ParsedRequest:
         async with _closing(await parser.parse()) as form:
             for name, value in form.multi_items():
                 if isinstance(value, UploadFile) and name in MODALITIES:
-                    sources.append(MediumSource(modality=name, field=name, content=await value.read()))
+                    sources.append(RequestMedium(modality=name, field=name, content=await value.read()))
                 elif isinstance(value, UploadFile) or name in MODALITIES:
                     raise _bad(f"{name[:_SHOWN]}: send the medium as a file named image, video or audio")
                 elif name in fields:
@@ -205,7 +205,7 @@ async def _read_form(request: Request, max_items: int) -> ParsedRequest:
     return _asked(body, tuple(sources), many=len(sources) > 1)
 
 
-def _asked(body: EncodeBody, sources: tuple[MediumSource, ...], *, many: bool) -> ParsedRequest:
+def _asked(body: EncodeBody, sources: tuple[RequestMedium, ...], *, many: bool) -> ParsedRequest:
     sampling = FrameSampling(fps=body.fps, num_frames=body.num_frames)
     if sampling != FrameSampling() and all(source.modality != "video" for source in sources):
         raise _bad("fps, num_frames: this request has no video")

@@ -20,13 +20,17 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-from PIL import Image, ImageOps, UnidentifiedImageError
+import numpy as np
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
+RULE: Final = "vllm-0.32"
+"""The rule's name: a change of what is decoded changes it."""
 FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
@@ -39,6 +43,8 @@ MAX_SCANS: Final = 100
 MAX_SEGMENTS: Final = 4096
 """Segments of a JPEG, between and before its scans."""
 
+_TURNED: Final = frozenset(range(2, 9))
+"""EXIF orientations other than upright."""
 _WHITE: Final = (255, 255, 255)
 _MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
 """The marker after a scan's data; inside the data 0xFF is followed by 0 or a restart marker's number."""
@@ -62,6 +68,30 @@ BROKEN: Final = (
     struct.error,
     zlib.error,
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RgbPixels:
+    """A decoded RGB image that no library has copied yet."""
+
+    width: int
+    height: int
+    data: bytes | memoryview
+    """Row-major, three bytes a pixel."""
+
+    @classmethod
+    def of(cls, image: Image.Image) -> RgbPixels:
+        """The pixels of an image of mode "RGB"."""
+        return cls(image.width, image.height, image.tobytes())
+
+    def digest(self) -> bytes:
+        """Media digest, 32 bytes."""
+        return pixels_digest("RGB", self.width, self.height, self.data)
+
+    def image(self) -> Image.Image:
+        """The same image as Pillow has it."""
+        flat = np.frombuffer(self.data, np.uint8)
+        return Image.frombuffer("RGB", (self.width, self.height), flat, "raw", "RGB", 0, 1)
 
 
 def no_objection(width: int, height: int) -> None:
@@ -178,7 +208,10 @@ def digest_rgb(rgb: Image.Image) -> bytes:
 
 def _upright(image: Image.Image) -> Image.Image:
     try:
-        return ImageOps.exif_transpose(image)
+        image.load()  # some formats have their EXIF behind the pixels
+        # Without this check, `exif_transpose` copies an upright image.
+        turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
+        return ImageOps.exif_transpose(image) if turned else image
     except BROKEN:
         # Damaged EXIF: the orientation is not applied, as in vLLM.
         return image

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.media.audio_resample import resampled
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.preprocess.preprocessor import (
-    IN_PROCESS,
+    DecodedMedium,
     FrameSampling,
+    Inputs,
+    MediumForm,
     MediumLimits,
     PreprocessContext,
-    PreprocessorOutput,
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 
@@ -31,12 +33,22 @@ class AudioPreprocessor:
         self._max_s = limits.max_audio_s
         self._features = towers.feature_extractor(loaded.checkpoint)
 
-    def read(
-        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
-    ) -> PreprocessorOutput:
+    def decode(
+        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+    ) -> DecodedMedium:
         on_header = context.on_header(_prepared_bytes)
-        audio = resampled(context.decoder.audio(data, self._max_s, on_header), self._features.rate)
-        return PreprocessorOutput(digest=audio.digest(), inputs=self._features.extract(audio.samples))
+        audio = resampled(context.decoder.audio(parts[0], self._max_s, on_header), self._features.rate)
+        return DecodedMedium(
+            digest=audio.digest(),
+            shape=audio.samples.shape,
+            preprocess=lambda: self._features.extract(audio.samples),
+        )
+
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
+        return {"modality": "audio", "max_s": self._max_s, "rate": self._features.rate}
+
+    def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
+        return {}
 
 
 def _prepared_bytes(header: MediumHeader) -> int:

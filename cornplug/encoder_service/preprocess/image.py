@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
+import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from cornplug.encoder_service.media.image import digest_rgb
+from cornplug.encoder_service.media.image import RULE
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.preprocess.preprocessor import (
-    IN_PROCESS,
+    DecodedMedium,
     FrameSampling,
+    Inputs,
+    MediumForm,
     MediumLimits,
     PreprocessContext,
-    PreprocessorOutput,
+    grid_of,
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.errors import CheckpointError, MediaError
@@ -23,6 +28,8 @@ _SIDES: Final = (64, 1024)
 """Of the images that show how large a processor's outputs are, for small and for large images."""
 _MOST_A_PIXEL: Final = 24
 """Bytes of inputs a pixel, of families that resize nothing: float32, and each frame twice."""
+_SHAPES: Final = 4096
+"""Shapes whose grid is kept."""
 _PIXELS_NOT_SIDES: Final = 100_000
 """A "longest_edge" above this is a number of pixels, as in the Qwen families."""
 
@@ -36,6 +43,8 @@ class ImagePreprocessor:
         self._probes: tuple[int, int] | None = None
         self._formats = limits.image_formats
         self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
+        self._wanted = loaded.checkpoint.family.inputs["image"]
+        self._grid = lru_cache(_SHAPES)(self._grid_of)
         try:
             self._processor: Any = AutoImageProcessor.from_pretrained(
                 path, local_files_only=True, trust_remote_code=False
@@ -43,18 +52,25 @@ class ImagePreprocessor:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
 
-    def read(
-        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
-    ) -> PreprocessorOutput:
-        on_header = context.on_header(self._prepared_bytes)
-        return self._preprocess(context.decoder.image(data, self._max_pixels, on_header, self._formats))
-
-    def read_for_sglang(self, data: bytes, context: PreprocessContext = IN_PROCESS) -> PreprocessorOutput:
-        """`read`, with the pixels that an SGLang server would receive."""
-        on_header = context.on_header(self._prepared_bytes)
-        return self._preprocess(
-            context.decoder.image_for_sglang(data, self._max_pixels, on_header, self._formats)
+    def decode(
+        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+    ) -> DecodedMedium:
+        decoder = context.decoder
+        decode = decoder.image_for_sglang if form == "for_sglang" else decoder.image
+        pixels = decode(parts[0], self._max_pixels, context.on_header(self._prepared_bytes), self._formats)
+        return DecodedMedium(
+            digest=pixels.digest(),
+            shape=(pixels.height, pixels.width),
+            preprocess=lambda: self._preprocess(pixels.image()),
         )
+
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
+        # "file": EXIF orientation applied, transparency on white; "for_sglang": neither (`media.image`).
+        rule = {"modality": "image", "form": form, "mode": "RGB", "rule": RULE}
+        return {**rule, "max_pixels": self._max_pixels, "formats": list(self._formats)}
+
+    def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
+        return self._grid(shape)
 
     def _prepared_bytes(self, header: MediumHeader) -> int:
         small, large = self._probed()
@@ -70,17 +86,23 @@ class ImagePreprocessor:
 
     def _bytes_of(self, image: Image.Image) -> int:
         try:
-            return sum(t.nbytes for t in self._preprocess(image).inputs.values())
+            return sum(t.nbytes for t in self._preprocess(image).values())
         except MediaError:
             return _MOST_A_PIXEL * image.width * image.height
 
-    def _preprocess(self, image: Image.Image) -> PreprocessorOutput:
+    def _grid_of(self, shape: tuple[int, ...]) -> Inputs | None:
+        if "image_grid_thw" not in self._wanted:
+            return {}
+        nothing = torch.empty((3, *shape), dtype=torch.uint8, device="meta")
+        return grid_of(self._processor, images=nothing, **self._asked)
+
+    def _preprocess(self, image: Image.Image) -> Inputs:
         try:
             made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
             # So processors refuse some shapes, e.g. an aspect ratio of over 200 to 1.
             raise MediaError(f"the model's processor refuses this image: {e}", reason="unprocessable") from e
-        return PreprocessorOutput(digest=digest_rgb(image), inputs=dict(made))
+        return dict(made)
 
 
 def _most_pixels(processor: Any) -> int | None:

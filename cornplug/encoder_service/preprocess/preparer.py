@@ -1,28 +1,34 @@
-"""From a medium's bytes to a request of the encoder: decode, digest, preprocess, make the key."""
+"""From a medium's bytes to a request of the encoder, with as little work as its cache allows.
+
+recall:   file's digest ─FileMemo─> media digest ─> key ─> cached? answer
+prepare:  decode ─> media digest ─> key ─> cached? answer, or else preprocess
+"""
 
 from __future__ import annotations
 
 import base64
 import binascii
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cornplug import identity
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.audio import AudioPreprocessor
+from cornplug.encoder_service.preprocess.file_memo import REMEMBERED_FILES, DecodedFile, FileMemo, file_name
 from cornplug.encoder_service.preprocess.image import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import (
     IN_PROCESS,
     FrameSampling,
+    Inputs,
     MediaPreprocessor,
+    MediumForm,
     MediumLimits,
     PreprocessContext,
-    PreprocessorOutput,
 )
 from cornplug.encoder_service.preprocess.video import VideoPreprocessor
-from cornplug.encoder_service.wire.messages import EncodeRequest
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
 
@@ -35,11 +41,17 @@ SGLANG: Final = "sglang"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessedMedium:
     request: EncodeRequest
+    """Without inputs but its patch grid where `answer` is set."""
     dtype: str
     """The embedding's dtype, by torch's name."""
     media_digest: bytes
     """The media digest."""
+    answer: EncodeReply | None = None
+    """The answer of a medium that was cached, so that its processor did not run."""
 
+
+LookUp = Callable[[EncodeRequest], EncodeReply | None]
+"""The answer to a request whose embedding is cached; None for another one."""
 
 ENGINE_SAMPLING: Final = FrameSampling()
 PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
@@ -49,84 +61,68 @@ PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], Med
 }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediumSource:
+    """One medium of a request, as it came."""
+
+    model: str
+    modality: Modality
+    form: MediumForm = "file"
+    parts: Sequence[bytes]
+    """The file, or a video's images."""
+    salt: str | None
+    deadline_s: float
+    sampling: FrameSampling = ENGINE_SAMPLING
+    """Of a video: its frames; the key follows from the frames and their times."""
+
+
 class MediaPreparer:
     """Thread-safe. Preprocessors are built when a model is loaded, and run no code of a checkpoint.
 
     Raises CheckpointError("bad_config") where a checkpoint has no processor that loads.
     """
 
-    def __init__(self, registry: ModelRegistry, *, secret: bytes, limits: MediumLimits) -> None:
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        *,
+        secret: bytes,
+        limits: MediumLimits,
+        remembered_files: int = REMEMBERED_FILES,
+    ) -> None:
         self._registry = registry
         self._secret = secret
         self._limits = limits
+        self._files = FileMemo(remembered_files)
         # By model identity, never by name: a reload may give a name another model.
         self._preprocessors: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_preprocessors)
 
-    def prepare(
-        self,
-        model: str,
-        modality: Modality,
-        data: bytes,
-        *,
-        salt: str | None,
-        deadline_s: float,
-        sampling: FrameSampling = ENGINE_SAMPLING,
-        context: PreprocessContext = IN_PROCESS,
-    ) -> PreprocessedMedium:
-        """The request for the medium in `data`, as this model's engine would make it.
+    def open(self, source: MediumSource) -> OpenMedium:
+        """The medium, not decoded yet.
 
-        `sampling` chooses the frames of a video; the key follows from the frames and their times. `context`
-        decodes, and may refuse.
-
-        Raises EncoderRefused("unknown_model", or "modality" that the model does not take), and MediaError as
-        the modality's preprocessor.
+        Raises EncoderRefused("unknown_model", or "modality" that the model does not take, or "bad_input").
         """
-        loaded = self._loaded(model)
-        if modality != "video" and sampling != ENGINE_SAMPLING:
-            raise EncoderRefused(f"fps, num_frames: of a video, not of {modality}", reason="bad_input")
-        output = self._preprocessor(loaded, modality).read(data, sampling, context)
-        return self._prepared(loaded, modality, output, salt, deadline_s, APP)
-
-    def prepare_frames(
-        self,
-        model: str,
-        images: Sequence[bytes],
-        *,
-        salt: str | None,
-        deadline_s: float,
-        sampling: FrameSampling = ENGINE_SAMPLING,
-        context: PreprocessContext = IN_PROCESS,
-    ) -> PreprocessedMedium:
-        """The request for a video given as its frames, `sampling.fps` of them a second (1). All frames are
-        taken.
-
-        Raises as `prepare`, and as `video.decode_frames`.
-        """
-        if sampling.num_frames is not None:
+        if source.modality != "video" and source.sampling != ENGINE_SAMPLING:
+            raise EncoderRefused(f"fps, num_frames: of a video, not of {source.modality}", reason="bad_input")
+        if source.form == "images" and source.sampling.num_frames is not None:
             raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")
-        loaded = self._loaded(model)
-        preprocessor = self._preprocessor(loaded, "video")
-        assert isinstance(preprocessor, VideoPreprocessor)
-        output = preprocessor.read_images(images, sampling.fps or 1.0, context)
-        return self._prepared(loaded, "video", output, salt, deadline_s, APP)
+        loaded = self._registry.by_name(source.model)
+        if loaded is None:
+            raise unknown_model(source.model)
+        model_identity = loaded.served.identity_for(source.modality)
+        preprocessor = self._preprocessors.get(model_identity or b"")
+        if model_identity is None or preprocessor is None:
+            taken = [m.name for m in loaded.served.modalities if m.identity in self._preprocessors]
+            raise EncoderRefused(
+                f"{source.modality}: {loaded.served.name} takes {', '.join(taken)} only", reason="modality"
+            )
+        return OpenMedium(source, loaded, model_identity, preprocessor, self._files, self._secret)
 
-    def prepare_for_sglang(
-        self,
-        model: str,
-        data: bytes,
-        *,
-        salt: str | None,
-        deadline_s: float,
-        context: PreprocessContext = IN_PROCESS,
-    ) -> PreprocessedMedium:
-        """`prepare` for an image, as an SGLang server of this model would make it."""
-        loaded = self._loaded(model)
-        preprocessor = self._preprocessor(loaded, "image")
-        assert isinstance(preprocessor, ImagePreprocessor)
-        return self._prepared(
-            loaded, "image", preprocessor.read_for_sglang(data, context), salt, deadline_s, SGLANG
-        )
+    def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
+        """The request for a medium, as its model's engine would make it. Raises as `open` and
+        `OpenMedium.prepare`."""
+        return self.open(source).prepare(context)
 
     def _add_preprocessors(self, loaded: LoadedModel) -> None:
         for modality in loaded.checkpoint.family.inputs:
@@ -134,43 +130,76 @@ class MediaPreparer:
             if modality in PREPROCESSORS and model_identity is not None:
                 self._preprocessors[model_identity] = PREPROCESSORS[modality](loaded, self._limits)
 
-    def _preprocessor(self, loaded: LoadedModel, modality: Modality) -> MediaPreprocessor:
-        preprocessor = self._preprocessors.get(loaded.served.identity_for(modality) or b"")
-        if preprocessor is None:
-            taken = [m.name for m in loaded.served.modalities if m.identity in self._preprocessors]
-            raise EncoderRefused(
-                f"{modality}: {loaded.served.name} takes {', '.join(taken)} only", reason="modality"
-            )
-        return preprocessor
 
-    def _prepared(
+class OpenMedium:
+    """One medium on its way through `recall`, and `prepare` where that finds nothing. For one thread at a
+    time."""
+
+    def __init__(
         self,
+        source: MediumSource,
         loaded: LoadedModel,
-        modality: Modality,
-        output: PreprocessorOutput,
-        salt: str | None,
-        deadline_s: float,
-        app: str,
+        model_identity: bytes,
+        preprocessor: MediaPreprocessor,
+        files: FileMemo,
+        secret: bytes,
+    ) -> None:
+        self._source = source
+        self._loaded = loaded
+        self._identity = model_identity
+        self._preprocessor = preprocessor
+        self._files = files
+        self._secret = secret
+        self._name: bytes | None = None
+
+    def recall(self, look_up: LookUp) -> PreprocessedMedium | None:
+        """The cached medium, if this tenant sent the same file before; nothing is decoded."""
+        decoded = self._files.recall(self._source.salt, self._file_name())
+        return None if decoded is None else self._cached(decoded, look_up)
+
+    def prepare(
+        self, context: PreprocessContext = IN_PROCESS, look_up: LookUp | None = None
     ) -> PreprocessedMedium:
-        model_identity = loaded.served.identity_for(modality)
-        assert model_identity is not None
-        wanted = loaded.checkpoint.family.inputs[modality]
+        """The decoded medium: cached, where `look_up` finds it, or else preprocessed.
+
+        `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor.
+        """
+        source = self._source
+        medium = self._preprocessor.decode(source.parts, source.form, source.sampling, context)
+        decoded = DecodedFile(medium.digest, medium.shape)
+        self._files.remember(source.salt, self._file_name(), decoded)
+        if look_up is not None and (cached := self._cached(decoded, look_up)) is not None:
+            return cached
+        return self._made(decoded, medium.preprocess())
+
+    def _cached(self, decoded: DecodedFile, look_up: LookUp) -> PreprocessedMedium | None:
+        grid = self._preprocessor.shape_inputs(decoded.shape)
+        if grid is None:
+            return None
+        made = self._made(decoded, grid)
+        answer = look_up(made.request)
+        return None if answer is None else replace(made, answer=answer)
+
+    def _made(self, decoded: DecodedFile, inputs: Inputs) -> PreprocessedMedium:
+        source, served = self._source, self._loaded.served
+        wanted = self._loaded.checkpoint.family.inputs[source.modality]
         request = EncodeRequest(
             id=0,
-            identity=model_identity,
-            key=identity.embedding_key(self._secret, model_identity, output.digest, salt),
-            cache_salt=salt,
-            inputs={name: to_wire(output.inputs[name]) for name in wanted if name in output.inputs},
-            app=app,
-            deadline_s=deadline_s,
+            identity=self._identity,
+            key=identity.embedding_key(self._secret, self._identity, decoded.digest, source.salt),
+            cache_salt=source.salt,
+            inputs={name: to_wire(inputs[name]) for name in wanted if name in inputs},
+            app=SGLANG if source.form == "for_sglang" else APP,
+            deadline_s=source.deadline_s,
         )
-        return PreprocessedMedium(request=request, dtype=loaded.served.dtype, media_digest=output.digest)
+        return PreprocessedMedium(request=request, dtype=served.dtype, media_digest=decoded.digest)
 
-    def _loaded(self, model: str) -> LoadedModel:
-        loaded = self._registry.by_name(model)
-        if loaded is None:
-            raise unknown_model(model)
-        return loaded
+    def _file_name(self) -> bytes:
+        if self._name is None:
+            source = self._source
+            spec = self._preprocessor.decode_spec(source.form, source.sampling)
+            self._name = file_name(spec, source.parts)
+        return self._name
 
 
 def unknown_model(model: str) -> EncoderRefused:

@@ -1,11 +1,11 @@
-"""The interface of every modality: bytes -> digest and tower inputs, as the model's engine makes them."""
+"""The interface of every modality: bytes -> digest -> tower inputs, as the model's engine makes them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import torch
 
@@ -69,14 +69,22 @@ class FrameSampling:
             raise EncoderRefused(f"num_frames: {self.num_frames}, want 1 or more", reason="bad_input")
 
 
+Inputs = Mapping[str, torch.Tensor]
+"""A tower's inputs, by the processor's names."""
+MediumForm = Literal["file", "images", "for_sglang"]
+"""A file; a video given as its images; or an image file with the pixels that SGLang receives."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreprocessorOutput:
-    """Digest and tower inputs of one medium."""
+class DecodedMedium:
+    """One decoded medium. The model's processor has not seen it yet."""
 
     digest: bytes
     """The media digest, 32 bytes."""
-    inputs: Mapping[str, torch.Tensor]
-    """The tower's inputs, by the processor's names."""
+    shape: tuple[int, ...]
+    """As of `file_memo.DecodedFile`."""
+    preprocess: Callable[[], Inputs]
+    """Runs the processor. Raises MediaError("unprocessable") where it takes no such medium."""
 
 
 def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
@@ -104,11 +112,33 @@ IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
 class MediaPreprocessor(Protocol):
     """The preprocessor of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
-    def read(
-        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
-    ) -> PreprocessorOutput:
-        """Digest and inputs of a medium. `sampling` is for videos.
+    def decode(
+        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+    ) -> DecodedMedium:
+        """The decoded medium. `parts` is one file, or a video's images. `sampling` is for videos.
 
-        Raises MediaError: as the modality's `decode`, and "unprocessable" where the model's processor takes
-        no such medium; and errors of `context`.
+        Raises MediaError as the modality's `decode`, and errors of `context`.
         """
+
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
+        """Everything but the bytes and the decoders' versions that decides what `decode` returns, or
+        whether it refuses: JSON values."""
+
+    def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
+        """Those inputs that depend on a medium's shape alone, its patch grid; {} where the model has none.
+
+        None where the processor does not tell them without a medium.
+        """
+
+
+def grid_of(processor: Callable[..., Mapping[str, Any]], **medium: Any) -> Inputs | None:
+    """The patch grid of a medium on torch's device "meta", which has a shape and no content.
+
+    The processor's own code says it, and cannot let content decide: reading a value on "meta" raises.
+    """
+    try:
+        made = processor(**medium, return_tensors="pt")
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):
+        return None
+    found = {name: made[name] for name in made if name.endswith("_grid_thw")}
+    return found if all(t.device.type == "cpu" for t in found.values()) else None

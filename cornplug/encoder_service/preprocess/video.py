@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, Final
 
 import numpy as np
 import torch
 from transformers import AutoVideoProcessor
 
+from cornplug.encoder_service.media.image import RULE
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.preprocess.preprocessor import (
-    IN_PROCESS,
+    DecodedMedium,
     FrameSampling,
+    Inputs,
+    MediumForm,
     MediumLimits,
     PreprocessContext,
-    PreprocessorOutput,
+    grid_of,
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.errors import CheckpointError, MediaError
@@ -30,6 +35,8 @@ _MIN_FRAMES: Final = 4
 _MAX_FRAMES: Final = 768
 _BYTES_A_PIXEL: Final = 12
 """Bytes of inputs, at most: float32, without resizing."""
+_SHAPES: Final = 1024
+"""Shapes whose grid is kept."""
 _PATCH: Final = 2
 """Frames that the tower sees as one; of the Qwen families."""
 
@@ -42,7 +49,9 @@ class VideoPreprocessor:
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
         if kind not in SAMPLERS:
             raise CheckpointError(f"{checkpoint.path}: {kind} is not served", reason="bad_config")
+        self._kind = kind
         self._sampler = SAMPLERS[kind]
+        self._grid = lru_cache(_SHAPES)(self._grid_of)
         self._limits = limits.video_limits()
         try:
             self._processor: Any = AutoVideoProcessor.from_pretrained(
@@ -51,27 +60,41 @@ class VideoPreprocessor:
         except (OSError, ValueError, ImportError) as e:
             raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
 
-    def read(
-        self, data: bytes, sampling: FrameSampling, context: PreprocessContext = IN_PROCESS
-    ) -> PreprocessorOutput:
+    def decode(
+        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+    ) -> DecodedMedium:
+        """As `MediaPreprocessor.decode`; of a video given as its images, `sampling.fps` is their rate (1)."""
         on_header = context.on_header(_prepared_bytes)
-        video = context.decoder.video(data, lambda s: self._sampler(s, sampling), self._limits, on_header)
-        return self._preprocess(video)
+        if form == "images":
+            video = context.decoder.frames(parts, sampling.fps or 1.0, self._limits, on_header)
+        else:
+            video = context.decoder.video(
+                parts[0], lambda s: self._sampler(s, sampling), self._limits, on_header
+            )
+        return DecodedMedium(
+            digest=video.digest(), shape=video.frames.shape[:3], preprocess=lambda: self._preprocess(video)
+        )
 
-    def read_images(
-        self, images: Sequence[bytes], fps: float, context: PreprocessContext = IN_PROCESS
-    ) -> PreprocessorOutput:
-        """A video given as its frames, `fps` of them a second."""
-        on_header = context.on_header(_prepared_bytes)
-        return self._preprocess(context.decoder.frames(images, fps, self._limits, on_header))
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
+        rule = {"modality": "video", "form": form, "mode": "RGB", "rule": RULE, "sampler": self._kind}
+        limits = asdict(self._limits) | {"image_formats": list(self._limits.image_formats)}
+        return {**rule, "sampling": asdict(sampling), "limits": limits}
 
-    def _preprocess(self, video: VideoFrames) -> PreprocessorOutput:
+    def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
+        return self._grid(shape)
+
+    def _grid_of(self, shape: tuple[int, ...]) -> Inputs | None:
+        frames, height, width = shape
+        nothing = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
+        return grid_of(self._processor, videos=[nothing], do_sample_frames=False)
+
+    def _preprocess(self, video: VideoFrames) -> Inputs:
         frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
         try:
             made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
         except ValueError as e:
             raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
-        return PreprocessorOutput(digest=video.digest(), inputs=dict(made))
+        return dict(made)
 
 
 def _prepared_bytes(header: MediumHeader) -> int:

@@ -39,15 +39,15 @@ from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
-from cornplug.encoder_service.execution.media_intake import MediaIntake, Parts
+from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import (
     SGLANG,
     MediaPreparer,
+    MediumSource,
     PreprocessedMedium,
     medium_bytes,
 )
-from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.sglang import wire
 from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
@@ -176,32 +176,31 @@ class SglangParts:
     ) -> _EncodedImage:
         """One image, admitted as any other medium."""
 
-        def read() -> Parts:
-            return [medium_bytes("image", item.url)]
-
-        def prepare(parts: Parts, context: PreprocessContext) -> PreprocessedMedium:
-            return self._preparer.prepare_for_sglang(
-                model.served.name,
-                parts[0],
+        def read() -> MediumSource:
+            return MediumSource(
+                model=model.served.name,
+                modality="image",
+                form="for_sglang",
+                parts=[medium_bytes("image", item.url)],
                 salt=item.cornplug_salt,
                 deadline_s=self._timeout_s,
-                context=context,
             )
 
         with self._encoder.budget.share(caller.qos) as budget_share:
             async with turn:
-                self._door.check(caller.qos, end)
                 with self._encoder.observer.preprocessing():
                     prepared = await self._door.prepare(
-                        "image",
+                        self._preparer,
                         read,
-                        prepare,
                         caller=caller,
                         app=SGLANG,
+                        inline=True,
                         end_s=end,
                         budget_share=budget_share,
                     )
             grid, media = _grid(model, prepared), prepared.media_digest
+            if prepared.answer is not None:
+                return _EncodedImage(grid=grid, media=media, tensor=_tensor(prepared.answer))
             left = max(end - time.monotonic(), 0.001)
             request = msgspec.structs.replace(prepared.request, deadline_s=left)
             submitted = self._encoder.submit(request, inline=True, caller=caller, budget_share=budget_share)

@@ -119,7 +119,5 @@ class RequestObserver:
 
 
 def _modality(model: LoadedModel, pending: PendingRequest) -> str:
-    for modality, names in model.checkpoint.family.inputs.items():
-        if set(names) <= pending.request.inputs.keys():
-            return modality
-    return "unknown"
+    of = {modality.identity: modality.name for modality in model.served.modalities}
+    return of.get(pending.request.identity, "unknown")

@@ -275,7 +275,7 @@ def test_encode_internal_error_hides_exception_text(
         raise RuntimeError("/srv/secret/customers.db")
 
     for where in (
-        "cornplug.encoder_service.preprocess.preparer.MediaPreparer.prepare",
+        "cornplug.encoder_service.preprocess.preparer.OpenMedium.prepare",
         "cornplug.encoder_service.towers.tiles.TileTower.prepare",
         "cornplug.encoder_service.towers.tiles.TileTower.encode",
     ):

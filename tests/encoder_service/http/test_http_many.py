@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from cornplug.config import Config
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer
+from cornplug.encoder_service.preprocess.preparer import OpenMedium
 from cornplug.encoder_service.towers.tiles import TileTower
 
 from ..conftest import MakeEncoder, eventually, png, sample_image
@@ -289,15 +289,15 @@ def test_body_guard_trickling_body_is_refused(make_encoder: MakeEncoder, config:
 def test_http_endless_preprocessing_is_too_late(
     service: Service, llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = MediaPreparer.prepare
+    real = OpenMedium.prepare
     let_go = threading.Event()
 
-    def prepare(preparer: MediaPreparer, model: str, modality: Any, data: bytes, **options: Any) -> Any:
-        if data == b"slow":
+    def prepare(medium: OpenMedium, *arguments: Any, **options: Any) -> Any:
+        if list(medium._source.parts) == [b"slow"]:
             let_go.wait(20)
-        return real(preparer, model, modality, data, **options)
+        return real(medium, *arguments, **options)
 
-    monkeypatch.setattr(MediaPreparer, "prepare", prepare)
+    monkeypatch.setattr(OpenMedium, "prepare", prepare)
     items = [{"image": image64(b"slow")}, {"image": image64(png(sample_image(1)))}]
     service.encoder.start_decoding()
     began = time.monotonic()

@@ -11,11 +11,13 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer, AutoVideoProcessor, Qwen2AudioProcessor, WhisperFeatureExtractor
 
+from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.media import audio
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, PreprocessedMedium
-from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
+from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits, PreprocessContext
 from cornplug.encoder_service.towers.input_checks import FLOATS, INTEGERS, from_wire
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.identity import embedding_key
 from devkit import checkpoints
@@ -37,8 +39,13 @@ def preparer(on_header: Path) -> MediaPreparer:
     return MediaPreparer(registry, secret=SECRET, limits=MediumLimits(max_audio_s=10))
 
 
+def source(path: Path, modality: Modality, *parts: bytes, **fields: Any) -> MediumSource:
+    common = {"salt": None, "deadline_s": 5.0, **fields}
+    return MediumSource(model=str(path), modality=modality, parts=parts, **common)
+
+
 def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMedium:
-    return preparer.prepare(str(path), "audio", data, salt=None, deadline_s=5)
+    return preparer.prepare(source(path, "audio", data))
 
 
 def test_preparer_audio_inputs_equal_transformers_processor(preparer: MediaPreparer, on_header: Path) -> None:
@@ -62,7 +69,7 @@ def test_preparer_key_depends_on_samples_model_and_salt(preparer: MediaPreparer,
     digest = audio.decode(wav(SPOKEN), max_s=9).digest()
     assert by_wav.media_digest == digest
     assert by_wav.request.key == embedding_key(SECRET, served.identity, digest, None)
-    salted = preparer.prepare(str(on_header), "audio", wav(SPOKEN), salt="t", deadline_s=5)
+    salted = preparer.prepare(source(on_header, "audio", wav(SPOKEN), salt="t"))
     assert salted.request.key != by_wav.request.key
 
 
@@ -95,10 +102,10 @@ def test_preparer_too_short_audio_is_unprocessable(
 
 def test_preparer_modality_of_other_models_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
     with pytest.raises(EncoderRefused, match="audio only") as e:
-        preparer.prepare(str(on_header), "image", png(sample_image(1)), salt=None, deadline_s=5)
+        preparer.prepare(source(on_header, "image", png(sample_image(1))))
     assert e.value.reason == "modality"
     with pytest.raises(EncoderRefused) as e:
-        preparer.prepare_for_sglang(str(on_header), png(sample_image(1)), salt=None, deadline_s=5)
+        preparer.prepare(source(on_header, "image", png(sample_image(1)), form="for_sglang"))
     assert e.value.reason == "modality"
 
 
@@ -108,7 +115,7 @@ def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
     data = video(moving(31), "matroska", "libx264rgb", pix_fmt="rgb24", crf="0")
 
     def prepare(**options: Any) -> PreprocessedMedium:
-        return preparer.prepare(str(qwen), "video", data, salt=None, deadline_s=5, **options)
+        return preparer.prepare(source(qwen, "video", data, **options))
 
     made, denser = prepare(), prepare(sampling=FrameSampling(fps=5))
     shown = np.stack([moving(31)[i] for i in (0, 5, 10, 15, 20, 25)])
@@ -121,12 +128,9 @@ def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
     assert made.request.identity == served.identity_for("video") != served.identity
     assert denser.media_digest != made.media_digest
     assert denser.request.key != made.request.key
-    by_images = preparer.prepare_frames(
-        str(qwen),
-        [png(Image.fromarray(f)) for f in shown],
-        sampling=FrameSampling(fps=2.0),
-        salt=None,
-        deadline_s=5,
+    images = [png(Image.fromarray(f)) for f in shown]
+    by_images = preparer.prepare(
+        source(qwen, "video", *images, form="images", sampling=FrameSampling(fps=2.0))
     )
     # The same frames at the same times: the same video.
     assert by_images.request == made.request
@@ -136,7 +140,83 @@ def test_preparer_image_with_frame_sampling_is_refused(qwen: Path) -> None:
     registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
     preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
     with pytest.raises(EncoderRefused, match="of a video") as e:
-        preparer.prepare(
-            str(qwen), "image", png(sample_image(1)), salt=None, deadline_s=5, sampling=FrameSampling(fps=1)
-        )
+        preparer.prepare(source(qwen, "image", png(sample_image(1)), sampling=FrameSampling(fps=1)))
     assert e.value.reason == "bad_input"
+
+
+def answered(request: EncodeRequest) -> EncodeReply:
+    return EncodeReply(id=0, key=request.key, origin="cached", stored=True, tensor=None, service_time_s=0.0)
+
+
+class Broken:
+    """A decoder that fails the test: nothing may be decoded."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"decoded by {name}")
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [MediumLimits(max_pixels=100), MediumLimits(image_formats=("JPEG",)), MediumLimits(max_pixels=10_000)],
+)
+def test_preparer_remembered_file_under_other_limits_is_decoded_anew(
+    qwen_registry: ModelRegistry, qwen: Path, limits: MediumLimits
+) -> None:
+    wide, other = (
+        MediaPreparer(qwen_registry, secret=SECRET, limits=each) for each in (MediumLimits(), limits)
+    )
+    other._files = wide._files
+    medium = source(qwen, "image", png(sample_image(1)))
+    made = wide.prepare(medium)
+    known = wide.open(medium).recall(answered)
+    assert known is not None
+    assert known.answer is not None
+    assert known.request.key == made.request.key
+    assert other.open(medium).recall(answered) is None
+
+
+def test_preparer_remembered_file_for_another_engine_is_decoded_anew(
+    qwen_registry: ModelRegistry, qwen: Path
+) -> None:
+    """EXIF orientation and transparency: vLLM applies both, SGLang neither."""
+    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediumLimits())
+    image = sample_image(2, 80, 40).convert("RGBA")
+    image.putalpha(100)
+    data = png(image)
+    keys = []
+    for form in ("file", "for_sglang"):
+        medium = source(qwen, "image", data, form=form)
+        assert preparer.open(medium).recall(answered) is None
+        keys.append(preparer.prepare(medium).request.key)
+        known = preparer.open(medium).recall(answered)
+        assert known is not None
+        assert known.request.key == keys[-1]
+    assert keys[0] != keys[1]
+
+
+def test_preparer_remembered_file_of_a_medium_not_cached_is_not_answered(
+    qwen_registry: ModelRegistry, qwen: Path
+) -> None:
+    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediumLimits())
+    medium = source(qwen, "image", png(sample_image(3)))
+    preparer.prepare(medium)
+    assert preparer.open(medium).recall(lambda request: None) is None
+
+
+def test_preparer_refused_file_is_not_remembered(qwen_registry: ModelRegistry, qwen: Path) -> None:
+    preparer = MediaPreparer(qwen_registry, secret=SECRET, limits=MediumLimits(max_pixels=100))
+    medium = source(qwen, "image", png(sample_image(1)))
+    with pytest.raises(MediaError):
+        preparer.prepare(medium)
+    assert len(preparer._files) == 0
+
+
+def test_preparer_audio_repeated_file_is_recalled(preparer: MediaPreparer, on_header: Path) -> None:
+    medium = source(on_header, "audio", wav(tone(1.1)))
+    made = preparer.prepare(medium)
+    context = PreprocessContext(decoder=Broken())
+    known = preparer.open(medium).recall(answered)
+    assert known is not None
+    assert (known.request.key, dict(known.request.inputs)) == (made.request.key, {})
+    with pytest.raises(AssertionError, match="decoded by audio"):
+        preparer.open(medium).prepare(context)

@@ -12,7 +12,7 @@ from transformers import AutoProcessor
 
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess.image import ImagePreprocessor
-from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits
+from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, FrameSampling, MediumLimits
 from devkit import checkpoints
 
 from ..conftest import png, sample_image
@@ -39,9 +39,14 @@ def test_preprocessors_inputs_equal_whole_processor(name: str, tmp_path: Path) -
     for seed, size in enumerate([(70, 60), (200, 90)]):
         image = sample_image(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
-        found = preprocessor.read(png(image), FrameSampling()).inputs
+        decoded = preprocessor.decode([png(image)], "file", FrameSampling(), IN_PROCESS)
+        found = decoded.preprocess()
+        grid = dict(preprocessor.shape_inputs(decoded.shape) or {})
         for field in loaded.checkpoint.family.inputs["image"]:
             assert torch.equal(found[field], wanted[field])
+            if field.endswith("_grid_thw"):
+                assert torch.equal(grid.pop(field), wanted[field])
+        assert not grid
 
 
 def test_preprocessors_image_of_several_crops_is_one_item(tmp_path: Path) -> None:

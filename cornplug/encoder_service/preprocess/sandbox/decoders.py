@@ -6,11 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from PIL import Image
-
 from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.audio import AudioSamples
-from cornplug.encoder_service.media.image import COMMON
+from cornplug.encoder_service.media.image import COMMON, RgbPixels
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 
 _RGB_BYTES: Final = 3 + 4
@@ -62,13 +60,13 @@ class MediumDecoder(Protocol):
 
     def image(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> Image.Image:
-        """RGB, by the rule of `media.image`."""
+    ) -> RgbPixels:
+        """By the rule of `media.image`."""
 
     def image_for_sglang(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> Image.Image:
-        """RGB, as SGLang receives it."""
+    ) -> RgbPixels:
+        """As SGLang receives it."""
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
@@ -91,14 +89,16 @@ class InProcessDecoder:
 
     def image(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> Image.Image:
+    ) -> RgbPixels:
         before = _image_header(on_header)
-        return image.as_received(image.decode(data, max_pixels, before=before, formats=formats))
+        decoded = image.decode(data, max_pixels, before=before, formats=formats)
+        return RgbPixels.of(image.as_received(decoded))
 
     def image_for_sglang(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> Image.Image:
-        return image.as_sglang_receives(data, max_pixels, before=_image_header(on_header), formats=formats)
+    ) -> RgbPixels:
+        before = _image_header(on_header)
+        return RgbPixels.of(image.as_sglang_receives(data, max_pixels, before=before, formats=formats))
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
         return audio.decode(

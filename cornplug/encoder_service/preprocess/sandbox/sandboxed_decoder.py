@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from PIL import Image
 
 from cornplug.encoder_service.media.audio import MAX_SAMPLES, AudioSamples
-from cornplug.encoder_service.media.image import COMMON
+from cornplug.encoder_service.media.image import COMMON, RgbPixels
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox import ipc
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import AssignedJob, DecoderProcess
@@ -34,17 +33,17 @@ class SandboxedDecoder:
 
     def image(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> Image.Image:
+    ) -> RgbPixels:
         return self._image(data, max_pixels, on_header, formats, for_sglang=False)
 
     def image_for_sglang(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> Image.Image:
+    ) -> RgbPixels:
         return self._image(data, max_pixels, on_header, formats, for_sglang=True)
 
     def _image(
         self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str], *, for_sglang: bool
-    ) -> Image.Image:
+    ) -> RgbPixels:
         job = ipc.ImageJob(
             max_pixels=max_pixels, formats=tuple(formats), for_sglang=for_sglang, limit_s=self._limit()
         )
@@ -57,8 +56,7 @@ class SandboxedDecoder:
         shape, pixels = _read_result(
             assigned, lambda s: len(s) == 3 and s[2] == 3 and s[0] * s[1] <= max_pixels
         )
-        flat = np.frombuffer(pixels, np.uint8)
-        return Image.frombuffer("RGB", (shape[1], shape[0]), flat, "raw", "RGB", 0, 1)
+        return RgbPixels(shape[1], shape[0], memoryview(pixels))
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
         assigned = self._begin(ipc.AudioJob(max_s=max_s, limit_s=self._limit()), [data])

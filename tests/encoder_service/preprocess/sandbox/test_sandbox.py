@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cornplug.encoder_service.media.image import MAX_SCANS
+from cornplug.encoder_service.media.image import MAX_SCANS, RgbPixels
 from cornplug.encoder_service.media.video import VideoHeader, VideoLimits
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderProcess
 from cornplug.encoder_service.preprocess.sandbox.decoders import (
@@ -63,8 +63,8 @@ def outcome(decode: Callable[[MediumDecoder], Any], decoder: MediumDecoder) -> t
         made = decode(decoder)
     except MediaError as e:
         return e.reason, str(e)
-    if isinstance(made, Image.Image):
-        return made.mode, made.size, made.tobytes()
+    if isinstance(made, RgbPixels):
+        return made.width, made.height, bytes(made.data), made.digest(), made.image().tobytes()
     if hasattr(made, "samples"):
         return made.rate, made.samples.dtype, made.samples.tobytes()
     return made.indices, made.source, made.frames.shape, made.frames.tobytes(), made.digest()
@@ -136,7 +136,7 @@ def test_sandboxed_decoder_jpeg_of_many_scans_is_refused(cell: Cell) -> None:
         assert time.process_time() - began < 1.0
     # What real encoders write is far below it.
     progressive = saved(hostile_images.sample_image(1), "JPEG", progressive=True)
-    assert InProcessDecoder().image(progressive, MAX_PIXELS, accept_any).size == hostile_images.SIDE
+    assert InProcessDecoder().image(progressive, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
     assert progressive.count(b"\xff\xda") < MAX_SCANS / 5
 
 
@@ -162,7 +162,7 @@ def test_decoder_process_slow_job_is_killed_next_is_decoded() -> None:
     assert cell.killed[:1] == ["too_slow"]
     assert set(cell.killed) <= {"too_slow", "too_late", "gone"}
     good = saved(hostile_images.sample_image(1), "PNG")
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
     assert cell.process.pid != before
     cell.process.close()
 
@@ -174,7 +174,7 @@ def test_decoder_process_memory_bomb_is_refused_next_is_decoded() -> None:
         cell.decoder().image(huge, 150_000_000, accept_any)
     assert refused.value.reason in ("too_much_memory", "crashed", "damaged")
     good = saved(hostile_images.sample_image(1), "PNG")
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
     cell.process.close()
 
 
@@ -187,7 +187,7 @@ def test_decoder_process_death_costs_one_medium_at_most(cell: Cell) -> None:
     assert idle is not None
     eventually(lambda: idle.poll() is not None)
     # Its death while idle fails no request.
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
 
     def kill(header: MediumHeader) -> None:
         assert cell.process.pid is not None
@@ -196,7 +196,7 @@ def test_decoder_process_death_costs_one_medium_at_most(cell: Cell) -> None:
     with pytest.raises(MediaError) as refused:
         cell.decoder().image(good, MAX_PIXELS, kill)
     assert refused.value.reason == "crashed"
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
 
 
 def test_sandboxed_decoder_header_refused_by_caller_stops_job(cell: Cell) -> None:
@@ -217,7 +217,7 @@ def test_sandboxed_decoder_header_refused_by_caller_stops_job(cell: Cell) -> Non
     assert [h.pixels for h in on_header] == [7900 * 7900, 0]
     assert on_header[1].seconds == pytest.approx(1.3, abs=0.05)
     good = saved(hostile_images.sample_image(1), "PNG")
-    assert cell.decoder().image(good, MAX_PIXELS, accept_any).size == hostile_images.SIDE
+    assert cell.decoder().image(good, MAX_PIXELS, accept_any).image().size == hostile_images.SIDE
     assert cell.process.pid == before
 
 

@@ -1,0 +1,271 @@
+"""CPU of a request for a cached image: processor first, as before, against store first.
+
+    python benchmarks/encoder_hits.py [--quick] [--out DIR]
+
+JPEGs of 1280 x 960 pixels to `/v1/encode` (multipart, `inline=false`), in this process, without a socket. CPU
+of all threads and decoding processes, from the ASGI call to the end of its answer. Sides take turns.
+
+"same file" was sent before; "same pixels" is another file of cached pixels. "before": every file is decoded
+and preprocessed, and then the store is asked. "after": the store is asked after the digest of the file, and
+again after that of its pixels. "same file, without HTTP" is the part from the file's bytes to the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import machine
+import numpy as np
+from driver import models
+from driver.stage import options
+from PIL import Image
+from rich.console import Console
+
+from cornplug.config import EncoderConfig
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.http.drain import DrainState
+from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
+from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
+from cornplug.qos import ONE_CLASS, QosCaller
+from cornplug.store.memory import MemoryStore
+from devkit.checkpoints import CLIP_L_336
+
+TOWER: Final = {
+    **CLIP_L_336,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+SECRET: Final = b"s" * 32
+WIDTH, HEIGHT = 1280, 960
+FILE: Final = "same file"
+TARGET_MS: Final = {FILE: 1.0, "same pixels": 8.0}
+HEADINGS: Final = ("model", "request", "before, ms", "after, ms", "target, ms", "verdict", "n")
+_BOUNDARY: Final = b"cornplug-benchmark"
+
+
+class ProcessorFirst(EncoderCore):
+    """The service as it was: the store is asked once a medium is preprocessed."""
+
+    def answer_cached(self, request: EncodeRequest, *, inline: bool, caller: QosCaller) -> EncodeReply | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One service of this process."""
+
+    encoder: EncoderCore
+    app: Any
+
+    def request(self, model: str, image: bytes) -> tuple[float, str]:
+        """CPU seconds of one request, and its answer's origin. Exits on a refusal."""
+        body = _form({"model": model.encode(), "inline": b"false"}, image)
+        began, decoders = time.process_time(), self._decoders_s()
+        status, answer = asyncio.run_coroutine_threadsafe(_post(self.app, body), LOOP).result()
+        used = time.process_time() - began + self._decoders_s() - decoders
+        if status != 200:
+            sys.exit(f"refused: {answer!r}")
+        return used, json.loads(answer)["origin"]
+
+    def recalls(self, model: str, rounds: int) -> list[float]:
+        """Milliseconds of CPU of each lookup of a file that `request` sent: digest, store, counted answer."""
+        preparer = MediaPreparer(self.encoder.registry, secret=SECRET, limits=MediumLimits())
+        data, caller = _jpeg(b"first"), QosCaller(qos=ONE_CLASS)
+        source = MediumSource(model=model, modality="image", parts=[data], salt=None, deadline_s=10.0)
+        preparer.prepare(source)
+        took = []
+        for _ in range(rounds):
+            began = time.process_time()
+            known = preparer.open(source).recall(
+                lambda request: self.encoder.answer_cached(request, inline=False, caller=caller)
+            )
+            took.append(1e3 * (time.process_time() - began))
+            if known is None:
+                sys.exit("a file that was sent is not known")
+        return took
+
+    def _decoders_s(self) -> float:
+        lanes = self.encoder.decode_lanes
+        return sum(map(_process_s, lanes.pids())) if lanes is not None else 0.0
+
+
+LOOP: Final = asyncio.new_event_loop()
+
+
+def main() -> int:
+    """Measure, print and write; always 0, for a missed target is a figure and not a fault."""
+    chosen = options(__doc__)
+    rounds = 20 if chosen.quick else 100
+    described = machine.describe()
+    table: list[list[str]] = []
+    served = {
+        "LLaVA, 336 x 336": models.llava(vision=TOWER, hidden_size=64, layers=1),
+        "Qwen2-VL, 4,784 patches": models.qwen2_vl(max_pixels=28 * 28 * 16384),
+    }
+    with ExitStack() as running:
+        running.enter_context(_loop())
+        registry = ModelRegistry.open([str(path) for path in served.values()], dtype="float32", device="cpu")
+        before = running.enter_context(_service(ProcessorFirst, registry, remembered_files=0))
+        after = running.enter_context(_service(EncoderCore, registry, remembered_files=1000))
+        for name, path in served.items():
+            for request in TARGET_MS:
+                took = _measure(before, after, str(path), request, rounds)
+                table.append(_row(name, request, *took))
+            table.append(_row(name, f"{FILE}, without HTTP", [], after.recalls(str(path), rounds)))
+    _show(table, described)
+    _write(chosen.out, table, described, quick=chosen.quick)
+    return 0
+
+
+def _measure(
+    before: Side, after: Side, model: str, request: str, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of each request, by side; each pair asks for the same file."""
+    for side in (before, after):  # encodes, and starts threads and decoders
+        for _ in range(4):
+            side.request(model, _jpeg(b"first"))
+    took: tuple[list[float], list[float]] = ([], [])
+    for number in range(rounds):
+        comment = b"first" if request == FILE else f"{model} {request} {number}".encode()
+        sides = list(zip((before, after), took, strict=True))
+        for side, mine in sides if number % 2 else sides[::-1]:
+            seconds, origin = side.request(model, _jpeg(comment))
+            if origin != "cached":
+                sys.exit(f"{request}: {origin}, so no hit was measured")
+            mine.append(1e3 * seconds)
+    return took
+
+
+def _row(model: str, request: str, before: list[float], after: list[float]) -> list[str]:
+    target = TARGET_MS[request.partition(",")[0]]
+    verdict = "met" if np.median(after) <= target else "missed"
+    return [model, request, _spread(before), _spread(after), f"<= {target:g}", verdict, str(len(after))]
+
+
+def _spread(values: list[float]) -> str:
+    if not values:
+        return "-"
+    low, middle, high = np.quantile(values, (0.25, 0.5, 0.75))
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
+
+
+@contextmanager
+def _loop() -> Iterator[None]:
+    import threading
+
+    thread = threading.Thread(target=LOOP.run_forever, daemon=True)
+    thread.start()
+    yield
+    LOOP.call_soon_threadsafe(LOOP.stop)
+    thread.join()
+
+
+@contextmanager
+def _service(kind: type[EncoderCore], registry: ModelRegistry, *, remembered_files: int) -> Iterator[Side]:
+    cache = ResultCache(MemoryStore(capacity_bytes=64 << 20).connect(), deadline_s=1.0)
+    encoder = kind(registry, cache, secret=SECRET)
+    config = EncoderConfig(port=0, prepare_threads=1, remembered_files=remembered_files)
+    app = create_app(encoder, config, secret=SECRET, gate=DrainState())
+    encoder.start_decoding()
+    try:
+        yield Side(encoder, app)
+    finally:
+        encoder.close()
+
+
+async def _post(app: Any, body: bytes) -> tuple[int, bytes]:
+    """Status and body of the answer to one request, by ASGI."""
+    kind = b"multipart/form-data; boundary=" + _BOUNDARY
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/encode", "raw_path": b"/v1/encode", "query_string": b"", "root_path": "",
+        "headers": [(b"host", b"localhost"), (b"content-type", kind), (b"content-length", b"%d" % len(body))],
+        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
+    }  # fmt: skip
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def _form(fields: dict[str, bytes], image: bytes) -> bytes:
+    parts = [
+        *(f'name="{name}"\r\n\r\n'.encode() + value for name, value in fields.items()),
+        b'name="image"; filename="a.jpg"\r\ncontent-type: image/jpeg\r\n\r\n' + image,
+    ]
+    whole = (b"--" + _BOUNDARY + b"\r\ncontent-disposition: form-data; " + part + b"\r\n" for part in parts)
+    return b"".join(whole) + b"--" + _BOUNDARY + b"--\r\n"
+
+
+def _jpeg(comment: bytes) -> bytes:
+    """A file of always the same pixels."""
+    coarse = np.random.default_rng(7).integers(0, 256, (30, 40, 3), dtype=np.uint8)
+    out = io.BytesIO()
+    Image.fromarray(coarse).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(
+        out, "JPEG", quality=90, comment=comment
+    )
+    return out.getvalue()
+
+
+def _process_s(pid: int) -> float:
+    """CPU seconds of another process's threads so far."""
+    return sum(
+        int((task / "schedstat").read_text().split()[0]) * 1e-9
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    )
+
+
+def _show(table: list[list[str]], described: dict[str, Any]) -> None:
+    console = Console(width=150)
+    for row in (HEADINGS, *table):
+        console.print("  ".join(f"{cell:>24}" for cell in row), highlight=False)
+    console.print(f"CPU; medians (quartiles); file of {len(_jpeg(b'first')) / 1024:.0f} KiB", highlight=False)
+    console.print(machine.line(described), highlight=False)
+
+
+def _write(folder: Path, table: list[list[str]], described: dict[str, Any], *, quick: bool) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [dict(zip(HEADINGS, row, strict=True)) for row in table]
+    content = {"benchmark": "encoder_hits", "quick": quick, "machine": described, "rows": rows}
+    (folder / "encoder_hits.json").write_text(json.dumps(content, indent=1) + "\n")
+    command = f"`python benchmarks/encoder_hits.py{' --quick' if quick else ''}`"
+    lines = [
+        "# CPU of a request for a cached image",
+        "",
+        command,
+        "",
+        *machine.line(described).split("\n"),
+        "",
+    ]
+    lines += [*(__doc__ or "").split("\n\n", 2)[2].strip().split("\n"), ""]
+    lines += ["| " + " | ".join(HEADINGS) + " |", "|---|---|--:|--:|--:|---|--:|"]
+    lines += ["| " + " | ".join(row) + " |" for row in table]
+    (folder / "encoder_hits.md").write_text("\n".join([*lines, "", "Medians (quartiles).", ""]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,73 @@
+"""The memo of decoded files: names, bounds, tenants."""
+
+from __future__ import annotations
+
+import pytest
+
+from cornplug.encoder_service.preprocess import file_memo
+from cornplug.encoder_service.preprocess.file_memo import DecodedFile, FileMemo, file_name
+
+RULE = {"modality": "image", "max_pixels": 10}
+
+
+def entry(number: int) -> DecodedFile:
+    return DecodedFile(bytes([number]) * 32, (number, number))
+
+
+def test_file_memo_full_drops_least_recently_used() -> None:
+    memo = FileMemo(2)
+    for number in (1, 2):
+        memo.remember(None, bytes([number]), entry(number))
+    assert memo.recall(None, b"\x01") == entry(1)
+    memo.remember(None, b"\x03", entry(3))
+    assert [memo.recall(None, bytes([n])) for n in (1, 2, 3)] == [entry(1), None, entry(3)]
+    assert len(memo) == 2
+
+
+def test_file_memo_flood_of_one_tenant_leaves_others_entries() -> None:
+    memo = FileMemo(8)
+    memo.remember("a", b"f", entry(1))
+    for number in range(100):
+        memo.remember("b", bytes([number]), entry(number))
+    assert memo.recall("a", b"f") == entry(1)
+    assert memo.recall("b", b"f") is None
+    assert len(memo) == 8
+
+
+def test_file_memo_number_of_tenants_is_bounded() -> None:
+    memo = FileMemo(10_000)
+    for number in range(3000):
+        memo.remember(str(number), b"f", entry(1))
+    assert len(memo) == file_memo._MAX_TENANTS
+    assert memo.recall("2999", b"f") == entry(1)
+    assert memo.recall("0", b"f") is None
+
+
+def test_file_memo_repeated_entry_counts_once() -> None:
+    memo = FileMemo(4)
+    for _ in range(10):
+        memo.remember(None, b"f", entry(1))
+    assert len(memo) == 1
+
+
+def test_file_memo_of_no_files_remembers_nothing() -> None:
+    memo = FileMemo(0)
+    memo.remember(None, b"f", entry(1))
+    assert memo.recall(None, b"f") is None
+
+
+def test_file_name_depends_on_rule_bytes_and_boundaries(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [
+        file_name(RULE, [b"ab"]),
+        file_name(RULE, [b"a", b"b"]),
+        file_name(RULE, [b"ba"]),
+        file_name({**RULE, "max_pixels": 11}, [b"ab"]),
+        file_name({**RULE, "form": "for_sglang"}, [b"ab"]),
+    ]
+    monkeypatch.setattr(file_memo, "pillow_version", "0.0")
+    file_memo._versions.cache_clear()
+    names.append(file_name(RULE, [b"ab"]))
+    monkeypatch.undo()
+    file_memo._versions.cache_clear()
+    assert len(set(names)) == len(names)
+    assert names[0] == file_name(dict(reversed(RULE.items())), [b"ab"])
