@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 T = TypeVar("T")
@@ -14,7 +14,7 @@ STEP_S: Final = 0.010
 class Row(NamedTuple):
     what: str
     ms: float
-    """Median, of the engine's thread; `cpu_ms` is without its waits for the store."""
+    """Median or mean, of the engine's thread; `cpu_ms` is without its waits for the store."""
     cpu_ms: float
     note: str = ""
 
@@ -33,5 +33,12 @@ class Stopwatch:
 
     def row(self, what: str, note: str = "") -> Row:
         """The medians. `note` may hold the place `{step}` for the share of a step."""
-        ms, cpu_ms = (1e3 * statistics.median(each) for each in zip(*self.took, strict=True))
+        return self._row(what, note, statistics.median)
+
+    def mean_row(self, what: str, note: str = "") -> Row:
+        """As `row`, with the means: of steps that differ, as one of several does the work of all."""
+        return self._row(what, note, statistics.fmean)
+
+    def _row(self, what: str, note: str, average: Callable[[Sequence[float]], float]) -> Row:
+        ms, cpu_ms = (1e3 * average(each) for each in zip(*self.took, strict=True))
         return Row(what, ms, cpu_ms, note.format(step=f"{ms / STEP_S / 10:.1f}"))

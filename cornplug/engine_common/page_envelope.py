@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 
 import numpy as np
+import xxhash
 
 from cornplug.codec import (
     KEY_AT,
     PayloadHeader,
     PayloadKind,
-    checksum,
     decode_header,
     encode_header,
     encode_part,
@@ -26,10 +26,18 @@ from cornplug.store.leases import Leases
 
 def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
     """A page's `meta`. `checksums`: of every segment, by its index in the page."""
-    before, after, sums = _around_key(page)
+    return page_headers([(key, checksums)], page)[0]
+
+
+def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeometry) -> list[bytes]:
+    """`page_header` of each of these (key, checksums)."""
     # Several pages may complete in a step: their headers differ in key and checksums alone.
-    body = before + key + after + sums.pack(*map(checksums.__getitem__, range(page.segments)))
-    return body + checksum(body).to_bytes(8, "little")
+    before, after, sums = _around_key(page)
+    segments, digest, headers = range(page.segments), xxhash.xxh3_64_intdigest, []
+    for key, checksums in pages:
+        body = before + key + after + sums.pack(*map(checksums.__getitem__, segments))
+        headers.append(body + digest(body).to_bytes(8, "little"))
+    return headers
 
 
 def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:

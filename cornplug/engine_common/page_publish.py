@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Generic, TypeVar
 
-from cornplug.engine_common.page_envelope import page_header, page_part
+from cornplug.engine_common.page_envelope import page_headers, page_part
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
@@ -109,8 +109,10 @@ class PagePublisher:
     def _pages(
         self, written: Sequence[tuple[Reservation, Mapping[int, int]]]
     ) -> list[tuple[Reservation, bytes]]:
-        envelope = page_header if self._part is None else page_part
-        return [(reserved, envelope(reserved.key, self._page, sums)) for reserved, sums in written]
+        if self._part is not None:
+            return [(room, page_part(room.key, self._page, sums)) for room, sums in written]
+        headers = page_headers([(room.key, sums) for room, sums in written], self._page)
+        return [(room, header) for (room, _), header in zip(written, headers, strict=True)]
 
     def _refusals_counted(self, answers: Sequence[Reservation | ReserveRefusal]) -> list[RoomAnswer]:
         for answer in answers:

@@ -408,7 +408,11 @@ class Engine:
                 tokens = min(chunk, request.num_tokens - request.num_computed_tokens)
                 if tokens > 0:
                     scheduled[request.request_id] = tokens
-        output = SimpleNamespace(num_scheduled_tokens=scheduled, preempted_req_ids=self.preempted)
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            preempted_req_ids=self.preempted,
+        )
         self.preempted = set()
         meta = self.connector.build_connector_meta(output)
         starts = {name: self.requests[name].num_computed_tokens for name in scheduled}

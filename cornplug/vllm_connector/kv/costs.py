@@ -19,7 +19,7 @@ _LOAD_FLOOR_S: Final = 1.0
 """A load may take this time, or three times the time of computing its tokens if that is longer; then the
 rest of it is computed."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
-"""Steps of at least so many tokens are timed, and one in so many of the others."""
+"""Steps with so many tokens beyond one for each request are timed, and one in so many of the others."""
 _TIMED_OPEN: Final = 256
 
 
@@ -87,8 +87,9 @@ class LoadCosts:
     def time_step(self, output: SchedulerOutput) -> int:
         """Begin to time this step; its number, 0 where it is not timed."""
         self._steps += 1
-        tokens = sum(output.num_scheduled_tokens.values())
-        wanted = tokens >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
+        tokens = output.total_num_scheduled_tokens
+        more = tokens - len(output.num_scheduled_tokens)
+        wanted = more >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
         # The time of a step that runs the tower is not the time of its tokens.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0

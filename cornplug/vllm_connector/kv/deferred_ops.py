@@ -4,35 +4,27 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
+
+import msgspec
 
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation
 from cornplug.store.posted import Answered, Posted
 
 
-@dataclass(slots=True)
-class OpenSave:
+class OpenSave(msgspec.Struct, eq=False):
     """A reserved page that the worker halves are filling."""
 
     reservation: Reservation
     request_id: str
     index: int
     """Of the page, in its request."""
-    checksums: dict[int, int] = field(default_factory=dict)
+    checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
     given_up: bool = False
     """Its request was preempted."""
-
-    def answered(self, page: PageGeometry) -> bool:
-        """Whether every rank that writes a part of it has acknowledged the part, written or failed.
-
-        Before that its reservation must not end: another rank may still be writing into it.
-        """
-        return len(self.checksums) + self.failed_segments >= page.segments
 
 
 class DeferredStoreOps:
@@ -54,9 +46,9 @@ class DeferredStoreOps:
     def __bool__(self) -> bool:
         return bool(self._commit or self._release or self._delete or self._committed)
 
-    def commit(self, save: OpenSave) -> None:
-        """Publish a page that is written."""
-        self._commit.append(save)
+    def commit(self, saves: list[OpenSave]) -> None:
+        """Publish pages that are written."""
+        self._commit += saves
 
     def release(self, tokens: list[int]) -> None:
         """End leases, or give up reservations."""

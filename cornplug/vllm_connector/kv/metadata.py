@@ -45,8 +45,7 @@ class PageLoad:
         return set(self.blocks[first_token // block_size : -(-self.end // block_size)])
 
 
-@dataclass(frozen=True, slots=True)
-class PageSave:
+class PageSave(msgspec.Struct, frozen=True):
     """Copy whole pages of a request out, once this step's forward has computed them."""
 
     request_id: str

@@ -79,10 +79,15 @@ class PageKeys:
         if not pages:
             return []
         self._advance(token_ids, pages[-1] + 1)
-        new = [page for page in pages if page not in self._keys]
-        made = page_keys(self._secret, self._root, self._page_tokens, [self._links[page] for page in new])
+        # A request that decodes asks for one page at a time: no comprehension, which is a Python call.
+        new, links = [], []
+        for page in pages:
+            if page not in self._keys:
+                new.append(page)
+                links.append(self._links[page])
+        made = page_keys(self._secret, self._root, self._page_tokens, links) if new else []
         self._keys.update(zip(new, made, strict=True))
-        return [self._keys[page] for page in pages]
+        return list(map(self._keys.__getitem__, pages))
 
     def _advance(self, token_ids: Sequence[int], pages: int) -> None:
         """Chain the tokens of the leading `pages`."""

@@ -28,7 +28,9 @@ class SavingRequests(Protocol):
     def sharing(self) -> bool: ...
     def unfinished(self) -> bool: ...
     def get(self, request_id: str) -> TrackedRequest | None: ...
-    def completing(self, scheduled_tokens: Mapping[str, int]) -> list[tuple[TrackedRequest, int]]: ...
+    def completing(
+        self, scheduled_tokens: Mapping[str, int], total: int
+    ) -> list[tuple[TrackedRequest, int]]: ...
     def look_at(self, tracked: TrackedRequest) -> None: ...
     def forget_if_over(self, tracked: TrackedRequest) -> None: ...
 
@@ -59,6 +61,8 @@ class PageSaves:
         self._open: dict[int, OpenSave] = {}
         self._posted: deque[tuple[list[AskedPage], Posted[list[RoomAnswer]]]] = deque()
         """Pages whose answers were not there yet."""
+        self._last: list[AskedPage] = []
+        """Pages of requests that are over: room for them is asked for in the next step."""
         self._ready: list[PageSave] = []
         """Saves for the next step."""
         self._given_up: set[bytes] = set()
@@ -67,7 +71,7 @@ class PageSaves:
         self._block_size, self._group = 1, 0
 
     def __bool__(self) -> bool:
-        return bool(self._open or self._posted)
+        return bool(self._open or self._posted or self._last)
 
     def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
         """Take the engine's manager of blocks, which knows the blocks of a request in this cache group."""
@@ -89,9 +93,11 @@ class PageSaves:
         self._requests.look_at(tracked)
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Reserved pages for the worker halves to write. Their tokens are computed in this step, or were in
-        the one before: a step asks for room and does not wait, the next one has the answer."""
+        """Reserved pages for the worker halves to write. Their tokens were computed some steps before, at
+        the earliest in this one: a step asks for room and does not wait, the next one has the answer."""
         wanted = self._new_pages(output)
+        if self._last:
+            wanted = self._take_last() + wanted
         if wanted and self._ask(wanted):
             self.take_answers()
         saves, self._ready = self._ready, []
@@ -103,19 +109,44 @@ class PageSaves:
         if self._posted:
             self._ready += self._answered()
 
+    def offer_last(self, tracked: TrackedRequest, end: int) -> None:
+        """Offer the other pages within the `end` computed tokens of a request that is over in the next step.
+        Its blocks must stay until then."""
+        if self._saves and self._requests.sharing:
+            pages = self._offered(tracked, end)
+            tracked.asked += pages
+            self._last += pages
+
+    def _take_last(self) -> list[AskedPage]:
+        last, self._last = self._last, []
+        for page in last:
+            page.tracked.asked.remove(page)
+        if self._requests.sharing:
+            return last
+        for page in last:
+            self._drop(page)
+        return []
+
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
-        """Pages that this step's forward completes."""
-        if not (self._saves and self._requests.sharing):
+        """Pages that running requests have completed by the end of this step."""
+        if not self._saves:
             return []
+        found: list[AskedPage] = []
+        ends = self._requests.completing(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
+        if ends and self._requests.sharing:
+            for tracked, end in ends:
+                found += self._offered(tracked, end)
+        return found
+
+    def _offered(self, tracked: TrackedRequest, end: int) -> list[AskedPage]:
+        """Pages of a request within its `end` computed tokens that are to be asked for now."""
         found = []
-        for tracked, end in self._requests.completing(output.num_scheduled_tokens):
-            offered = tracked.pages_to_save(end, self._page.page_tokens)
-            for index, key in offered:
-                if key in self._given_up:
-                    # The store would say that it is being written.
-                    self._offer_again(tracked, index, key)
-                elif index not in tracked.unseen:
-                    found.append(AskedPage(tracked, index, key))
+        for index, key in tracked.pages_to_save(end, self._page.page_tokens):
+            if key in self._given_up:
+                # The store would say that it is being written.
+                self._offer_again(tracked, index, key)
+            elif index not in tracked.unseen:
+                found.append(AskedPage(tracked, index, key))
         return found
 
     def _ask(self, wanted: list[AskedPage]) -> bool:
@@ -125,6 +156,7 @@ class PageSaves:
             self._publisher.count_outcome("busy", len(wanted) - room)
             for page in wanted[room:]:
                 page.tracked.unsaved[page.index] = page.key
+                self._drop(page)
             wanted = wanted[:room]
             if not wanted:
                 return False
@@ -133,6 +165,10 @@ class PageSaves:
         posted = self._publisher.post_reserve([page.key for page in wanted])
         self._posted.append((wanted, posted))
         return isinstance(posted, Answered)
+
+    def _drop(self, page: AskedPage) -> None:
+        """No room is asked for the page."""
+        self._requests.forget_if_over(page.tracked)
 
     def _answered(self) -> list[PageSave]:
         """Saves of the pages for which the store has given room."""
@@ -179,17 +215,19 @@ class PageSaves:
     def _save(self, request_id: str, pages: list[tuple[int, Reservation]]) -> PageSave:
         """The save of a request's pages, with those of its blocks that hold them: it may have thousands."""
         assert self.manager is not None
-        size, indices = self._page.page_tokens, [index for index, _ in pages]
+        size = self._page.page_tokens
         # A page and a block both begin at a multiple of it.
         unit = math.lcm(size, self._block_size)
-        start = min(indices) * size // unit * unit
-        blocks = self.manager.get_blocks(request_id).blocks[self._group]
-        held = blocks[start // self._block_size : -(-(max(indices) + 1) * size // self._block_size)]
-        return PageSave(
-            request_id,
-            tuple([PageWrite(i - start // size, room.token, room.location) for i, room in pages]),
-            tuple([block.block_id for block in held]),
-        )
+        start = min(pages)[0] * size // unit * unit
+        end = max(pages)[0] * size + size
+        table = self.manager.get_blocks(request_id).blocks[self._group]
+        blocks, writes = [], []
+        # Most saves are of one page: no comprehension, which is a Python call.
+        for block in table[start // self._block_size : -(-end // self._block_size)]:
+            blocks.append(block.block_id)
+        for index, room in pages:
+            writes.append(PageWrite(index - start // size, room.token, room.location))
+        return PageSave(request_id, tuple(writes), tuple(blocks))
 
     def begin(self, reservation: Reservation, name: str, index: int) -> OpenSave:
         """The save of a page, of this request or under a name that stands for none."""
@@ -202,6 +240,8 @@ class PageSaves:
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Commit pages that every rank has written; give up pages that a rank could not write."""
+        if not (acks.written or acks.failed_writes):
+            return
         for token, sums in acks.written.items():
             if token in self._open:
                 self._open[token].checksums |= sums
@@ -209,18 +249,24 @@ class PageSaves:
             if token in self._open:
                 self._open[token].failed_segments += segments
         # In the order of pages, so that prefixes are whole at any time.
+        written, segments = [], self._page.segments
         for token in sorted(acks.written.keys() | acks.failed_writes.keys()):
-            if token in self._open and self._open[token].answered(self._page):
-                self._close(token)
+            save = self._open.get(token)
+            # Until every rank has acknowledged its part, another one may still be writing into the room.
+            if save is not None and len(save.checksums) + save.failed_segments >= segments:
+                self._close(token, save)
+                if not save.failed_segments:
+                    written.append(save)
+        if written:
+            self.store_ops.commit(written)
 
-    def _close(self, token: int) -> None:
-        save = self._open.pop(token)
+    def _close(self, token: int, save: OpenSave) -> None:
+        """A save is over. Its room is given back here where a rank could not write it."""
+        del self._open[token]
         self._given_up.discard(save.reservation.key)
         if save.failed_segments:
             self.store_ops.release([token])
             self._publisher.count_outcome("preempted" if save.given_up else "write_failed")
-        else:
-            self.store_ops.commit(save)
         tracked = self._requests.get(save.request_id)
         if tracked is not None:
             tracked.open_saves.discard(token)

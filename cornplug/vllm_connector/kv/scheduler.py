@@ -15,7 +15,7 @@ from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.page_saves import PageSaves
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,7 +32,8 @@ class KVScheduler:
     ) -> None:
         self._app = runtime.app
         self._tally = tally
-        self._finishing: list[str] = []
+        self._finishing: list[tuple[TrackedRequest, Sequence[int]]] = []
+        """Requests that are over with their blocks, until all their pages have room or none."""
         publisher = PagePublisher(
             runtime,
             geometry,
@@ -96,12 +97,11 @@ class KVScheduler:
 
     def _finished_asking(self) -> list[str]:
         """The finished requests, once the worker halves have heard of all their pages."""
-        told, self._finishing = self._finishing, []
-        for request_id in told:
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.asked:
-                self._finishing.append(request_id)
-        return [request_id for request_id in told if request_id not in self._finishing]
+        told = [(tracked, blocks) for tracked, blocks in self._finishing if not tracked.asked]
+        self._finishing = [(tracked, blocks) for tracked, blocks in self._finishing if tracked.asked]
+        for tracked, blocks in told:
+            self._idle.remember(tracked, blocks)
+        return [tracked.request.request_id for tracked, _ in told]
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Take the worker halves' answers to the moves of earlier steps."""
@@ -133,18 +133,23 @@ class KVScheduler:
         if tracked is None:
             return False
         self._offers.withdraw(tracked)
-        if tracked.asked:
-            self._saves.take_answers()
-        self._idle.remember(tracked, blocks)
-        self._requests.forget_if_over(tracked)
         # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them
         # then: it must not hear of them twice. Saves that are still open were begun before the
         # request was preempted, and given up.
-        if (tracked.open_saves or tracked.asked) and tracked.loading is None:
-            self._finishing.append(request.request_id)
-            return True
-        return False
+        loads = tracked.loading is not None
+        if not loads:
+            self._saves.offer_last(tracked, self._requests.last_end(tracked))
+        if tracked.asked:
+            self._saves.take_answers()
+        stay = not loads and bool(tracked.open_saves or tracked.asked)
+        if stay:
+            self._finishing.append((tracked, blocks))
+        elif not loads:
+            self._idle.remember(tracked, blocks)
+        self._requests.forget_if_over(tracked)
+        return stay
 
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
-        return bool(self._saves or self._finishing or self._store_ops or self._idle)
+        gathering = self._requests.gathering
+        return bool(self._saves or gathering or self._finishing or self._store_ops or self._idle)

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+import msgspec
+
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.kv_root import page_root
@@ -27,6 +29,10 @@ if TYPE_CHECKING:
 
 _DECODED_TOKENS: Final = 16
 """A step's tokens of a request that decodes, with its draft's, at the most."""
+_GATHER_STEPS: Final = 8
+"""Steps for which a page that a decoding request completes waits for others, at the most."""
+_GATHER_REQUESTS: Final = 32
+"""Requests whose pages are asked for without a wait: these are some 0.5 ms of one step."""
 
 
 @dataclass(slots=True)
@@ -48,8 +54,7 @@ class LeasedPages:
     """Once it is loading: the token before which it ends."""
 
 
-@dataclass(slots=True, eq=False)
-class AskedPage:
+class AskedPage(msgspec.Struct, eq=False):
     """A page for which room is asked."""
 
     tracked: TrackedRequest
@@ -81,7 +86,7 @@ class TrackedRequest:
     load_failed: bool = False
     """A load of it failed once: all further tokens are computed."""
     asked: list[AskedPage] = field(default_factory=list)
-    """Pages for which the store has not given or refused room yet."""
+    """Pages for which room is asked, or will be in the next step, and not given or refused yet."""
     open_saves: set[int] = field(default_factory=set)
     """Tokens of its reservations that the worker halves are filling."""
     own: OwnTokens | None = None
@@ -105,10 +110,11 @@ class TrackedRequest:
 
     def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
         """It completes no page before so many of its tokens are scheduled, after a step that leaves it with
-        `end` computed ones."""
+        `end` computed ones; 0 if it is to be looked at in its next step in any case."""
         if self.own is not None or self.refused:
-            return 1
-        return (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
+            return 0
+        left = (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
+        return max(1, left)
 
     def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
         """(index, key) of pages within the first `end` tokens that are to be offered now."""
@@ -137,8 +143,12 @@ class TrackedRequests:
         self._clock = 0
         """Tokens that a request which decoded in every step has got, at the most."""
         self._due: dict[int, list[str]] = {}
-        """Time on that clock -> requests that may complete a page then. Some are over, or were looked at
-        before: it does no harm."""
+        """Time on that clock -> requests that may complete a page then. Some are over or were looked at
+        before then: it does no harm."""
+        self._gathered: set[str] = set()
+        """Requests that may have completed a page since they were looked at, by that clock."""
+        self._gathering = 0
+        """Steps since the first of them."""
         self._beside_others = provenance.others_load()
         self.other_loads = OtherLoads()
         self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
@@ -162,6 +172,11 @@ class TrackedRequests:
     def sharing(self) -> bool:
         """Whether KV of this engine's weights may be shared now."""
         return not self.off and not weights_guard.replaced()
+
+    @property
+    def gathering(self) -> bool:
+        """Whether a step without tokens would look at a request."""
+        return bool(self._gathered)
 
     def unfinished(self) -> bool:
         """Whether a tracked request is not over."""
@@ -194,39 +209,77 @@ class TrackedRequests:
         """The request may complete a page in the next step that computes tokens of it."""
         self._looked_at.add(tracked.request.request_id)
 
-    def completing(self, scheduled_tokens: Mapping[str, int]) -> list[tuple[TrackedRequest, int]]:
-        """Requests that may complete a page in a step, each with its computed tokens after the step.
+    def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
+        """Requests that may have completed a page by the end of a step, each with its computed tokens then.
 
-        Called once for each step. A step that only decodes makes no Python call for a request until it may
-        complete a page: a clock advances by the most tokens that one of them gets, and each has a time on
-        it. Requests that get more tokens than a decoding one does are looked at in every step.
+        Called once for each step, with its `total` tokens. A step that only decodes makes no Python call for
+        a request: a clock advances by the most tokens that one of them gets, and each has a time on it, when
+        it may complete a page. Then it is gathered with others: the room for their pages is asked for
+        together, a few steps later. Requests that get more tokens than a decoding one does, and those of
+        `look_at`, do not wait, and no gathered one waits beside them.
         """
-        tokens = scheduled_tokens.values()
-        most, many = max(tokens, default=0), []
-        if most > _DECODED_TOKENS:
-            many = [name for name, count in scheduled_tokens.items() if count > _DECODED_TOKENS]
-            most = max([count for count in tokens if count <= _DECODED_TOKENS], default=0)
-        # It goes on in every step, so that nothing stays due for ever.
-        for now in range(self._clock + 1, self._clock + max(1, most) + 1):
-            self._clock = now
-            if now in self._due:
-                self._looked_at.update(self._due.pop(now))
+        now = self._advance(scheduled_tokens, total)
+        if self._looked_at:
+            now += [name for name in self._looked_at if name in scheduled_tokens]
+        if self._gathered and self._gathering < _GATHER_STEPS and len(self._gathered) < _GATHER_REQUESTS:
+            self._gathering += 1
+            if scheduled_tokens and not now:
+                return []
+        elif not (self._gathered or now):
+            return []
+        names = self._gathered.union(now)
+        self._gathered, self._gathering = set(), 0
+        self._looked_at -= names
         found = []
-        for request_id in sorted((self._looked_at & scheduled_tokens.keys()).union(many)):
-            self._looked_at.discard(request_id)
-            tracked = self._tracked.get(request_id)
-            if tracked is None:
-                continue
-            if tracked.identifying:
-                self._make_keys(tracked)
-                self._looked_at.add(request_id)
-            if tracked.keys is not None:
-                scheduled = scheduled_tokens[request_id]
-                end = tracked.computed_after(scheduled)
-                found.append((tracked, end))
-                wait = tracked.tokens_to_page(end, scheduled, self._page.page_tokens)
-                self._due.setdefault(self._clock + max(1, wait), []).append(request_id)
+        for name in sorted(names):
+            tracked = self._tracked.get(name)
+            if tracked is not None:
+                end = self._look(tracked, scheduled_tokens.get(name, 0))
+                if end:
+                    found.append((tracked, end))
         return found
+
+    def _advance(self, scheduled_tokens: Mapping[str, int], total: int) -> list[str]:
+        """Advance the clock by a step. Returns the requests that get more tokens than a decoding one does."""
+        most, many = 1, []
+        if total != len(scheduled_tokens):
+            tokens = scheduled_tokens.values()
+            most = max(tokens)
+            if most > _DECODED_TOKENS:
+                many = [name for name, count in scheduled_tokens.items() if count > _DECODED_TOKENS]
+                most = max([count for count in tokens if count <= _DECODED_TOKENS], default=1)
+        # It goes on in every step, so that nothing stays due for ever.
+        for now in range(self._clock + 1, self._clock + most + 1):
+            if now in self._due:
+                self._gathered |= self._tracked.keys() & self._due.pop(now)
+        self._clock += most
+        return many
+
+    def _look(self, tracked: TrackedRequest, scheduled: int) -> int:
+        """A request's computed tokens after a step, 0 if it has no keys; the time of its next look is set."""
+        name = tracked.request.request_id
+        if tracked.identifying:
+            self._make_keys(tracked)
+            self._looked_at.add(name)
+        if tracked.keys is None:
+            return 0
+        if tracked.loading is not None:
+            # Its blocks hold nothing yet.
+            self._looked_at.add(name)
+            return 0
+        end = tracked.computed_after(scheduled)
+        wait = tracked.tokens_to_page(end, scheduled, self._page.page_tokens)
+        if wait:
+            self._due.setdefault(self._clock + wait, []).append(name)
+        else:
+            self._looked_at.add(name)
+        return end
+
+    def last_end(self, tracked: TrackedRequest) -> int:
+        """The computed tokens of a request that is over, if it may have completed a page since it was looked
+        at; else 0."""
+        name = tracked.request.request_id
+        return tracked.computed_after(0) if name in self._gathered or name in self._looked_at else 0
 
     def forget_if_over(self, tracked: TrackedRequest) -> None:
         """Track it no longer if it is over and no worker half holds its blocks."""
@@ -234,6 +287,7 @@ class TrackedRequests:
         if tracked.request.is_finished() and not open_saves and tracked.loading is None:
             self._tracked.pop(tracked.request.request_id, None)
             self._looked_at.discard(tracked.request.request_id)
+            self._gathered.discard(tracked.request.request_id)
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
         """Make a request's keys. Returns the reason why it has none; "" if it has."""

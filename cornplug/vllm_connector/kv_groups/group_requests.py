@@ -47,7 +47,7 @@ class GroupRequests:
         """Take the answer of `TrackedRequests.completing` for this step."""
         self._ends = ends
 
-    def completing(self, scheduled_tokens: Mapping[str, int]) -> list[tuple[TrackedRequest, int]]:
+    def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
         """Requests that may complete a page in this step, each with its computed tokens after the step."""
         return [(self.of(tracked), end) for tracked, end in self._ends]
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
@@ -46,7 +48,8 @@ class GroupsScheduler:
     ) -> None:
         self._app = runtime.app
         self._tally = tally
-        self._finishing: list[str] = []
+        self._finishing: list[tuple[str, list[tuple[_Group, TrackedRequest]], Sequence[Sequence[int]]]] = []
+        """Requests that are over, with their pages and blocks, until all pages have room or none."""
         first = next(kind for kind in kinds if not kind.window)
         self._page_tokens = first.geometry.page_tokens
         self._requests = TrackedRequests(config, runtime, first.geometry, tally)
@@ -129,21 +132,24 @@ class GroupsScheduler:
                 ops.run()
 
     def _new_saves(self, output: SchedulerOutput) -> list[PageSave]:
-        ends = self._requests.completing(output.num_scheduled_tokens)
+        ends = self._requests.completing(output.num_scheduled_tokens, output.total_num_scheduled_tokens)
         found = []
         for i, group in enumerate(self._groups):
             group.requests.completed(ends)
             saves = group.saves.of_step(output) + group.idle.of_step(output)
-            found += [replace(save, group=i) for save in saves]
+            found += [msgspec.structs.replace(save, group=i) for save in saves]
         return found
 
     def _finished_asking(self) -> list[str]:
         """The finished requests, once the worker halves have heard of all their pages."""
-        told, self._finishing = self._finishing, []
-        for request_id in told:
-            if any(tracked.asked for _, tracked in self._pages_of(request_id)):
-                self._finishing.append(request_id)
-        return [request_id for request_id in told if request_id not in self._finishing]
+        asking, self._finishing, told = self._finishing, [], []
+        for request_id, saving, blocks in asking:
+            if any(pages.asked for _, pages in saving):
+                self._finishing.append((request_id, saving, blocks))
+            else:
+                told.append(request_id)
+                self._remember(saving, blocks)
+        return told
 
     def _pages_of(self, request_id: str) -> list[tuple[_Group, TrackedRequest]]:
         """A request's pages of each group that has some."""
@@ -189,18 +195,27 @@ class GroupsScheduler:
         if tracked is None:
             return False
         self._offers.withdraw(tracked)
+        loads, end = tracked.loading is not None, self._requests.last_end(tracked)
+        for group in self._groups if end and not loads else ():
+            group.saves.offer_last(group.requests.of(tracked), end)
         saving = self._pages_of(request.request_id)
         for group, pages in saving:
             if pages.asked:
                 group.saves.take_answers()
-            # While it loads, its blocks hold nothing yet.
-            if tracked.loading is None:
-                group.idle.remember(pages, self._kept(group, pages, blocks))
+        stay = not loads and any(pages.open_saves or pages.asked for _, pages in saving)
+        if stay:
+            self._finishing.append((request.request_id, saving, blocks))
+        elif not loads:
+            self._remember(saving, blocks)
         self._forget_if_over(tracked)
-        if tracked.loading is None and any(pages.open_saves or pages.asked for _, pages in saving):
-            self._finishing.append(request.request_id)
-            return True
-        return False
+        return stay
+
+    def _remember(
+        self, saving: Sequence[tuple[_Group, TrackedRequest]], blocks: Sequence[Sequence[int]]
+    ) -> None:
+        """Let an idle engine save the other pages of a request that is over and has these blocks."""
+        for group, pages in saving:
+            group.idle.remember(pages, self._kept(group, pages, blocks))
 
     def _kept(self, group: _Group, pages: TrackedRequest, blocks: Sequence[Sequence[int]]) -> Sequence[int]:
         """A request's blocks of a group, with those that it has given back and that vLLM still caches."""
@@ -216,6 +231,7 @@ class GroupsScheduler:
         """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         return bool(
             self._finishing
+            or self._requests.gathering
             or self._store_ops
             or any(group.saves or group.saves.store_ops or group.idle for group in self._groups)
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.store.base import Reservation
+from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
@@ -13,7 +14,6 @@ from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedReques
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 Blocks = Sequence["KVCacheBlock"]
 
@@ -71,10 +71,11 @@ class WindowSaves(PageSaves):
                     found[i] = block.block_id
         return found
 
-    def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
-        found = []
-        for page in super()._new_pages(output):
-            blocks = self.blocks_of(page.tracked, page.index, self._table(page.tracked))
+    def _offered(self, tracked: TrackedRequest, end: int) -> list[AskedPage]:
+        found, pages = [], super()._offered(tracked, end)
+        table = self._table(tracked) if pages else ()
+        for page in pages:
+            blocks = self.blocks_of(tracked, page.index, table)
             if blocks is not None:
                 self._pool.touch(blocks)
                 self._asked[page] = blocks
@@ -85,12 +86,9 @@ class WindowSaves(PageSaves):
         assert self.manager is not None
         return self.manager.get_blocks(tracked.request.request_id).blocks[self._group]
 
-    def _ask(self, wanted: list[AskedPage]) -> bool:
-        answered = super()._ask(wanted)
-        for page in wanted:
-            if page not in page.tracked.asked:
-                self._unpin(self._asked.pop(page))
-        return answered
+    def _drop(self, page: AskedPage) -> None:
+        super()._drop(page)
+        self._unpin(self._asked.pop(page))
 
     def _take(self, page: AskedPage, answer: Any) -> bool:
         given, blocks = super()._take(page, answer), self._asked.pop(page)
@@ -109,8 +107,8 @@ class WindowSaves(PageSaves):
             blocks += [block.block_id for block in self._held[room.token]]
         return PageSave(request_id, tuple(writes), tuple(blocks))
 
-    def _close(self, token: int) -> None:
-        super()._close(token)
+    def _close(self, token: int, save: OpenSave) -> None:
+        super()._close(token, save)
         self._unpin(self._held.pop(token, ()))
 
     def _unpin(self, blocks: Blocks) -> None:

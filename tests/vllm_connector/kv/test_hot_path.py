@@ -34,10 +34,10 @@ def test_hot_path_python_calls_stay_within_limits() -> None:
 def test_hot_path_one_call_more_for_each_request_exceeds_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     original = TrackedRequests.completing
 
-    def slower(self: Any, scheduled: Any) -> Any:
+    def slower(self: Any, scheduled: Any, total: int) -> Any:
         for request_id in scheduled:
             self.get(request_id)
-        return original(self, scheduled)
+        return original(self, scheduled, total)
 
     monkeypatch.setattr(TrackedRequests, "completing", slower)
     assert hot_path.grown(hot_path.counted())[0] == "step of 256 requests, no page completes"
@@ -190,7 +190,7 @@ class Twins:
             offered.append(
                 [
                     (tracked.request.request_id, index)
-                    for tracked, end in tracker.completing(scheduled)
+                    for tracked, end in tracker.completing(scheduled, sum(scheduled.values()))
                     for index, _ in tracked.pages_to_save(end, SIZE)
                 ]
             )
@@ -219,7 +219,11 @@ EVENTS = st.lists(
 @hypothesis.given(EVENTS, st.booleans())
 def test_tracked_requests_completing_miss_no_page(events: list[tuple[str, int, int, int]], own: bool) -> None:
     """Chunks, decoding, drafts that are rejected, tokens that come late, preemption, refusals of a store."""
-    twins = Twins(own)
+    with mock.patch.object(tracked_requests, "_GATHER_STEPS", 0):
+        live(events, Twins(own))
+
+
+def live(events: list[tuple[str, int, int, int]], twins: Twins) -> None:
     requests = [Request(f"r{i}", hot_path.prompt(150 + 50 * i, i)) for i in range(4)]
     for i, request in enumerate(requests):
         twins.admit(request, 16 * i)
@@ -242,14 +246,15 @@ def test_tracked_requests_completing_miss_no_page(events: list[tuple[str, int, i
                 each.num_computed_tokens = min(each.num_computed_tokens, each.num_tokens + late)
 
 
-def test_tracked_requests_completing_looks_once_a_page() -> None:
+def test_tracked_requests_completing_looks_once_a_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracked_requests, "_GATHER_STEPS", 0)
     twins = Twins(own=False)
     requests = [Request(f"r{i}", hot_path.prompt(100 + i, i)) for i in range(8)]
     for request in requests:
         twins.admit(request, request.num_tokens - 1)
     looked = 0
     for _ in range(4 * SIZE):
-        due = twins.trackers[0].completing({request.request_id: 1 for request in requests})
+        due = twins.trackers[0].completing({request.request_id: 1 for request in requests}, len(requests))
         looked += len(due)
         for tracked, end in due:
             tracked.pages_to_save(end, SIZE)
