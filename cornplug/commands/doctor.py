@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from rich.console import Console
@@ -42,8 +42,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--model", action="append", default=[], help="a checkpoint to check; repeatable")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the engine")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    names = [engine.name for engine in engine_checks.ENGINES]
+    parser.add_argument("--engine", choices=names, help="the engine to ask about --model (default: all here)")
+    parser.add_argument(
+        "flags", nargs="*", metavar="-- FLAGS", help="the engine's own flags, as you start it with --model"
+    )
     args = parser.parse_args(argv)
-    findings = list(examine(config.load(), args.model, args.dtype))
+    engines = engine_checks.of_this_environment(args.engine)
+    if args.flags and not args.model:
+        parser.error("FLAGS need --model MODEL")
+    if args.flags and len(engines) > 1:
+        parser.error("both engines are installed here: name by --engine the one that has these flags")
+    findings = list(examine(config.load(), args.model, args.dtype, args.flags, engines))
     if args.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
@@ -52,9 +62,16 @@ def main(argv: list[str]) -> int:
 
 
 def examine(
-    settings: config.Config, models: list[str], dtype: fingerprint.DType | None = None
+    settings: config.Config,
+    models: list[str],
+    dtype: fingerprint.DType | None = None,
+    flags: Sequence[str] = (),
+    engines: Sequence[engine_checks.CheckedEngine] = (),
 ) -> Iterator[CheckResult]:
-    """Every check in order, each finding as soon as it is known."""
+    """Every check in order, each finding as soon as it is known.
+
+    `engines` say what they would share of `models` with these flags, and with `dtype` where it is set.
+    """
     yield from engine_checks.versions()
     yield from engine_checks.plugins()
     yield from engine_checks.allocator()
@@ -66,8 +83,10 @@ def examine(
         yield from other_store(settings.store)
     described = describe_encoder(settings)
     yield from encoder(settings.encoder, described)
+    flags = [*(("--dtype", dtype) if dtype else ()), *flags]
     for model in models:
-        yield from engine_checks.sharing(model, dtype)
+        for engine in engines:
+            yield from engine_checks.shared_of(engine, model, flags)
         yield from served(model, dtype, described)
 
 

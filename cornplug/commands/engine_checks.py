@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Final, Literal
@@ -26,6 +26,8 @@ from cornplug.vllm_connector import compat as vllm
 
 _ENTRY_NAME: Final = "cornplug"
 _PROBE_S: Final = 120.0
+_PARSER_REFUSED: Final = 2
+"""Exit status of argparse after a wrong command line."""
 _MODEL_PROBE_S: Final = 900.0
 """Of a process that reads a checkpoint's weights, besides importing an engine."""
 
@@ -67,7 +69,7 @@ from {plugins} import {load}
 {load}()
 from cornplug.sharing_verdict import last_line
 from cornplug.{room}.sharing_report import describe
-print(last_line(describe(sys.argv[1], sys.argv[2] or None)))
+print(last_line(describe(sys.argv[1], sys.argv[2:])))
 """
 
 
@@ -103,8 +105,8 @@ class CheckedEngine:
     probe: str
     """A program; the last line of its output is a `ProbeAnswer` as JSON."""
     model_probe: str
-    """A program with two arguments, a checkpoint and a dtype ("" for the engine's choice). The last line of
-    its output is a list of `SharingVerdict` as JSON."""
+    """A program whose arguments are a checkpoint and the engine's flags. The last line of its output is a
+    list of `SharingVerdict` as JSON."""
 
     @property
     def label(self) -> str:
@@ -128,6 +130,12 @@ SGLANG: Final = CheckedEngine(
     _SGLANG_PROBE,
     _MODEL_PROBE.format(plugins="sglang.srt.plugins", load="load_plugins", room="sglang_hooks"),
 )
+ENGINES: Final = (VLLM, SGLANG)
+
+
+def of_this_environment(name: str | None = None) -> list[CheckedEngine]:
+    """The engines that are installed here in a tested version, or the one of this name if it is."""
+    return [engine for engine in ENGINES if name in (None, engine.name) and not engine.supported.refusal()]
 
 
 def versions() -> Iterator[CheckResult]:
@@ -192,25 +200,21 @@ def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
         yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
 
 
-def sharing(model: str, dtype: str | None) -> Iterator[CheckResult]:
-    """The verdicts of each installed engine's own functions on a checkpoint: shared, or the reason."""
-    for engine in (VLLM, SGLANG):
-        version = engine.supported.installed()
-        if version is not None and version in engine.supported:
-            yield from shared_of(engine, model, dtype)
-
-
-def shared_of(engine: CheckedEngine, model: str, dtype: str | None) -> Iterator[CheckResult]:
-    """The same for one engine."""
+def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterator[CheckResult]:
+    """The verdicts of an engine's own functions on `model` with these flags: shared, or the reason."""
     check = f"{engine.name} shares"
     try:
-        done = _run(engine.model_probe, model, dtype or "", timeout_s=_MODEL_PROBE_S)
+        done = _run(engine.model_probe, model, *flags, timeout_s=_MODEL_PROBE_S)
         verdicts = verdicts_of(done.stdout)
     except subprocess.TimeoutExpired:
         what = f"{model}: a process that looks at it took over {_MODEL_PROBE_S:g} s"
         yield CheckResult("warn", check, what, "Ask again: it keeps the fingerprints that it has read.")
         return
     except msgspec.DecodeError:
+        if done.returncode == _PARSER_REFUSED and flags:
+            what = f"{model}: {engine.label} refuses {' '.join(flags)}: {_end_of(done).splitlines()[-1]}"
+            yield CheckResult("fail", check, what, f"Write {engine.label}'s own flags after --.")
+            return
         what = f"{model}: no answer: {_end_of(done)}"
         yield CheckResult("warn", check, what, "Engines log what they share.")
         return

@@ -6,24 +6,28 @@ pools of the loaded model (`late_exclusions.py`); here is none.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from cornplug import config as settings
-from cornplug.errors import LayoutError
+from cornplug.errors import ConfigError, LayoutError
 from cornplug.sglang_hooks.kv import exclusions
 from cornplug.sglang_hooks.model.model_config import describe as engine_model
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run
 
 
-def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
-    """The verdicts on a checkpoint under SGLang's defaults, in this process. Reads weights once."""
-    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
-    from sglang.srt.server_args import ServerArgs
+def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
+    """The verdicts on a server of this checkpoint with these flags, in this process. Reads weights once.
 
-    server_args = ServerArgs(model_path=model, dtype=dtype or "auto")
+    For a process that runs nothing else: it ends where SGLang's parser refuses a flag.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.server_args import prepare_server_args
+
     try:
+        server_args = prepare_server_args(["--model-path", model, *flags])
         server_args.resolve_once()
-    except (ValueError, OSError, NotImplementedError, RuntimeError, AssertionError) as e:
+    except (ValueError, OSError, NotImplementedError, RuntimeError, AssertionError, ConfigError) as e:
         return does_not_run("SGLang", e)
     resolved, running = resolved_view(server_args), model_config_of(server_args)
     kv = asked(

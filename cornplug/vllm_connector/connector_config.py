@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.engine_common import engine_state
+from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
 from cornplug.vllm_connector.several_connectors import (
@@ -28,12 +29,21 @@ _RECOMPUTE: Final = "recompute"
 # ValueError).
 _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
 
+_left_out: Final[list[str]] = []
+"""The reason why the last configuration has no KV connector of ours, if it has none."""
+
+
+def why_not() -> str:
+    """Why the configuration that this process made last shares no KV; "" where it does, or did not ask."""
+    return _left_out[0] if _left_out else ""
+
 
 def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
     """The VllmConfig of these engine arguments, with as much of cornplug as vLLM takes.
 
     Raises the errors of stock vLLM for the same arguments without cornplug.
     """
+    _left_out.clear()
     if not _asked_for(args):
         return original(args, *rest, **kwargs)
     engine_state.begin()
@@ -56,7 +66,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     else:
         reason = kv_impossible(config)
         if reason and is_ours(config.kv_transfer_config):
-            compat.logger.warning("cornplug: KV of this engine is not shared: %s", reason)
+            _no_kv("cornplug: KV of this engine is not shared: %s", reason)
             config = without("kv_transfer_config")
     if by_value:
         _note_by_value(config)
@@ -103,7 +113,7 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
         except _REFUSALS:
             pass
         else:
-            compat.logger.warning(
+            _no_kv(
                 "cornplug: KV of this engine is not shared, as vLLM does not take a KV connector here: %s",
                 refused,
             )
@@ -115,10 +125,13 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
         names.append("kv_transfer_config")
     # Where stock refuses these arguments too, this raises stock's own words.
     config = without(*names)
-    compat.logger.warning(
-        "cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused
-    )
+    _no_kv("cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused)
     return config
+
+
+def _no_kv(line: str, why: object) -> None:
+    compat.logger.warning(line, why)
+    _left_out[:] = [first_line(why) if isinstance(why, Exception) else str(why)]
 
 
 def kv_impossible(config: Any) -> str | None:

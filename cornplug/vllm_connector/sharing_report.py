@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug import config as settings
-from cornplug.errors import LayoutError
+from cornplug.errors import ConfigError, LayoutError
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
-from cornplug.vllm_connector.connector_config import kv_impossible
+from cornplug.vllm_connector.connector_config import why_not
+from cornplug.vllm_connector.flags import NAME
 from cornplug.vllm_connector.kv.cache_geometry import rank_slice
 from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
+from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _ONE_MANAGER: Final = "--disable-hybrid-kv-cache-manager"
@@ -33,19 +36,32 @@ _UNBUILDABLE: Final = (
 )  # fmt: skip
 
 
-def describe(model: str, dtype: str | None = None) -> list[SharingVerdict]:
-    """The verdicts on a checkpoint under vLLM's defaults, in this process. Reads weights once.
+def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
+    """The verdicts on `vllm serve MODEL FLAGS --kv-connector cornplug`, in this process. Reads weights once.
 
-    For a process that runs nothing else: it initialises vLLM's process groups for one rank.
+    For a process that runs nothing else: it initialises vLLM's process groups for one rank, and ends where
+    vLLM's parser refuses a flag.
     """
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments: dict[str, Any] = {"model": model, "dtype": dtype or "auto"}
     try:
-        config = EngineArgs(**arguments).create_engine_config()
-    except (ValueError, OSError, NotImplementedError) as e:
+        config = _engine_arguments(model, flags).create_engine_config()
+    except (ValueError, OSError, NotImplementedError, ConfigError) as e:
         return does_not_run("vLLM", e)
     return [_kv(config), _embeddings(config)]
+
+
+def _engine_arguments(model: str, flags: Sequence[str]) -> EngineArgs:
+    """As `vllm serve` reads them, with cornplug as a KV connector."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = FlexibleArgumentParser(prog="vllm")
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    args = parser.parse_args(["serve", model, *flags])
+    args.model = args.model_tag
+    if args.kv_connector is None and not has_ours(args.kv_transfer_config):
+        args.kv_connector = NAME
+    return EngineArgs.from_cli_args(args)
 
 
 def _embeddings(config: VllmConfig) -> SharingVerdict:
@@ -55,11 +71,13 @@ def _embeddings(config: VllmConfig) -> SharingVerdict:
 
 
 def _kv(config: VllmConfig) -> SharingVerdict:
-    engine = settings.load().engine
+    ours = our_settings(config.kv_transfer_config)
+    if ours is None:
+        return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector has its place")
+    engine = settings.load(ours).engine
     if not engine.share_kv:
         return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
-    if why := kv_impossible(config):
-        return SharingVerdict(what="KV", shared=False, why=why)
+    config = _one_rank(config)
     try:
         specs = _layer_specs(config)
         _grouped(config, specs)
@@ -72,6 +90,23 @@ def _kv(config: VllmConfig) -> SharingVerdict:
     if _one_group_shares(config, specs, engine.page_tokens):
         remedy = f"{_ONE_MANAGER} shares it; the cache then keeps all tokens of windowed layers."
         return SharingVerdict(what="KV", shared=False, why=found.why, remedy=remedy)
+    return found
+
+
+def _one_rank(config: VllmConfig) -> VllmConfig:
+    """The same engine with all heads of a layer on one rank: as many processes as there are here."""
+    alone = copy.copy(config)
+    alone.parallel_config = _undivided(config.parallel_config)
+    if config.speculative_config is not None:
+        alone.speculative_config = copy.copy(config.speculative_config)
+        drafts = alone.speculative_config.draft_parallel_config
+        alone.speculative_config.draft_parallel_config = _undivided(drafts)
+    return alone
+
+
+def _undivided(parallel: Any) -> Any:
+    found = copy.copy(parallel)
+    found.tensor_parallel_size = found.data_parallel_size = 1
     return found
 
 

@@ -13,8 +13,10 @@ from rich.console import Console
 
 from cornplug import config
 from cornplug.commands import doctor
+from cornplug.commands.engine_checks import ENGINES
 from cornplug.commands.fingerprint import describe
 from cornplug.encoder_service.wire.messages import ServedModel
+from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import EncoderUnavailable
 from cornplug.private_paths import read_secret
 from devkit import checkpoints
@@ -172,3 +174,36 @@ def test_doctor_table_shows_brackets_as_they_are(
     monkeypatch.setattr(doctor, "Console", lambda: Console(width=120))
     assert doctor.main([]) == 0
     assert "pip install 'cornplug[encoder]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "both", "remedy"),
+    [(["--", "--tp", "2"], False, "--model"), (["--model", "m", "--", "--tp", "2"], True, "--engine")],
+)
+def test_doctor_flags_without_model_or_engine_name_what_is_missing(
+    words: list[str],
+    both: bool,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(
+        VersionRange, "installed", lambda self: ["0.32.0", "0.5.23"][self.package == "sglang"]
+    )
+    monkeypatch.setattr(doctor.engine_checks, "ENGINES", ENGINES if both else ENGINES[:1])
+    with pytest.raises(SystemExit):
+        doctor.main(words)
+    assert remedy in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_doctor_flags_reach_the_engine_behind_the_dtype(
+    settings: config.StoreConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr(doctor.engine_checks, "plugins", lambda: ())
+    monkeypatch.setattr(
+        doctor.engine_checks, "shared_of", lambda _, model, flags: asked.append((model, flags)) or ()
+    )
+    monkeypatch.setattr(doctor, "served", lambda *_: ())
+    list(doctor.examine(config.Config(store=settings), ["m"], "float16", ["--tp", "2"], ENGINES[:1]))
+    assert asked == [("m", ["--dtype", "float16", "--tp", "2"])]

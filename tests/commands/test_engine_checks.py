@@ -117,9 +117,9 @@ VERDICTS = json.dumps(
 
 
 def test_engine_checks_sharing_is_what_the_engine_says() -> None:
-    """A model probe gets model and dtype; what it says is the table, whatever its engine logs before it."""
-    program = f"import sys; print('INFO', sys.argv[1:]); assert sys.argv[2] == ''; print({VERDICTS!r})"
-    kv, embeddings = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", None)
+    """A model probe gets model and flags; what it says is the table, whatever its engine logs before it."""
+    program = f"import sys; print('INFO'); assert sys.argv[1:] == ['/m', '--tp', '2']; print({VERDICTS!r})"
+    kv, embeddings = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", ["--tp", "2"])
     assert (kv.status, kv.check, kv.remedy) == ("warn", "vllm shares", "--one-group")
     assert kv.what == "/m: KV not shared: 2 cache groups"
     assert (embeddings.status, embeddings.what) == ("ok", "/m: embeddings shared")
@@ -135,17 +135,37 @@ def test_engine_checks_sharing_is_what_the_engine_says() -> None:
 )
 def test_engine_checks_sharing_warns_of_what_is_lost(verdict: SharingVerdict, status: str) -> None:
     program = said(last_line([verdict]))
-    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", "float16")
+    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=program), "/m", ())
     assert (finding.status, verdict.why in finding.what) == (status, True)
 
 
 def test_engine_checks_model_probe_that_dies_is_a_warning() -> None:
-    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=said("Segmentation", 3)), "/m", None)
+    (finding,) = engine_checks.shared_of(replace(VLLM, model_probe=said("Segmentation", 3)), "/m", ())
     assert (finding.status, "no such hook here" in finding.what) == ("warn", True)
+
+
+def test_engine_checks_flags_that_the_engine_refuses_fail() -> None:
+    refuses = replace(
+        VLLM, model_probe="import sys; print('vllm: error: no --tq', file=sys.stderr); sys.exit(2)"
+    )
+    (finding,) = engine_checks.shared_of(refuses, "/m", ["--tq", "2"])
+    assert (finding.status, finding.what) == ("fail", "/m: vLLM refuses --tq 2: vllm: error: no --tq")
+
+
+def test_engine_checks_engines_of_this_environment_are_of_tested_versions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    installed = {"vllm": "0.32.1", "sglang": "0.5.23"}
+    monkeypatch.setattr(VersionRange, "installed", lambda self: installed[self.package])
+    assert engine_checks.of_this_environment() == [VLLM, SGLANG]
+    assert engine_checks.of_this_environment("sglang") == [SGLANG]
+    installed["sglang"] = "0.5.1"
+    assert engine_checks.of_this_environment() == [VLLM]
+    assert engine_checks.of_this_environment("sglang") == []
 
 
 def test_engine_checks_slow_model_probe_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_checks, "_MODEL_PROBE_S", 0.5)
     slow = replace(VLLM, model_probe="import time; time.sleep(60)")
-    (finding,) = engine_checks.shared_of(slow, "/m", None)
+    (finding,) = engine_checks.shared_of(slow, "/m", ())
     assert (finding.status, "took over 0.5 s" in finding.what) == ("warn", True)

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from sglang.srt.mem_cache import host_memory
 
+from cornplug.commands import engine_checks
+from cornplug.commands.engine_checks import SGLANG
 from cornplug.sglang_hooks import sharing_report
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict
 from devkit import checkpoints
@@ -48,3 +50,18 @@ def test_sharing_report_of_a_compared_tower_is_embeddings_too(tmp_path: Path) ->
 def test_sharing_report_of_no_checkpoint_is_an_answer(tmp_path: Path) -> None:
     found = sharing_report.describe(str(tmp_path))
     assert [verdict.shared for verdict in found] == [False, False]
+
+
+def test_sharing_report_of_flags_is_of_the_server_as_started(tmp_path: Path) -> None:
+    text = str(checkpoints.qwen2_text(tmp_path / "text"))
+    kv, _ = sharing_report.describe(text, ["--port", "8000", "--disable-radix-cache"])
+    assert (kv.shared, "radix" in kv.why) == (False, True)
+
+
+def test_sharing_report_of_the_plugins_flags_is_an_answer(tmp_path: Path) -> None:
+    """A process of SGLang's own, which knows the plugin's flags."""
+    text = str(checkpoints.qwen2_text(tmp_path / "text"))
+    kv, _ = engine_checks.shared_of(SGLANG, text, ["--enable-cornplug", "--cornplug-app", "chat"])
+    assert (kv.status, kv.what) == ("ok", f"{text}: KV shared")
+    wrong, _ = engine_checks.shared_of(SGLANG, text, ["--cornplug-store-deadline", "soon"])
+    assert (wrong.status, "store.deadline_s" in wrong.what) == ("warn", True)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import VLLM
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, verdicts_of
 from devkit import checkpoints
@@ -27,11 +28,26 @@ from cornplug.sharing_verdict import last_line
 from cornplug.vllm_connector.sharing_report import describe
 for model in sys.argv[1:]:
     print(last_line(describe(model)))
+for flags in {flags}:
+    print(last_line(describe(sys.argv[1], flags.split())))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
 print(last_line(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
 print(last_line(describe(sys.argv[1])))
+del os.environ["CORNPLUG_ENGINE_SHARE_KV"]
+os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+print(last_line(describe(sys.argv[1])))
 """
+
+_DRAFTS = '{"method":"ngram","num_speculative_tokens":2,"prompt_lookup_max":3}'
+FLAGS = {
+    "text, as started": "--port 8000 --api-server-count 2 --kv-connector cornplug --cornplug-app chat",
+    "text, fp8": "--kv-cache-dtype fp8",
+    "text, degrees": "--tensor-parallel-size 2 --pipeline-parallel-size 2 --data-parallel-size 2",
+    "text, guesses": f"--tensor-parallel-size 2 --speculative-config {_DRAFTS}",
+    "text, int8": "--kv-cache-dtype int8_per_token_head",
+}
+AROUND = ("windows, odd pages", "text, KV off", "text, no connector")
 
 Said = dict[str, SharingVerdict]
 
@@ -67,8 +83,8 @@ def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, S
         "unreadable": checkpoints.qwen2_text(folder / "unreadable"),
     }
     (models["unreadable"] / "consolidated.safetensors").symlink_to("model.safetensors")
-    found = run(_ALL, *map(str, models.values()))
-    return dict(zip((*models, "windows, odd pages", "text, KV off"), found, strict=True))
+    found = run(_ALL.replace("{flags}", repr(list(FLAGS.values()))), *map(str, models.values()))
+    return dict(zip((*models, *FLAGS, *AROUND), found, strict=True))
 
 
 def _with_windows(folder: Path) -> Path:
@@ -80,7 +96,9 @@ def _with_windows(folder: Path) -> Path:
 
 
 def test_sharing_report_doctor_asks_for_it(text: Path, said: Mapping[str, Said]) -> None:
-    assert run(VLLM.model_probe, str(text), "") == [said["text"]]
+    assert run(VLLM.model_probe, str(text)) == [said["text"]]
+    (finding,) = engine_checks.shared_of(VLLM, str(text), ["--no-such-flag"])
+    assert (finding.status, "unrecognized arguments: --no-such-flag" in finding.what) == ("fail", True)
 
 
 def test_sharing_report_of_text_is_kv_alone(said: Mapping[str, Said]) -> None:
@@ -90,6 +108,18 @@ def test_sharing_report_of_text_is_kv_alone(said: Mapping[str, Said]) -> None:
     }
     off = said["text, KV off"]["KV"]
     assert (off.shared, off.why) == (False, "engine.share_kv is false")
+
+
+@pytest.mark.parametrize("name", ["text, as started", "text, fp8", "text, degrees", "text, guesses"])
+def test_sharing_report_of_flags_that_share_is_kv(name: str, said: Mapping[str, Said]) -> None:
+    assert said[name] == said["text"]
+
+
+def test_sharing_report_of_flags_that_do_not_share_says_why(said: Mapping[str, Said]) -> None:
+    quantised = said["text, int8"]["KV"]
+    assert (quantised.shared, "quantised" in quantised.why) == (False, True)
+    refused = said["text, no connector"]["KV"]
+    assert (refused.shared, "expandable_segments" in refused.why) == (False, True)
 
 
 def test_sharing_report_of_latents_is_kv(said: Mapping[str, Said]) -> None:
