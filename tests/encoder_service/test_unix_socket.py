@@ -301,10 +301,10 @@ def test_server_process_survives_sigstop_and_drains(
 
         real.process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
-        futures = [client.submit(request_for(llava_pair[0], s, deadline_s=0.3)) for s in range(40)]
-        assert time.monotonic() - started < 0.25
+        futures = [client.submit(request_for(llava_pair[0], s, deadline_s=1.0)) for s in range(40)]
+        assert time.monotonic() - started < 0.8
         assert {reason(f) for f in futures} == {"encoder_timeout"}
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 4
         with pytest.raises(EncoderUnavailable):
             client.describe(0.2)
         real.process.send_signal(signal.SIGCONT)

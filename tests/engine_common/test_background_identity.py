@@ -69,7 +69,7 @@ def test_first_wait_of_all_callers_is_bounded_together(monkeypatch: pytest.Monke
     identity = made(lambda: b"model" if go.wait(10) else b"")
     began = time.monotonic()
     assert not any(identity.first_wait() for _ in range(5))
-    assert 0.2 <= time.monotonic() - began < 0.4
+    assert 0.2 <= time.monotonic() - began < 0.8, "five waits take 1 s"
     go.set()
     assert identity.wait(5)
 

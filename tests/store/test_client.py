@@ -56,7 +56,7 @@ def test_pool_store_without_daemon_every_call_fails_at_once(connect: Connect) ->
     store = connect()
     reason, took_s = _refused(lambda: store.stat(deadline_s=10))
     assert reason == "store_down"
-    assert took_s < 0.1
+    assert took_s < 1
 
 
 def test_pool_store_daemon_comes_later_sharing_begins(connect: Connect, start_daemon: Start) -> None:
@@ -126,7 +126,7 @@ def test_pool_store_stopped_daemon_costs_one_deadline(connect: Connect, start_da
     time.sleep(0.1)
     refused = [_refused(lambda: store.stat(deadline_s=0.05)) for _ in range(20)]
     assert {reason for reason, _ in refused} == {"store_slow"}
-    assert sum(took_s for _, took_s in refused) < 0.5, "to wait each time is a second"
+    assert sum(took_s for _, took_s in refused) < 0.8, "to wait each time is a second"
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: _stat_works(store))
     assert held is not None

@@ -285,7 +285,7 @@ def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect,
     began_s = time.perf_counter()
     for _ in range(8):
         _times_out(store, 0.1)
-    assert time.perf_counter() - began_s < 0.3, "one wait, not eight"
+    assert time.perf_counter() - began_s < 0.6, "one wait, not eight"
     background.join()
 
 
@@ -298,13 +298,13 @@ def _times_out(store: PoolStore, deadline_s: float) -> str:
 def test_threads_do_not_wait_for_each_others_answers(
     connect: Connect, slow_daemon: Callable[[float], None]
 ) -> None:
-    """Ten threads ask a store that takes 50 ms for an answer, all that it was asked by then at once."""
-    slow_daemon(0.05)
+    """Ten threads ask a store that takes 200 ms for an answer, all that it was asked by then at once."""
+    slow_daemon(0.2)
     store = connect()
     answers: list[int] = []
 
     def ask() -> None:
-        answers.append(store.delete([key("a")], deadline_s=2))
+        answers.append(store.delete([key("a")], deadline_s=10))
 
     threads = [threading.Thread(target=ask) for _ in range(10)]
     began_s = time.perf_counter()
@@ -313,7 +313,7 @@ def test_threads_do_not_wait_for_each_others_answers(
     for thread in threads:
         thread.join()
     assert answers == [0] * 10
-    assert time.perf_counter() - began_s < 0.4, "one after the other takes 0.5 s"
+    assert time.perf_counter() - began_s < 1.6, "one after the other takes 2 s"
 
 
 def test_circuit_breaker_slow_store_is_asked_ever_less_often(
@@ -330,7 +330,7 @@ def test_circuit_breaker_slow_store_is_asked_ever_less_often(
         waited_s += time.perf_counter() - began_s
         time.sleep(0.01)
     assert 2 <= reasons.count("store_timeout") <= 8
-    assert waited_s < 0.5
+    assert waited_s < 1.5, "to wait each time is 4 s"
     assert store.connected
     assert store.delete([key("a")], deadline_s=2) == 0, "a caller that waits longer is served"
 

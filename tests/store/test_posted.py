@@ -74,10 +74,10 @@ def test_posted_requests_of_stopped_daemon_never_wait_and_give_back(
     fill(store, "x", b"x")
     os.kill(daemon.pid, signal.SIGSTOP)
     began_s = time.monotonic()
-    posted = reserve(store, "a", deadline_s=0.2)
+    posted = reserve(store, "a", deadline_s=1.0)
     assert posted.take() is None
-    assert time.monotonic() - began_s < 0.15
-    time.sleep(0.25)
+    assert time.monotonic() - began_s < 0.8
+    time.sleep(1.05)
     with pytest.raises(StoreUnavailable) as late:
         posted.take()
     assert late.value.reason == "store_timeout"

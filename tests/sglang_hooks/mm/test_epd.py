@@ -276,14 +276,14 @@ def test_epd_fallback_after_outage_skips_dispatch() -> None:
 
 def test_epd_fallback_silent_encoder_is_outage() -> None:
     async def silence(receiver: Any, request_obj: Any) -> None:
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)
 
-    receiver = SimpleNamespace(recv_timeout=0.01)
+    receiver = SimpleNamespace(recv_timeout=0.05)
     request = SimpleNamespace(cache_salt=None, extra_key=None)
     began = time.monotonic()
     for _ in range(20):
         assert asyncio.run(epd_fallback._receive(silence, receiver, request_obj=request)) is None
-    assert time.monotonic() - began < 0.2, "each waited for the encoder"
+    assert time.monotonic() - began < 1, "each waited for the encoder"
 
 
 def test_epd_fallback_request_replaces_waiting_one() -> None:

@@ -456,7 +456,7 @@ def test_kv_save_of_preempted_request_is_given_up(
 ) -> None:
     """vLLM's second model runner copies and zeroes blocks before it calls `handle_preemptions`."""
     first = engine(tp=tp)
-    slow_views(monkeypatch, first, 0.05)
+    slow_views(monkeypatch, first, 0.25)
     request = first.add("a", PROMPT)
     first.step()
     first.preempt(request)  # the rig overwrites its blocks at once
@@ -464,7 +464,7 @@ def test_kv_save_of_preempted_request_is_given_up(
     step = first.schedule()
     for rank in first.ranks:
         rank.connector.handle_preemptions(step.meta)
-    assert time.monotonic() - began < 0.04, "nobody waits for a copy that counts for nothing"
+    assert time.monotonic() - began < 0.2, "nobody waits for a copy that counts for nothing"
     first.update(first.execute(step))
     first.settle()
     assert first.counts["saves", "kv_page", "preempted"] == 4
