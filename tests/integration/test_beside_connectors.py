@@ -135,7 +135,15 @@ def test_prefill_decode_pair_pages_reach_a_third_engine(folder: Path) -> None:
         assert count(decode, "saves_total", app="kv_consumer", outcome="stored") == 0
         shareable = (prompt - 1) // PAGE * PAGE
         stored = partial(count, prefill, "saves_total", app="kv_producer", outcome="stored")
-        wait_until(lambda: stored() * PAGE >= shareable, deadline_s=30, what="prefill's pages saved")
+
+        def saved() -> bool:
+            if stored() * PAGE >= shareable:
+                return True
+            # A store that answers late, on a loaded machine, gets the pages with the next request.
+            complete(prefill, 1, PREFILL)
+            return False
+
+        wait_until(saved, deadline_s=30, what="prefill's pages saved")
     with third:
         of_third = complete(third, 8)
         assert count(third, "saved_tokens_total", app="alone") >= 0.9 * shareable
