@@ -111,12 +111,13 @@ def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     plain = flags if which.stock is None else which.stock
     first, second = shares("first"), shares("second")
     try:
-        with StoreProcess(sockets / "s", size="256MiB", log=folder / "store.log"):
+        with StoreProcess(sockets / "s", size="256MiB", log=folder / "store.log") as store:
             with VllmServer(model, *plain, log=folder / "stock.log") as stock:
                 answers = [stock.chat(words, max_tokens=16) for words in ASKED]
             at_once(first.start, second.start)
             for words, expected in zip(ASKED, answers, strict=True):
                 _same(first.chat(words, max_tokens=16), expected)
+            store.settle()
             yield Engines(first, second, answers)
     finally:
         first.stop()
