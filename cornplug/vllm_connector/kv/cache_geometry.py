@@ -48,9 +48,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
     spec: Any = cache.kv_cache_groups[0].kv_cache_spec
     planes = _planes(spec)
     quantised = _quantised(config, spec)
-    parallel = config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
+    require_whole_contexts(config)
     if planes == 1 and drafts_with_kv(config) is not None:
         raise LayoutError("a draft model beside MLA: no test shares its KV", reason="speculative")
     layers = _layers(config, cache)
@@ -61,10 +59,26 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
         dim=spec.head_size,
         dtype="uint8" if quantised else dtype_name(spec.dtype),
         planes=planes,
-        layer_runs=layer_runs(layers, _first_layers(layers, parallel.pipeline_parallel_size)),
+        layer_runs=layer_runs(layers, _first_layers(layers, config.parallel_config.pipeline_parallel_size)),
         engine=_only_engine(config, planes, quantised),
         quantised=quantised,
     )
+
+
+def require_whole_contexts(config: VllmConfig) -> None:
+    """Raise LayoutError where a rank holds some of a request's tokens."""
+    parallel = config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
+
+
+def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
+    """The first field, with its value, that is neither listed nor has its default; "" where there is none."""
+    for field in fields(spec):
+        value = getattr(spec, field.name)
+        if field.name not in listed and value != field.default:
+            return f"{field.name} {value!r}"
+    return ""
 
 
 def _only_engine(config: VllmConfig, planes: int, quantised: str) -> str:
@@ -179,12 +193,8 @@ def _require_plain_latents(spec: MLAAttentionSpec) -> None:
         raise LayoutError(f"MLA with a KV cache of {spec.cache_dtype_str}", reason="kv_dtype")
     if spec.num_kv_heads != 1 or spec.max_tp_shards not in (None, 1):
         raise LayoutError("MLA whose latents are split over heads or ranks", reason="attention_kind")
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if field.name not in _OF_LATENTS and value != field.default:
-            raise LayoutError(
-                f"MLA with {field.name} {value!r} has no page layout yet", reason="attention_kind"
-            )
+    if field := unlisted_field(spec, _OF_LATENTS):
+        raise LayoutError(f"MLA with {field} has no page layout yet", reason="attention_kind")
 
 
 def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:

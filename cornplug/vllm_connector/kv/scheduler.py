@@ -24,29 +24,90 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
-class KVScheduler:
-    """One per engine core. Every call into the store has the store's deadline."""
+class SchedulerHalf:
+    """Shared by the halves of one cache group and of several. Every call into the store has its deadline."""
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        runtime: EngineRuntime,
+        page: PageGeometry,
+        tally: Tally,
+        *,
+        whole: PageGeometry | None = None,
+    ) -> None:
+        """`page` of full attention, whose keys requests have; `whole`: the pages of all groups as one, in
+        bytes."""
+        self._app = runtime.app
+        self._tally = tally
+        self._store_ops = DeferredStoreOps(runtime, publisher(runtime, page, tally))
+        self._costs = LoadCosts(runtime.config.store, whole or page)
+        self._requests = TrackedRequests(config, runtime, page, tally)
+        self._offers: LoadOffers
+        self._all_saves: list[PageSaves]
+
+    def forget_stored(self) -> None:
+        """To this engine the pages that are stored now are absent from now on."""
+        self._offers.forget_stored(self._requests.all())
+
+    def another_connector_loads(self) -> None:
+        """The engine's own prefix cache will hold KV of unknown origin."""
+        self._requests.other_loads.seen()
+
+    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
+        """Take the worker halves' answers to the moves of earlier steps."""
+        self._costs.acknowledged(acks)
+        self._requests.unusable = self._requests.unusable or acks.unusable
+        for request_id, reason in acks.failed_loads.items():
+            tracked = self._requests.get(request_id)
+            self._offers.failed(tracked, reason)
+            if tracked is not None:
+                self._computes_again(tracked)
+        if acks.loaded_bytes:
+            self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
+        for saves in self._all_saves:
+            saves.acknowledged(acks)
+
+    def _computes_again(self, tracked: TrackedRequest) -> None:
+        """The pages that it computes after a failed load may be those that the store has lost."""
+        self._requests.look_at(tracked)
+
+    def loaded(self, request_id: str) -> None:
+        """The worker halves have ended a load, whole or failed."""
+        tracked = self._requests.get(request_id)
+        if tracked is not None:
+            self._offers.ended(tracked)
+            self._forget_if_over(tracked)
+
+    def _forget_if_over(self, tracked: TrackedRequest) -> None:
+        self._requests.forget_if_over(tracked)
+
+    def step_ended(self) -> None:
+        """The engine has read the output of a step."""
+        self._costs.step_ended()
+
+
+def publisher(
+    runtime: EngineRuntime, page: PageGeometry, tally: Tally, *, only_seen: bool = False
+) -> PagePublisher:
+    """The publisher of an engine's pages, with the deadline of its own thread."""
+    return PagePublisher(runtime, page, tally, deadline_s=runtime.deadline_s, only_seen=only_seen)
+
+
+class KVScheduler(SchedulerHalf):
+    """One per engine core whose model has one cache group."""
 
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
     ) -> None:
-        self._app = runtime.app
-        self._tally = tally
+        super().__init__(config, runtime, geometry, tally)
         self._finishing: list[tuple[TrackedRequest, Sequence[int]]] = []
         """Requests that are over with their blocks, until all their pages have room or none."""
-        publisher = PagePublisher(
-            runtime,
-            geometry,
-            tally,
-            deadline_s=runtime.deadline_s,
-            only_seen=runtime.config.engine.save == "second",
-        )
-        self._store_ops = DeferredStoreOps(runtime, publisher)
-        self._costs = LoadCosts(runtime.config.store, geometry)
-        self._requests = TrackedRequests(config, runtime, geometry, tally)
+        seen = publisher(runtime, geometry, tally, only_seen=runtime.config.engine.save == "second")
         self._offers = LoadOffers(runtime, geometry, tally, self._costs, self._store_ops)
-        self._saves = PageSaves(runtime, geometry, self._requests, publisher, self._store_ops)
-        unseen = PagePublisher(runtime, geometry, tally, deadline_s=runtime.deadline_s)
+        self._saves = PageSaves(runtime, geometry, self._requests, seen, self._store_ops)
+        self._all_saves = [self._saves]
+        unseen = publisher(runtime, geometry, tally)
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
     def bind(self, manager: KVCacheManager, block_size: int) -> None:
@@ -68,14 +129,6 @@ class KVScheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._offers.take(tracked, blocks, external)
-
-    def forget_stored(self) -> None:
-        """To this engine the pages that are stored now are absent from now on."""
-        self._offers.forget_stored(self._requests.all())
-
-    def another_connector_loads(self) -> None:
-        """The engine's own prefix cache will hold KV of unknown origin."""
-        self._requests.other_loads.seen()
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
@@ -102,30 +155,6 @@ class KVScheduler:
         for tracked, blocks in told:
             self._idle.remember(tracked, blocks)
         return [tracked.request.request_id for tracked, _ in told]
-
-    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Take the worker halves' answers to the moves of earlier steps."""
-        self._costs.acknowledged(acks)
-        self._requests.unusable = self._requests.unusable or acks.unusable
-        for request_id, reason in acks.failed_loads.items():
-            tracked = self._requests.get(request_id)
-            self._offers.failed(tracked, reason)
-            if tracked is not None:
-                self._requests.look_at(tracked)
-        if acks.loaded_bytes:
-            self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
-        self._saves.acknowledged(acks)
-
-    def loaded(self, request_id: str) -> None:
-        """The worker halves have ended a load, whole or failed."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            self._offers.ended(tracked)
-            self._requests.forget_if_over(tracked)
-
-    def step_ended(self) -> None:
-        """The engine has read the output of a step."""
-        self._costs.step_ended()
 
     def finished(self, request: Request, blocks: Sequence[int]) -> bool:
         """True when its `blocks` must stay until the worker halves have read them."""

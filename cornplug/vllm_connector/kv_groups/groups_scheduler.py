@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cornplug.engine_common.page_publish import PagePublisher
-from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
+from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
-from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageSave
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, PageSave
 from cornplug.vllm_connector.kv.page_saves import PageSaves
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv.scheduler import SchedulerHalf, publisher
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_groups.group_offers import GroupOffers
 from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, whole_page
@@ -39,40 +38,38 @@ class _Group:
     idle: IdleSaves
 
 
-class GroupsScheduler:
-    """One per engine core, with the face of `KVScheduler`: pages of all groups are loaded together, and
-    saved each group for itself."""
+class GroupsScheduler(SchedulerHalf):
+    """One per engine core whose model has several cache groups: their pages are loaded together, and saved
+    each group for itself."""
 
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, kinds: Sequence[PageKind], tally: Tally
     ) -> None:
-        self._app = runtime.app
-        self._tally = tally
+        first = next(kind for kind in kinds if not kind.window)
+        super().__init__(config, runtime, first.geometry, tally, whole=whole_page(kinds))
         self._finishing: list[tuple[str, list[tuple[_Group, TrackedRequest]], Sequence[Sequence[int]]]] = []
         """Requests that are over, with their pages and blocks, until all pages have room or none."""
-        first = next(kind for kind in kinds if not kind.window)
         self._page_tokens = first.geometry.page_tokens
-        self._requests = TrackedRequests(config, runtime, first.geometry, tally)
-        self._store_ops = DeferredStoreOps(runtime, _publisher(runtime, first, tally, only_seen=False))
-        self._costs = LoadCosts(runtime.config.store, whole_page(kinds))
         size = sum(kind.geometry.page_bytes for kind in kinds)
         self._groups = [self._group(runtime, kind, kind.geometry.page_bytes / size) for kind in kinds]
+        self._all_saves = [group.saves for group in self._groups]
         views = [group.requests for group in self._groups]
-        self._offers = GroupOffers(runtime, kinds, views, tally, self._costs, self._store_ops)
+        self._group_offers = GroupOffers(runtime, kinds, views, tally, self._costs, self._store_ops)
+        self._offers = self._group_offers
 
     def _group(self, runtime: EngineRuntime, kind: PageKind, share: float) -> _Group:
         requests = GroupRequests(self._requests, kind)
         seen = runtime.config.engine.save == "second"
-        publisher = _publisher(runtime, kind, self._tally, only_seen=seen)
+        seen_only = publisher(runtime, kind.geometry, self._tally, only_seen=seen)
         saves = (WindowSaves if kind.window else PageSaves)(
-            runtime, kind.geometry, requests, publisher, DeferredStoreOps(runtime, publisher), share
+            runtime, kind.geometry, requests, seen_only, DeferredStoreOps(runtime, seen_only), share
         )
-        unseen = _publisher(runtime, kind, self._tally, only_seen=False)
+        unseen = publisher(runtime, kind.geometry, self._tally)
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
     def bind(self, manager: KVCacheManager) -> None:
         """Take the engine's manager of blocks, which knows the blocks of a request."""
-        self._offers.bind(manager.block_pool.null_block.block_id)
+        self._group_offers.bind(manager.block_pool.null_block.block_id)
         for i, group in enumerate(self._groups):
             group.saves.bind(manager, group.kind.block_size, i)
             group.idle.bind(manager.block_pool, group.kind.block_size)
@@ -98,15 +95,7 @@ class GroupsScheduler:
         """The engine took the offer: `external` tokens go into these blocks of each group."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
-            self._offers.take_groups(tracked, blocks, external)
-
-    def forget_stored(self) -> None:
-        """To this engine the pages that are stored now are absent from now on."""
-        self._offers.forget_stored(self._requests.all())
-
-    def another_connector_loads(self) -> None:
-        """The engine's own prefix cache will hold KV of unknown origin."""
-        self._requests.other_loads.seen()
+            self._group_offers.take_groups(tracked, blocks, external)
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
@@ -156,38 +145,11 @@ class GroupsScheduler:
         found = [(group, group.requests.get(request_id)) for group in self._groups]
         return [(group, tracked) for group, tracked in found if tracked is not None]
 
-    def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Take the worker halves' answers to the moves of earlier steps."""
-        self._costs.acknowledged(acks)
-        self._requests.unusable = self._requests.unusable or acks.unusable
-        for request_id, reason in acks.failed_loads.items():
-            self._failed(request_id, reason)
-        if acks.loaded_bytes:
-            self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
-        for group in self._groups:
-            group.saves.acknowledged(acks)
-
-    def _failed(self, request_id: str, reason: str) -> None:
-        tracked = self._requests.get(request_id)
-        self._offers.failed(tracked, reason)
-        if tracked is None:
-            return
-        self._requests.look_at(tracked)
+    def _computes_again(self, tracked: TrackedRequest) -> None:
+        super()._computes_again(tracked)
         if tracked.loading is not None:
-            # The pages that it computes now may be those that the store has lost.
-            for _, pages in self._pages_of(request_id):
+            for _, pages in self._pages_of(tracked.request.request_id):
                 pages.save_again_from(tracked.loading.computed // self._page_tokens)
-
-    def loaded(self, request_id: str) -> None:
-        """The worker halves have ended a load, whole or failed."""
-        tracked = self._requests.get(request_id)
-        if tracked is not None:
-            self._offers.ended(tracked)
-            self._forget_if_over(tracked)
-
-    def step_ended(self) -> None:
-        """The engine has read the output of a step."""
-        self._costs.step_ended()
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> bool:
         """True when its `blocks` of each group must stay until the worker halves have read them."""
@@ -225,7 +187,7 @@ class GroupsScheduler:
     def _forget_if_over(self, tracked: TrackedRequest) -> None:
         for group, pages in self._pages_of(tracked.request.request_id):
             group.requests.forget_if_over(pages)
-        self._requests.forget_if_over(tracked)
+        super()._forget_if_over(tracked)
 
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
@@ -239,7 +201,3 @@ class GroupsScheduler:
     def frees_pending(self) -> bool:
         """Whether acknowledgements will make blocks free that are held for saves."""
         return any(group.saves.pinned for group in self._groups if isinstance(group.saves, WindowSaves))
-
-
-def _publisher(runtime: EngineRuntime, kind: PageKind, tally: Tally, *, only_seen: bool) -> PagePublisher:
-    return PagePublisher(runtime, kind.geometry, tally, deadline_s=runtime.deadline_s, only_seen=only_seen)

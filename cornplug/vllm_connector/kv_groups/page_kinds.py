@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
-from cornplug.vllm_connector.kv.cache_geometry import layer_number, page_geometry
+from cornplug.vllm_connector.kv.cache_geometry import (
+    layer_number,
+    page_geometry,
+    require_whole_contexts,
+    unlisted_field,
+)
 from cornplug.vllm_connector.model.model_config import drafts_with_kv
 
 if TYPE_CHECKING:
@@ -68,10 +73,8 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
         geometry = page_geometry(config, cache, page_tokens)
         return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
     several = f"{len(groups)} KV cache groups (a hybrid model)"
-    parallel = config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
-    if parallel.pipeline_parallel_size > 1:
+    require_whole_contexts(config)
+    if config.parallel_config.pipeline_parallel_size > 1:
         raise LayoutError(f"{several} beside pipeline parallelism", reason="hybrid")
     if drafts_with_kv(config) is not None:
         raise LayoutError(f"{several} beside a draft model", reason="speculative")
@@ -107,10 +110,8 @@ def _kind(config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several
         raise LayoutError(f"a quantised KV cache ({spec.kv_quant_mode.name})", reason="kv_dtype")
     if spec.head_size_v != spec.head_size:
         raise LayoutError(f"{several}, one with keys and values of different width", reason="hybrid")
-    for field in fields(spec):
-        value = getattr(spec, field.name)
-        if field.name not in _OF_GROUPS and value != field.default:
-            raise LayoutError(f"{several}, one with {field.name} {value!r}", reason="hybrid")
+    if field := unlisted_field(spec, _OF_GROUPS):
+        raise LayoutError(f"{several}, one with {field}", reason="hybrid")
     heads = config.model_config.get_total_num_kv_heads()
     held, _ = tensor_parallel_heads(heads, config.parallel_config.tensor_parallel_size, 0)
     if spec.num_kv_heads != len(held):
