@@ -39,6 +39,9 @@ class PolicyEntry(Protocol):
     def cost_s(self) -> float:
         """Seconds that its recomputation takes; 0 where its writer named none."""
 
+    last_use: int
+    """Of all uses, the number of its last one."""
+
 
 E = TypeVar("E", bound=PolicyEntry)
 
@@ -78,6 +81,7 @@ class EvictionPolicy(Generic[E]):
         self._name_of_app = {app: name for name, one in rules.items() for app in one.apps or (name,)}
         self._expiries: ExpiryBuckets[E] = ExpiryBuckets()
         self._expiry_of: dict[E, int] = {}
+        self._uses = 0
 
     def name_of(self, app: str) -> str:
         """The namespace of an app."""
@@ -119,6 +123,7 @@ class EvictionPolicy(Generic[E]):
     def unpin(self, entry: E) -> None:
         """Allow an entry's eviction, as of the one used last. For entries of one prefix: tail first."""
         space = self._of(entry.app)
+        self._used(entry)
         if not space.rules.pinned:
             space.oldest_first[entry.key] = entry
 
@@ -126,7 +131,12 @@ class EvictionPolicy(Generic[E]):
         """An entry was read: of those of its namespace that can be evicted, it is the last."""
         oldest_first = self._of(entry.app).oldest_first
         if entry.key in oldest_first:
+            self._used(entry)
             oldest_first.move_to_end(entry.key)
+
+    def _used(self, entry: E) -> None:
+        self._uses += 1
+        entry.last_use = self._uses
 
     def expired(self, now_s: float, limit: int) -> list[E]:
         """At most `limit` entries whose time to live has passed; the caller removes them."""
@@ -161,7 +171,7 @@ class EvictionPolicy(Generic[E]):
         """
         own = self._of(app)
         if len(self._namespaces) == 1:
-            return VictimSearch([own], own, beyond_shares, self._of)
+            return VictimSearch([own], own, beyond_shares, self._of, self._uses)
         ranked = [
             (one.rules.priority, -excess, i, one)
             for i, one in enumerate(self._namespaces.values())
@@ -170,7 +180,7 @@ class EvictionPolicy(Generic[E]):
         sources = [one for *_, one in sorted(ranked, key=lambda each: each[:3])]
         if own not in sources:
             sources.append(own)
-        return VictimSearch(sources, own, beyond_shares, self._of)
+        return VictimSearch(sources, own, beyond_shares, self._of, self._uses)
 
     def _of(self, app: str) -> _Namespace[E]:
         return self._namespaces[self._name_of_app.get(app, DEFAULT_NAMESPACE)]
@@ -185,9 +195,11 @@ class VictimSearch(Generic[E]):
         own: _Namespace[E],
         beyond_shares: bool,
         namespace_of: Callable[[str], _Namespace[E]],
+        uses: int,
     ) -> None:
+        """`uses` of all entries so far."""
         self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
-        self._namespace_of = namespace_of
+        self._namespace_of, self._uses = namespace_of, uses
         self._taken: Counter[_Namespace[E]] = Counter()
 
     def __iter__(self) -> Iterator[E]:
@@ -199,6 +211,14 @@ class VictimSearch(Generic[E]):
                     yield entry
                 elif space is not self._own:
                     break
+
+    def source(self, entry: E) -> object:
+        """The entry's namespace: its entries are chosen by their age."""
+        return self._namespace_of(entry.app)
+
+    def loss(self, room: int, entry: E) -> float:
+        """How much `room` bytes are worth that were used when `entry` was: the less, the longer ago."""
+        return room / (self._uses - entry.last_use + 1)
 
     def take(self, entry: E) -> bool:
         """Whether this run may have `entry`, which no reader has, as one more victim."""

@@ -38,6 +38,8 @@ class StoredEntry:
     """Seconds that its recomputation takes, as its writer said; 0: it did not."""
     readers: int = 0
     visible: bool = True
+    last_use: int = 0
+    """Of all uses of the store's entries, the number of its last one."""
 
 
 class EntryPlacement:
