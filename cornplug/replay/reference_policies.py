@@ -21,6 +21,9 @@ _NONE: Final = -1
 class ReferenceCache:
     """A cache of `capacity_bytes`. Subclasses define the effect of a use, and the victim."""
 
+    newcomers_compete = False
+    """A new entry may be the victim of its own insertion."""
+
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
@@ -37,12 +40,22 @@ class ReferenceCache:
             return True
         if access.size_bytes > self.capacity_bytes:
             return False
-        while self.used_bytes + access.size_bytes > self.capacity_bytes:
-            self.used_bytes -= self.sizes.pop(self.victim())
+        if self.newcomers_compete:
+            self._add(access)
+            self._evict_until(self.capacity_bytes)
+        else:
+            self._evict_until(self.capacity_bytes - access.size_bytes)
+            self._add(access)
+        return False
+
+    def _add(self, access: TraceAccess) -> None:
         self.sizes[access.key] = access.size_bytes
         self.used_bytes += access.size_bytes
         self.insert(access)
-        return False
+
+    def _evict_until(self, most_bytes: int) -> None:
+        while self.used_bytes > most_bytes:
+            self.used_bytes -= self.sizes.pop(self.victim())
 
     def use(self, access: TraceAccess) -> None:
         """An entry was found."""
@@ -111,7 +124,11 @@ class SieveCache(ReferenceCache):
 
 
 class GDSFCache(ReferenceCache):
-    """Greedy-Dual-Size-Frequency: uses per byte, above the worth of the last victim."""
+    """Greedy-Dual-Size-Frequency: uses per byte, above the worth of the last victim.
+
+    As libCacheSim's, it inserts before it evicts (GDSF.cpp, `GDSF_get`)."""
+
+    newcomers_compete = True
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
