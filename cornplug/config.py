@@ -3,8 +3,9 @@
 Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: SGLang's
 processes hand one to their children (`sglang_hooks/activation.py`), and one names the programs of another
 environment (`planner/launch/command_process.py`). Precedence: explicit arguments (engine flags), environment,
-the file named by `CORNPLUG_CONFIG`, the defaults below. The docstring of a setting is its entry in
-`docs/configuration.md`, which `script/docs` writes.
+the file named by `CORNPLUG_CONFIG`, the defaults below. A relative path in the file starts at the file's
+folder, any other one at the process's. The docstring of a setting is its entry in `docs/configuration.md`,
+which `script/docs` writes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -211,12 +212,26 @@ class Config(Section):
     qos: QosConfig = Field(default_factory=QosConfig)
 
 
+_SECTIONS: Final[Mapping[str, type[Section]]] = {
+    "store": StoreConfig, "encoder": EncoderConfig, "engine": EngineConfig, "qos": QosConfig,
+}  # fmt: skip
+_PATHS: Final[Mapping[str, frozenset[str]]] = {
+    section: frozenset(
+        name
+        for name, field in kind.model_fields.items()
+        if Path in (field.annotation, *get_args(field.annotation))
+    )
+    for section, kind in _SECTIONS.items()
+}
+"""Section -> its settings that are paths."""
+
+
 def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:
     """Merge defaults, file, environment and `overrides` ({"section.field": value}).
 
     Raises ConfigError that names the field, its place and the accepted values.
     """
-    values: dict[str, dict[str, Any]] = {"store": {}, "encoder": {}, "engine": {}, "qos": {}}
+    values: dict[str, dict[str, Any]] = {section: {} for section in _SECTIONS}
     path = environ.get("CORNPLUG_CONFIG")
     if path:
         for section, fields in _read_toml(Path(path)).items():
@@ -224,16 +239,16 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
                 raise ConfigError(
                     f"{path}: [{section}]", "unknown section", f"Sections: {', '.join(values)}."
                 )
-            values[section].update(fields)
+            values[section].update(_absolute(section, fields, Path(path).parent))
     for name, text in environ.items():
-        parts = name.removeprefix("CORNPLUG_").lower().split("_", 1)
-        if name.startswith("CORNPLUG_") and len(parts) == 2 and parts[0] in values:
-            values[parts[0]][parts[1]] = text
+        section, field = _setting_of(name)
+        if section in values:
+            values[section].update(_absolute(section, {field: text}))
     for dotted, value in (overrides or {}).items():
         section, _, field = dotted.partition(".")
         if section not in values:
             raise ConfigError(dotted, "unknown section", f"Sections: {', '.join(values)}.")
-        values[section][field] = value
+        values[section].update(_absolute(section, {field: value}))
     try:
         return Config.model_validate(values)
     except ValidationError as e:
@@ -247,6 +262,33 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
             "Set it in the file named by CORNPLUG_CONFIG, as "
             f"CORNPLUG_{field.upper().replace('.', '_')}, or by the engine's --cornplug-* flag.",
         ) from None
+
+
+def absolute_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that runs in another folder: relative paths of settings are absolute."""
+    handed = dict(environ)
+    for name, text in environ.items():
+        section, field = _setting_of(name)
+        if name == "CORNPLUG_CONFIG" and text:
+            handed[name] = str(Path(text).absolute())
+        elif section in _PATHS:
+            handed[name] = str(_absolute(section, {field: text})[field])
+    return handed
+
+
+def _setting_of(variable: str) -> tuple[str, str]:
+    """Section and field that an environment variable names; two empty strings where it is no setting's."""
+    section, _, field = variable.removeprefix("CORNPLUG_").lower().partition("_")
+    return (section, field) if variable.startswith("CORNPLUG_") and field else ("", "")
+
+
+def _absolute(section: str, fields: Mapping[str, Any], folder: Path = Path()) -> dict[str, Any]:
+    """The fields of a section, with relative paths made absolute from `folder`."""
+    paths = _PATHS[section]
+    return {
+        name: (folder / value).absolute() if name in paths and isinstance(value, (str, Path)) else value
+        for name, value in fields.items()
+    }
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

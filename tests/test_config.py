@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cornplug.config import Config, load
+from cornplug.config import Config, absolute_environment, load
 from cornplug.errors import ConfigError
 
 
@@ -37,6 +37,36 @@ def test_load_environment_over_file_overrides_over_both(file: Path) -> None:
     }
     config = load({"engine.app": "from-flag"}, environ=environ)
     assert (config.store.size_bytes, config.store.lease_s, config.engine.app) == (2000, 7.0, "from-flag")
+
+
+def test_load_relative_paths_are_of_the_files_folder_and_of_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "c.toml").write_text('[store]\nsecret_file = "keys/secret"\naccess_log = "/log"\n')
+    monkeypatch.chdir(tmp_path)
+    environ = {"CORNPLUG_CONFIG": "conf/c.toml", "CORNPLUG_STORE_SOCKET": "s.sock"}
+    config = load({"encoder.socket": Path("e.sock")}, environ=environ)
+    assert config.store.secret_file == tmp_path / "conf" / "keys" / "secret"
+    assert config.store.access_log == Path("/log")
+    assert config.store.socket == tmp_path / "s.sock"
+    assert config.encoder.socket == tmp_path / "e.sock"
+
+
+def test_absolute_environment_means_the_same_in_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "c.toml").write_text('[store]\nsecret_file = "secret"\n')
+    monkeypatch.chdir(tmp_path)
+    environ = {
+        "CORNPLUG_CONFIG": "conf/c.toml", "CORNPLUG_STORE_ACCESS_LOG": "log", "CORNPLUG_ENGINE_APP": "a/b",
+        "OTHER": "x/y",
+    }  # fmt: skip
+    here, handed = load(environ={**environ, "CORNPLUG_ENGINE_APP": "a"}), absolute_environment(environ)
+    monkeypatch.chdir("/")
+    assert load(environ={**handed, "CORNPLUG_ENGINE_APP": "a"}).store == here.store
+    assert (handed["CORNPLUG_ENGINE_APP"], handed["OTHER"]) == ("a/b", "x/y")
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("0", False), ("off", False)])

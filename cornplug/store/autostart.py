@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import cornplug
-from cornplug.config import StoreConfig
+from cornplug.config import StoreConfig, absolute_environment
 from cornplug.local_socket import try_lock
 from cornplug.private_paths import open_file, open_folder
 
@@ -83,7 +83,7 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_SPAWN_S, cwd="/",
-                start_new_session=True, close_fds=True, check=False,
+                env=absolute_environment(os.environ), start_new_session=True, close_fds=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             _log.warning("starting a store took more than %.0f s; see %s", _SPAWN_S, path)

@@ -58,9 +58,10 @@ A setting can be written in four places. The first of these that names it counts
 3. the TOML file that the environment variable `CORNPLUG_CONFIG` names, with one table for each section below;
 4. the default.
 
-A wrong setting stops the command with a message that names the setting, the value and the remedy. A list
-in an environment variable has commas between its items. The last column
-says how a default of `None` is computed.
+A relative path in the file starts at the file's folder; in a flag or variable, at the folder in which the
+command was started. A wrong setting stops the command with a message that names the setting, the value and the
+remedy. A list in an environment variable has commas between its items. The last column says how a default of
+`None` is computed.
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cornplug import codec, private_paths
-from cornplug.config import StoreConfig
+from cornplug.config import StoreConfig, load
 from cornplug.errors import CodecError, ConfigError, StoreUnavailable
 from cornplug.local_socket import SocketClaim
 from cornplug.store import autostart
@@ -155,6 +155,28 @@ def _has(store: PoolStore, name: str) -> bool:
 
 
 # -- how it is started --
+
+
+def test_autostart_relative_settings_reach_the_daemon(
+    short_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "cornplug.toml").write_text(
+        f'[store]\nsocket = "{short_path / "s.sock"}"\nsize_bytes = 1048576\nsecret_file = "secret"\n'
+        'access_log = "reads.jsonl"\n'
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CORNPLUG_CONFIG", "conf/cornplug.toml")
+    config = load().store
+    store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
+    try:
+        assert store.connected, autostart.log_path(config.socket).read_text()
+        fill(store, "a", b"x")
+    finally:
+        store.close()
+    log = tmp_path / "conf" / "reads.jsonl"
+    eventually(lambda: log.exists() and '"put"' in log.read_text(), within_s=20)
+    assert (tmp_path / "conf" / "secret").exists()
 
 
 def test_autostart_users_modules_are_not_the_daemons(store_config: StoreConfig, tmp_path: Path) -> None:
