@@ -25,6 +25,8 @@ COMMANDS: Mapping[str, CliCommand] = {
     "serve-store": CliCommand(
         "cornplug.store.daemon.main:main", "run the cache daemon (the store) of this host"
     ),
+    "store": CliCommand("cornplug.commands.store_command:main", "purge entries of the running store"),
+    "top": CliCommand("cornplug.commands.top:main", "watch the running store: fill, hits, evictions"),
     "encoder": CliCommand(
         "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
     ),

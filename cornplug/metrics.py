@@ -2,7 +2,8 @@
 
 Engine halves cannot own a Prometheus registry (Prometheus does not scrape their process), so they count into
 a `Tally`, which the engine's own connector hooks carry to its `/metrics`. The encoder service's names are in
-`encoder_service/telemetry/service_metrics.py`. `script/docs` makes docs/metrics.md of both.
+`encoder_service/telemetry/service_metrics.py`; the store fills its own table from copies of its counts
+(`store/daemon/metrics_endpoint.py`). `script/docs` makes docs/metrics.md of all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ Labels = tuple[str, ...]
 
 
 class Metric(NamedTuple):
-    kind: Literal["counter", "histogram"]
+    kind: Literal["counter", "gauge", "histogram"]
     help: str
     labels: Labels
 
@@ -50,6 +51,55 @@ METRICS: Mapping[str, Metric] = {
     ),
 }
 
+STORE_METRICS: Mapping[str, Metric] = {
+    "cornplug_store_capacity_bytes": Metric("gauge", "Upper bound of payload bytes.", ("tier",)),
+    "cornplug_store_memory_bytes": Metric("gauge", "Shared memory that the store has set aside so far.", ()),
+    "cornplug_store_used_bytes": Metric(
+        "gauge", "Memory that entries, reservations and quarantined rooms have.", ()
+    ),
+    "cornplug_store_bytes": Metric(
+        "gauge", "Room that a namespace's entries and reservations have.", ("namespace", "tier")
+    ),
+    "cornplug_store_share_bytes": Metric("gauge", "Room that a namespace is guaranteed.", ("namespace",)),
+    "cornplug_store_ceiling_bytes": Metric("gauge", "Room that a namespace never exceeds.", ("namespace",)),
+    "cornplug_store_app_bytes": Metric(
+        "gauge",
+        'Room that an app\'s entries and reservations have: of the 256 largest, the others as "(others)".',
+        ("app",),
+    ),
+    "cornplug_store_entries": Metric("gauge", "Entries.", ("namespace", "tier")),
+    "cornplug_store_leases": Metric("gauge", "Leases that readers hold.", ()),
+    "cornplug_store_open_reservations": Metric("gauge", "Entries that are being written.", ()),
+    "cornplug_store_clients": Metric("gauge", "Connected processes.", ()),
+    "cornplug_store_hits_total": Metric(
+        "counter",
+        "Entries read, by lease or by copy; copies are counted by their readers.",
+        ("namespace", "tier"),
+    ),
+    "cornplug_store_misses_total": Metric(
+        "counter", "Keys asked for by lease or copy that were absent: no entry names their namespace.", ()
+    ),
+    "cornplug_store_lookups_total": Metric(
+        "counter",
+        "Keys that clients looked up in the shared table before they decide on a read; an engine looks up a "
+        "waiting request again at each step.",
+        ("result",),
+    ),
+    "cornplug_store_reservations_total": Metric(
+        "counter", "Keys for which a writer asked for room, by answer.", ("namespace", "answer")
+    ),
+    "cornplug_store_removals_total": Metric(
+        "counter", "Entries that left the store, by cause.", ("namespace", "tier", "cause")
+    ),
+    "cornplug_store_eviction_age_seconds": Metric(
+        "histogram", "Seconds from an evicted entry's last use to its eviction.", ("namespace", "tier")
+    ),
+    "cornplug_store_answer_seconds": Metric(
+        "histogram", "Seconds of the store's thread for one answer.", ("request",)
+    ),
+}
+"""Of the store, at its own `/metrics` (`store.metrics`)."""
+
 LABELS: Mapping[str, str] = {
     "app": "The app: `engine.app` of an engine, `x-cornplug-app` of an HTTP request. The service counts apps "
     'beyond the 64th as "other".',
@@ -59,6 +109,13 @@ LABELS: Mapping[str, str] = {
     "reason": "Why; docs/troubleshooting.md has every value.",
     "direction": '"load" or "save".',
     "outcome": "The result; docs/troubleshooting.md has every value.",
+    "namespace": 'A namespace of the store ([store](store.md#namespaces)); "" where an entry was gone before '
+    "the store learned of its reading.",
+    "tier": 'Where the bytes lie: "memory".',
+    "result": '"found" or "absent".',
+    "answer": '"given", "present", "pending", "growing", "first_sight", "full" or "too_large".',
+    "cause": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" (`cornplug store purge`).',
+    "request": "The kind of message.",
     "qos": "The class of service.",
     "origin": '"computed" for this request, "coalesced" with another request in flight, or "cached".',
     "stage": '"preprocess", "prepare", "queue", "compute" or "publish".',

@@ -29,7 +29,15 @@ from cornplug.local_socket import (
     take_frame,
 )
 from cornplug.store import messages as store_messages
-from cornplug.store.base import PayloadLocation, Reservation, StoreStat, WriterPart
+from cornplug.store.base import (
+    NamespaceStat,
+    PayloadLocation,
+    PurgeCount,
+    PurgeRule,
+    Reservation,
+    StoreStat,
+    WriterPart,
+)
 from cornplug.store.leases import NO_PLACE, place
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "frames.json").read_text())
@@ -51,6 +59,7 @@ STORE = {
     "ReleaseRequest": (store_messages.ReleaseRequest([9, 10]), 0),
     "DeleteRequest": (store_messages.DeleteRequest(KEY), 5),
     "StatRequest": (store_messages.StatRequest(), 6),
+    "PurgeRequest": (store_messages.PurgeRequest(PurgeRule("app", 2.5, 0.5, True), True), 6),
     "DaemonWelcome": (store_messages.DaemonWelcome(b"a" * 16, 1 << 30, 5), None),
     "ContainsReply": (store_messages.ContainsReply(b"\1\0"), 1),
     "LeaseReply": (store_messages.LeaseReply(9, [META, None], place(AT) + NO_PLACE), 2),
@@ -58,6 +67,27 @@ STORE = {
     "CommitReply": (store_messages.CommitReply([True, False]), 4),
     "DeleteReply": (store_messages.DeleteReply(1), 5),
     "StatReply": (store_messages.StatReply(StoreStat(1, 2, 3, 4, 5, {"app": 6}, 7, 8, 9, 10)), 6),
+    "StatReply, namespaces": (
+        store_messages.StatReply(
+            StoreStat(
+                1,
+                2,
+                3,
+                4,
+                5,
+                {},
+                7,
+                8,
+                9,
+                10,
+                found=11,
+                absent=12,
+                namespaces={"chat": NamespaceStat(1, 2, 3, 4, 5, {"full": 6}, {"evicted": 7})},
+            )
+        ),
+        6,
+    ),
+    "PurgeReply": (store_messages.PurgeReply(PurgeCount(1, 2, 3, 4), True), 6),
     "ClientRejected": (store_messages.ClientRejected("secret", "why"), None),
     "RequestFault": (store_messages.RequestFault("why"), 7),
 }

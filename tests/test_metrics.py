@@ -8,7 +8,7 @@ import threading
 import msgspec
 import pytest
 
-from cornplug.metrics import METRICS, WAIT_BUCKETS_S, Tally
+from cornplug.metrics import LABELS, METRICS, STORE_METRICS, WAIT_BUCKETS_S, Tally
 
 
 def test_metrics_names_follow_prometheus_conventions() -> None:
@@ -19,6 +19,15 @@ def test_metrics_names_follow_prometheus_conventions() -> None:
         assert metric.help.endswith(".")
         assert metric.labels[0] == "app"
     assert list(WAIT_BUCKETS_S) == sorted(set(WAIT_BUCKETS_S))
+
+
+def test_metrics_of_the_store_follow_prometheus_conventions() -> None:
+    for name, metric in STORE_METRICS.items():
+        assert re.fullmatch(r"cornplug_store_[a-z_]+", name)
+        assert name.endswith("_total") == (metric.kind == "counter")
+        assert name.endswith("_seconds") == (metric.kind == "histogram")
+        assert metric.help.endswith(".")
+        assert set(metric.labels) <= set(LABELS)
 
 
 def test_tally_counts_add_up_by_label_and_drain_once() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cornplug.private_paths import cache_dir, runtime_dir
 from cornplug.settings.settings_section import Section
@@ -47,6 +47,14 @@ class NamespaceConfig(Section):
     that an engine of their own writes. Needs a `ceiling` below 1; beyond it new entries are refused."""
 
 
+def metrics_address(text: str) -> tuple[str, int]:
+    """Host and port of "HOST:PORT", "[IPV6]:PORT" or "PORT" (on this host only). Raises ValueError."""
+    host, _, port = text.rpartition(":")
+    if not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise ValueError(f'{text!r} is no address: write "127.0.0.1:9464", "[::1]:9464" or "9464"')
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
 class StoreConfig(Section):
     """The host's store."""
 
@@ -78,11 +86,22 @@ class StoreConfig(Section):
     access_log: Path | None = None
     """A file to which the store appends its reads and writes, up to 1 GiB, for `cornplug replay`. It has
     sizes, times and 8 bytes of each key, nothing of the content. None: no log."""
+    metrics: str = ""
+    """Address at which the store serves Prometheus metrics (`/metrics`), as "0.0.0.0:9464", or "9464" for
+    this host only. Empty: none, as a host may run several stores. Where the port is taken the store serves
+    engines all the same, and its log says so."""
     namespaces: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], NamespaceConfig] = Field(
         default_factory=dict
     )
     """Namespaces, by name. Only the file named by `CORNPLUG_CONFIG` has them, and the store reads it as it
     starts. Apps that none of them names share the namespace "default"."""
+
+    @field_validator("metrics")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value:
+            metrics_address(value)
+        return value
 
     @model_validator(mode="after")
     def _agree(self) -> Self:

@@ -78,6 +78,7 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     command += ["--secret-file", str(config.secret_file.absolute())]
     command += [] if config.size_bytes is None else ["--size", str(config.size_bytes)]
     command += ["--quarantine-s", str(config.quarantine_s), "--idle-exit-s", str(idle_exit_s)]
+    command += ["--metrics", config.metrics] if config.metrics else []
     path = log_path(config.socket)
     with _log_file(path) as log:
         try:

@@ -108,7 +108,21 @@ class ReserveRefusal(enum.Enum):
     TOO_LARGE = "too_large"
 
 
-class StoreStat(msgspec.Struct, frozen=True):
+class NamespaceStat(msgspec.Struct, frozen=True):
+    """One namespace of a store; sizes in bytes, counts since the store began."""
+
+    used_bytes: int
+    share_bytes: int
+    ceiling_bytes: int
+    entries: int
+    hits: int
+    reservations: dict[str, int]
+    """Answer -> keys: "given", or the value of a `ReserveRefusal`."""
+    removals: dict[str, int]
+    """Cause -> entries: "evicted", "expired" (the namespace's time to live), "deleted", "purged"."""
+
+
+class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
     """A snapshot; all sizes in bytes."""
 
     capacity_bytes: int
@@ -124,6 +138,37 @@ class StoreStat(msgspec.Struct, frozen=True):
     misses: int
     refusals: int
     """Reservations refused with FULL or TOO_LARGE."""
+    found: int = 0
+    """Keys that lookups in the shared table found. A waiting request is looked up again at each step."""
+    absent: int = 0
+    """Keys that such lookups did not find."""
+    namespaces: dict[str, NamespaceStat] = {}
+    """Empty where a store has none."""
+
+
+class PurgeRule(msgspec.Struct, frozen=True, array_like=True):
+    """The entries that a purge ends: those for which all of this is true."""
+
+    app: str | None = None
+    """Written in the name of this app; None: of any."""
+    older_s: float = 0.0
+    """Written at least so long ago."""
+    unused_s: float = 0.0
+    """Not read for at least so long."""
+    dry_run: bool = False
+    """They are only counted."""
+
+
+class PurgeCount(msgspec.Struct, frozen=True, array_like=True):
+    """Entries that a purge has ended."""
+
+    entries: int
+    size_bytes: int
+    """Room of these entries."""
+    leased: int
+    """Of them: their bytes are free when their leases end."""
+    writing: int
+    """Entries that were being written, beside them: their writers are told so."""
 
 
 class Store(Protocol):
@@ -212,3 +257,12 @@ class UnleasedReads(Protocol):
 
     def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
         """The entry of a key. ABSENT counts as a miss. Raises StoreUnavailable without a store."""
+
+
+@runtime_checkable
+class PurgeableStore(Protocol):
+    """What a store may offer besides: purges, for operators."""
+
+    def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
+        """End the entries that were there when this call began and that the rule names. Leased ones are
+        absent from now on, and keep their bytes until their leases end. `deadline_s` is of each portion."""

@@ -16,6 +16,8 @@ from cornplug.store import messages
 from cornplug.store.autostart import IDLE_EXIT_S
 from cornplug.store.base import (
     PayloadLocation,
+    PurgeCount,
+    PurgeRule,
     Reservation,
     ReserveRefusal,
     StoreStat,
@@ -27,7 +29,7 @@ from cornplug.store.daemon_link import DaemonLink
 from cornplug.store.leases import PLACE, Leases
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
 from cornplug.store.table import unleased
-from cornplug.store.table.entry_table import UNLISTED
+from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED
 from cornplug.store.table.unleased import TableEntry
 from cornplug.store.validation import (
     check_app,
@@ -36,6 +38,7 @@ from cornplug.store.validation import (
     check_keys,
     check_meta,
     check_part,
+    check_purge,
     check_ttl,
 )
 
@@ -75,7 +78,10 @@ class PoolStore:
         return self._link.connection is not None
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        mask = self._link.reachable().table.contains(keys)
+        connection = self._link.reachable()
+        mask = connection.table.contains(keys)
+        if connection.notes is not None:
+            connection.notes.looked_up(mask.count(PRESENT), mask.count(ABSENT))
         if UNLISTED not in mask:
             return mask
         answers = bytearray(mask)
@@ -171,6 +177,19 @@ class PoolStore:
             request = messages.DeleteRequest(b"".join(some))
             dropped += connection.ask(request, messages.DeleteReply, end_s, deadline_s).count
         return dropped
+
+    def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
+        """As `PurgeableStore.purge`."""
+        check_purge(rule)
+        connection, begins, more = self._link.reachable(), True, True
+        entries = size_bytes = leased = writing = 0
+        while more:
+            request, end_s = messages.PurgeRequest(rule, begins), time.monotonic() + deadline_s
+            reply = connection.ask(request, messages.PurgeReply, end_s, deadline_s)
+            entries, size_bytes = entries + reply.count.entries, size_bytes + reply.count.size_bytes
+            leased, writing = leased + reply.count.leased, writing + reply.count.writing
+            begins, more = False, reply.more
+        return PurgeCount(entries, size_bytes, leased, writing)
 
     def stat(self, *, deadline_s: float) -> StoreStat:
         end_s = time.monotonic() + deadline_s

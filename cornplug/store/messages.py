@@ -22,7 +22,7 @@ import msgspec
 from cornplug import local_socket
 from cornplug.config import STORE_PROTOCOL
 from cornplug.errors import ProtocolError
-from cornplug.store.base import KEY_BYTES, Reservation, StoreStat, WriterPart
+from cornplug.store.base import KEY_BYTES, PurgeCount, PurgeRule, Reservation, StoreStat, WriterPart
 
 T = TypeVar("T")
 
@@ -90,6 +90,13 @@ class StatRequest(msgspec.Struct, frozen=True, array_like=True, tag=7):
     pass
 
 
+class PurgeRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
+    """A portion of a purge: the client asks again while the answer says `more`."""
+
+    rule: PurgeRule
+    begins: bool
+
+
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
     """Answer to `ClientHello`; the file descriptors of the arena, of its write fences, of the table of its
     entries and of the notes of reads come with it."""
@@ -147,6 +154,13 @@ class RequestFault(msgspec.Struct, frozen=True, array_like=True, tag=19):
     message: str
 
 
+class PurgeReply(msgspec.Struct, frozen=True, array_like=True, tag=20):
+    """Of this portion."""
+
+    count: PurgeCount
+    more: bool
+
+
 Request = (
     ClientHello
     | ContainsRequest
@@ -156,6 +170,7 @@ Request = (
     | ReleaseRequest
     | DeleteRequest
     | StatRequest
+    | PurgeRequest
 )
 Reply = (
     DaemonWelcome
@@ -165,6 +180,7 @@ Reply = (
     | CommitReply
     | DeleteReply
     | StatReply
+    | PurgeReply
     | ClientRejected
     | RequestFault
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.store.base import KEY_BYTES, WriterPart
+from cornplug.store.base import KEY_BYTES, PurgeRule, WriterPart
 
 MAX_META_BYTES: Final = 1 << 20
 """A header of 65535 segments takes half of it."""
@@ -59,6 +60,15 @@ def check_cost(cost_s: float) -> None:
         raise ValueError(
             f"cost_s is {cost_s}; the recomputation of an entry takes 0 to {MAX_COST_S:g} seconds"
         )
+
+
+def check_purge(rule: PurgeRule) -> None:
+    """Raises ValueError for a rule of an app or age that no entry can have."""
+    if rule.app is not None:
+        check_app(rule.app)
+    for age_s in (rule.older_s, rule.unused_s):
+        if not 0 <= age_s < math.inf:
+            raise ValueError(f"an age of {age_s} s: name 0 s or more")
 
 
 def check_meta(meta: bytes) -> None:

@@ -21,7 +21,7 @@ _ENVIRONMENT: Final = {
     "XDG_RUNTIME_DIR": "/run/user/UID",
     "XDG_CACHE_HOME": "/home/USER/.cache",
 }
-_SUBCOMMANDS: Final = {"plan": ("init", "schema"), "profile": ("llm", "encoder")}
+_SUBCOMMANDS: Final = {"store": ("purge",), "plan": ("init", "schema"), "profile": ("llm", "encoder")}
 _ENGINES: Final = """## Engines
 
 vLLM takes `--kv-connector cornplug` and SGLang `{enable}`; each of these flags can follow, on both:

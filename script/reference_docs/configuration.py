@@ -40,6 +40,7 @@ _STORE_FLAGS: Final = {
     "store.size_bytes": "--size",
     "store.secret_file": "--secret-file",
     "store.quarantine_s": "--quarantine-s",
+    "store.metrics": "--metrics",
 }
 _NAMED: Final[tuple[tuple[type[BaseModel], str], ...]] = (
     (config.NamespaceConfig, "store.namespaces.NAME"),
@@ -59,9 +60,9 @@ A setting can be written in four places. The first of these that names it counts
 4. the default.
 
 A relative path in the file starts at the file's folder; in a flag or variable, at the folder in which the
-command was started. A wrong setting stops the command with a message that names the setting, the value and the
-remedy. A list in an environment variable has commas between its items. The last column says how a default of
-`None` is computed.
+command was started. A wrong setting stops the command with a message that names the setting, the value and
+the remedy. A list in an environment variable has commas between its items. The last column says how a default
+of `None` is computed.
 """
 
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from cornplug.encoder_service.replicas.pool import ReplicaMetrics
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
-from cornplug.metrics import LABELS, METRICS
+from cornplug.metrics import LABELS, METRICS, STORE_METRICS
 from cornplug.vllm_connector.admission import _meters as admission_meters
 
 from .markdown import notice, table
@@ -35,6 +35,12 @@ At vLLM's `/metrics`, with `--middleware cornplug.vllm_connector.admission.Admis
 """
 
 
+_STORE: Final = """## Store
+
+At `/metrics` of the address in `store.metrics` (`cornplug serve-store --metrics`), where one is set.
+"""
+
+
 class Series(NamedTuple):
     name: str
     kind: str
@@ -45,7 +51,8 @@ class Series(NamedTuple):
 def page() -> str:
     """The text of docs/metrics.md."""
     parts = [_INTRO.format(notice=notice("`cornplug/metrics.py` and the services' registries"))]
-    for head, series in ((_ENGINES, engines()), (_SERVICE, service()), (_ADMISSION, admission())):
+    rooms = ((_ENGINES, engines()), (_SERVICE, service()), (_STORE, store()), (_ADMISSION, admission()))
+    for head, series in rooms:
         rows = [
             (f"`{s.name}`", s.kind, ", ".join(f"`{label}`" for label in s.labels), s.help) for s in series
         ]
@@ -58,6 +65,11 @@ def page() -> str:
 def engines() -> list[Series]:
     """Metrics of engines."""
     return [Series(name, m.kind, m.labels, m.help) for name, m in METRICS.items()]
+
+
+def store() -> list[Series]:
+    """Metrics of the store."""
+    return [Series(name, m.kind, m.labels, m.help) for name, m in STORE_METRICS.items()]
 
 
 def service() -> list[Series]:

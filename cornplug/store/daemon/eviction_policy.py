@@ -50,7 +50,7 @@ class _Namespace(Generic[E]):
     """Bytes and entries of one namespace."""
 
     def __init__(self, rules: NamespaceConfig, capacity_bytes: int) -> None:
-        self.rules = rules
+        self.rules, self.capacity_bytes = rules, capacity_bytes
         self.share_bytes = int(rules.share * capacity_bytes)
         self.ceiling_bytes = int(rules.ceiling * capacity_bytes) if rules.ceiling < 1 else math.inf
         self.used_bytes = 0
@@ -87,9 +87,19 @@ class EvictionPolicy(Generic[E]):
         """The namespace of an app."""
         return self._name_of_app.get(app, DEFAULT_NAMESPACE)
 
+    @property
+    def names(self) -> list[str]:
+        """Of all namespaces."""
+        return list(self._namespaces)
+
     def used_bytes(self, name: str) -> int:
         """Room that a namespace's entries and reservations have."""
         return self._namespaces[name].used_bytes
+
+    def bounds_bytes(self, name: str) -> tuple[int, int]:
+        """A namespace's share and ceiling."""
+        space = self._namespaces[name]
+        return space.share_bytes, int(min(space.ceiling_bytes, space.capacity_bytes))
 
     def charge(self, app: str, room: int) -> None:
         """Count room that a reservation takes; less than 0: that a reservation or entry gives back."""

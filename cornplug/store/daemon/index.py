@@ -26,8 +26,10 @@ from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.lease_limits import LeaseGroup, LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
+from cornplug.store.daemon.purges import PurgeJobs
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
+from cornplug.store.daemon.store_counters import RemovalCause, StoreCounters
 from cornplug.store.leases import NO_PLACE, Leases, place
 from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
@@ -58,21 +60,18 @@ class StoreIndex:
         log: AccessLog | None = None,
     ) -> None:
         self.arena_id = arena_id
-        self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._drop, namespaces=namespaces)
+        self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._evict, namespaces=namespaces)
         self._policy = self.placement.policy
+        self.counters = StoreCounters(self._policy.names, self._policy.name_of)
         self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
         self._table, self._access_log = table, log
         self._sightings = Sightings()
         self._entries: dict[bytes, StoredEntry] = {}
         self._open_entries = OpenEntries(
-            quarantine_s=quarantine_s,
-            reservation_s=reservation_s,
-            reclaim_s=reclaim_s,
-            on_end=self._end_open_entry,
-            free=self._free_open_entry,
-            disown=self._disown,
-        )
+            quarantine_s=quarantine_s, reservation_s=reservation_s, reclaim_s=reclaim_s,
+            on_end=self._end_open_entry, free=self._free_open_entry, disown=self._disown,
+        )  # fmt: skip
         self._reading: dict[int, LeaseGroup[StoredEntry]] = {}
         self._pins: LeaseLimits[StoredEntry] = LeaseLimits(self.capacity_bytes * 3 // 4)
         self._owned: dict[int, set[int]] = {}
@@ -80,7 +79,8 @@ class StoreIndex:
         self._app_bytes = AppBytes()
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
-        self._leases = self._hits = self._misses = self._refusals = 0
+        self._leases = 0
+        self.purges = PurgeJobs(self._entries, self._open_entries, self._drop)
         self._now_s = 0.0
         """Of the latest call that told the time."""
 
@@ -119,8 +119,8 @@ class StoreIndex:
                     entry = None
             found.append(entry)
         entries = [entry for entry in found if entry is not None]
-        self._hits += len(entries)
-        self._misses += len(found) - len(entries)
+        self.counters.read(entries)
+        self.counters.misses += len(found) - len(entries)
         token = 0
         if entries:
             token = self._new_token(owner)
@@ -158,6 +158,7 @@ class StoreIndex:
             else:
                 out.append(open_entry)
         self.placement.end_call()
+        self.counters.reserved(app, out)
         return out
 
     def commit(self, owner: int, token: int, meta: bytes) -> bool:
@@ -176,9 +177,11 @@ class StoreIndex:
         location = open_entry.location
         self._fences.shut(location.fence)
         entry = StoredEntry(
-            open_entry.key, meta, open_entry.app, location, open_entry.room, open_entry.cost_s
-        )
+            open_entry.key, meta, open_entry.app, location, open_entry.room, open_entry.cost_s,
+            written_s=self._now_s, used_s=self._now_s,
+        )  # fmt: skip
         self._entries[entry.key] = entry
+        self.counters.added(entry.app)
         self.placement.add(entry, now_s=self._now_s)
         if self._access_log is not None:
             self._access_log.note("put", [entry], self._now_s)
@@ -197,14 +200,14 @@ class StoreIndex:
 
     def count_reads(self, reads: NotedReads) -> None:
         """Count copying reads that a client made by the table, and refresh LRU. Its numbers may be any."""
-        self._hits += reads.hits
-        self._misses += reads.misses
-        for record in reads.records:
-            entry = self._entries.get(self._table.key_of(record) or b"") if self._table is not None else None
-            if entry is not None:
-                self._policy.touch(entry)
-                if self._access_log is not None:
-                    self._access_log.note("get", [entry], self._now_s)
+        keys = [self._table.key_of(record) for record in reads.records] if self._table is not None else []
+        entries = [entry for key in keys if key is not None and (entry := self._entries.get(key)) is not None]
+        self.counters.noted(reads, entries)
+        for entry in entries:
+            entry.used_s = self._now_s
+            self._policy.touch(entry)
+            if self._access_log is not None:
+                self._access_log.note("get", [entry], self._now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Make entries invisible; their room is free once they have no lease. The number dropped."""
@@ -212,7 +215,7 @@ class StoreIndex:
         for key in keys:
             entry = self._entries.get(key)
             if entry is not None:
-                self._drop(entry)
+                self._drop(entry, "deleted")
                 dropped += 1
         return dropped
 
@@ -231,6 +234,7 @@ class StoreIndex:
         if owned:
             return False
         self._owned.pop(owner, None)
+        self.purges.forget(owner)
         return True
 
     def sweep(self, now_s: float) -> None:
@@ -241,34 +245,23 @@ class StoreIndex:
             left -= self._end_leases(due[0])
         self._open_entries.sweep(now_s, SWEEP)
         for entry in self._policy.expired(now_s, SWEEP):
-            self._drop(entry)
+            self._drop(entry, "expired")
 
     def stat(self) -> StoreStat:
         """A snapshot. `used_bytes` counts aligned room, also of reservations and quarantine."""
+        counted = self.counters
         return StoreStat(
-            capacity_bytes=self.capacity_bytes,
-            used_bytes=self.placement.used_bytes,
-            entries=len(self._entries),
-            reservations=len(self._open_entries),
-            leases=self._leases,
-            bytes_by_app=self._app_bytes.largest(),
-            evictions=self.placement.evictions,
-            hits=self._hits,
-            misses=self._misses,
-            refusals=self._refusals,
-        )
+            capacity_bytes=self.capacity_bytes, used_bytes=self.placement.used_bytes,
+            entries=len(self._entries), reservations=len(self._open_entries), leases=self._leases,
+            bytes_by_app=self._app_bytes.largest(), evictions=self.placement.evictions,
+            hits=counted.hits, misses=counted.misses, refusals=counted.refusals, found=counted.found,
+            absent=counted.absent, namespaces=counted.by_namespace(self._policy),
+        )  # fmt: skip
 
     def _join_or_open(
-        self,
-        key: bytes,
-        size: int,
-        app: str,
-        part: WriterPart | None,
-        now_s: float,
-        *,
-        only_seen: bool,
-        cost_s: float,
-    ) -> OpenEntry | ReserveRefusal:
+        self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float,
+        *, only_seen: bool, cost_s: float,
+    ) -> OpenEntry | ReserveRefusal:  # fmt: skip
         """The open entry that this writer may join, begun if need be."""
         if key in self._entries:
             return ReserveRefusal.PRESENT
@@ -279,25 +272,27 @@ class StoreIndex:
             return ReserveRefusal.FIRST_SIGHT
         room = align_up(size)
         if room > self.capacity_bytes:
-            self._refusals += 1
             return ReserveRefusal.TOO_LARGE
         offset = self.placement.make_room(room, app)
         if isinstance(offset, ReserveRefusal):
-            self._refusals += offset is ReserveRefusal.FULL
             return offset
         # The token of its first writer, which is given next.
         generation = self._last_token + 1
         fence = self._fences.open(generation)
         if fence == NO_SLOT:
             self.placement.free(offset, room)
-            self._refusals += 1
             return ReserveRefusal.FULL
         self._charge(app, room)
         location = PayloadLocation(self.arena_id, offset, size, generation, fence)
         return self._open_entries.begin(key, location, room, app=app, part=part, now_s=now_s, cost_s=cost_s)
 
-    def _drop(self, entry: StoredEntry) -> None:
+    def _evict(self, entry: StoredEntry) -> None:
+        self.counters.evicted(entry.app, self._now_s - entry.used_s)
+        self._drop(entry, "evicted")
+
+    def _drop(self, entry: StoredEntry, cause: RemovalCause) -> None:
         del self._entries[entry.key]
+        self.counters.removed(entry.app, cause)
         if self._table is not None:
             self._table.remove(entry.key)
         self._policy.remove(entry)
@@ -322,6 +317,7 @@ class StoreIndex:
         # The tail of a prefix first, as if it were older: without its head it is of no use.
         for entry in reversed(reading.entries):
             entry.readers -= 1
+            entry.used_s = self._now_s
             self._pins.drop(reading.owner, entry)
             if entry.readers:
                 continue

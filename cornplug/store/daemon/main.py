@@ -98,6 +98,12 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         help="end after so many seconds without a client (default: 0, never)",
     )
     parser.add_argument(
+        "--metrics",
+        metavar="[HOST:]PORT",
+        default=defaults.metrics,
+        help="serve /metrics for Prometheus there; without HOST on this host only (default: none)",
+    )
+    parser.add_argument(
         "--clamp",
         action="store_true",
         help="use a smaller size if the host has less memory, instead of an error",
@@ -107,6 +113,8 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
 
 
 def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
+    if options.metrics != settings.metrics:
+        settings = config.load({"store.metrics": options.metrics}).store
     path: Path = options.socket.absolute()
     secret = read_secret(options.secret_file)
     # A process that sees the socket may end this one: not before it can end in good order.
@@ -139,6 +147,15 @@ def _serve_claimed(
         access_log=settings.access_log,
     )
 
+    endpoint = None
+    if settings.metrics:
+        # Imported here: a store without it starts in a third of the time.
+        from cornplug.store.daemon.metrics_endpoint import open_endpoint
+
+        endpoint = open_endpoint(settings.metrics)
+        if endpoint is not None:
+            server.telemetry.show = endpoint.show
+
     def end(number: int, _: object) -> None:
         _log.info("%s: ending", signal.Signals(number).name)
         server.stop = True
@@ -152,6 +169,8 @@ def _serve_claimed(
     try:
         server.serve()
     finally:
+        if endpoint is not None:
+            endpoint.close()
         arena.close()
 
 

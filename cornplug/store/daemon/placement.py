@@ -36,6 +36,9 @@ class StoredEntry:
     room: int
     cost_s: float = 0.0
     """Seconds that its recomputation takes, as its writer said; 0: it did not."""
+    written_s: float = 0.0
+    used_s: float = 0.0
+    """End of its last lease or copying read, or its writing, to about half a second."""
     readers: int = 0
     visible: bool = True
     last_use: int = 0

@@ -102,6 +102,10 @@ class OpenEntries:
         """Open entries that may still become entries."""
         return len(self._by_key)
 
+    def all(self) -> list[OpenEntry]:
+        """Those that may still become entries."""
+        return list(self._by_key.values())
+
     def find(self, key: bytes, size: int, part: WriterPart | None) -> OpenEntry | ReserveRefusal | None:
         """The open entry to join as `part`, PENDING where that cannot be, None where there is none."""
         open_entry = self._by_key.get(key)

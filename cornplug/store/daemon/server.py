@@ -32,6 +32,7 @@ from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.session import ClientFault, ClientSession
+from cornplug.store.daemon.store_telemetry import StoreTelemetry
 from cornplug.store.table.entry_table_layout import TableShape
 from cornplug.store.table.use_notes import UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
@@ -89,6 +90,7 @@ class StoreServer:
         self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._growth = ArenaGrowth(arena)
         self._sessions: dict[int, ClientSession] = {}
+        self.telemetry = StoreTelemetry(self._index, self._sessions)
         self._eager: dict[int, ClientSession] = {}
         """Those whose turn ended with requests unanswered."""
         self._ending: deque[int] = deque()
@@ -180,8 +182,11 @@ class StoreServer:
             number, message = messages.take_number(body)
         except ProtocolError as e:
             raise ClientFault(str(e)) from e
+        began_s = time.perf_counter()
         try:
-            reply = self._reply(session.owner, messages.request_decoder.decode(message))
+            request = messages.request_decoder.decode(message)
+            reply = self._reply(session.owner, request)
+            self.telemetry.answered(request, began_s)
         except _REQUEST_FAULTS as e:
             _log.warning("client %d: a request that is none: %s", session.owner, e)
             reply = messages.RequestFault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
@@ -231,15 +236,9 @@ class StoreServer:
                 check_cost(cost_s)
                 self._collect_reads()
                 answers = index.reserve(
-                    owner,
-                    wanted,
-                    app=app,
-                    part=part,
-                    now_s=now_s,
-                    cut_looks=messages.CUT_LOOKS,
-                    only_seen=only_seen,
-                    cost_s=cost_s,
-                )
+                    owner, wanted, app=app, part=part, now_s=now_s, cut_looks=messages.CUT_LOOKS,
+                    only_seen=only_seen, cost_s=cost_s,
+                )  # fmt: skip
                 return messages.ReserveReply(
                     [a.value if isinstance(a, ReserveRefusal) else a for a in answers]
                 )
@@ -262,6 +261,9 @@ class StoreServer:
             case messages.StatRequest():
                 self._collect_reads()
                 return messages.StatReply(index.stat())
+            case messages.PurgeRequest(rule, begins):
+                self._collect_reads()
+                return messages.PurgeReply(*index.purges.portion(owner, rule, begins=begins, now_s=now_s))
             case _:
                 raise ValueError(f"no request: {type(request).__name__}")
 
@@ -290,6 +292,7 @@ class StoreServer:
         now_s = time.monotonic()
         self._index.sweep(now_s)
         self._collect_reads()
+        self.telemetry.tick()
         for session in list(self._sessions.values()):
             if not session.welcomed and now_s - session.since_s > HELLO_WITHIN_S:
                 self._end(session, ClientFault("said no hello"))

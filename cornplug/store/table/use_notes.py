@@ -1,7 +1,9 @@
 """Reads without a message: each client notes them in a page, which the daemon reads when it must know.
 
-    page    u64 hits | u64 misses | u64 notes so far | unused word | ring of u32 numbers of table records
+    page    u64 hits | u64 misses | u64 notes so far | u32 keys found | u32 keys absent | ring of u32 numbers
+            of table records
 
+Hits and misses are of reads; keys found and absent are of lookups, which read nothing.
 One memory has the pages of all clients. A client that writes nonsense, or in another's page, changes counts
 and the order of eviction, and nothing else.
 """
@@ -27,8 +29,13 @@ _RING_AT: Final = 8
 RING: Final = PAGE_BYTES // 4 - _RING_AT
 """Notes of a page: of more between two looks of the daemon, the oldest are lost."""
 _HITS, _MISSES, _NOTED = range(3)
+_FOUND, _ABSENT = 6, 7
+"""Words of 32 bits."""
 _WORD_MASK: Final = (1 << 64) - 1
-_MOST_COUNTED: Final = (1 << 32) - 1
+_HALF_MASK: Final = (1 << 32) - 1
+MOST_COUNTED: Final = 1 << 24
+"""Reads or keys between two looks, half a second apart, of the quickest client. A page that says more is
+damaged, and counts for so many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,8 @@ class NotedReads:
     misses: int
     records: Sequence[int]
     """Numbers of records, the last read last. Not checked: any numbers."""
+    found: int = 0
+    absent: int = 0
 
 
 class UseNotes:
@@ -58,7 +67,7 @@ class UseNotes:
         if page >= PAGES:
             return NO_PAGE
         self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = bytes(PAGE_BYTES)
-        self._seen[page] = (0, 0, 0)
+        self._seen[page] = (0,) * 5
         return page
 
     def take(self, page: int) -> NotedReads | None:
@@ -66,18 +75,20 @@ class UseNotes:
         if page == NO_PAGE:
             return None
         memory = self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
-        counts = tuple(memory[:32].cast("Q")[:3])
+        counts = (*memory[:24].cast("Q"), *memory[24:32].cast("I"))
         seen = self._seen[page]
         if counts == seen:
             return None
         self._seen[page] = counts
         ring, noted = memory.cast("I")[_RING_AT:], counts[_NOTED]
         fresh = min((noted - seen[_NOTED]) & _WORD_MASK, RING)
-        return NotedReads(
-            (counts[_HITS] - seen[_HITS]) & _MOST_COUNTED,
-            (counts[_MISSES] - seen[_MISSES]) & _MOST_COUNTED,
-            [ring[(noted - i) % RING] for i in range(fresh, 0, -1)],
-        )
+        masks = (_WORD_MASK,) * 3 + (_HALF_MASK,) * 2
+        more = [
+            min((now - before) & mask, MOST_COUNTED)
+            for now, before, mask in zip(counts, seen, masks, strict=True)
+        ]
+        records = [ring[(noted - i) % RING] for i in range(fresh, 0, -1)]
+        return NotedReads(more[_HITS], more[_MISSES], records, found=more[3], absent=more[4])
 
     def shut(self, page: int) -> None:
         """The client has gone; another one may get its page."""
@@ -96,6 +107,7 @@ class ClientNotes:
         """Raises OSError or ValueError when there is no such page."""
         memory = memoryview(mmap.mmap(fd, PAGE_BYTES, offset=page * PAGE_BYTES))
         self._words = memory[: _RING_AT * 4].cast("Q")
+        self._halves = memory[: _RING_AT * 4].cast("I")
         self._ring = memory.cast("I")[_RING_AT:]
         self._lock = threading.Lock()
 
@@ -111,3 +123,10 @@ class ClientNotes:
         """An entry was wanted that is not there."""
         with self._lock:
             self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
+
+    def looked_up(self, found: int, absent: int) -> None:
+        """So many keys were looked up in the table."""
+        with self._lock:
+            halves = self._halves
+            halves[_FOUND] = (halves[_FOUND] + found) & _HALF_MASK
+            halves[_ABSENT] = (halves[_ABSENT] + absent) & _HALF_MASK

@@ -12,7 +12,16 @@ from cornplug.store.base import Reservation
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.table.entry_table_layout import TableShape
-from cornplug.store.table.use_notes import NO_PAGE, PAGE_BYTES, PAGES, RING, ClientNotes, NotedReads, UseNotes
+from cornplug.store.table.use_notes import (
+    MOST_COUNTED,
+    NO_PAGE,
+    PAGE_BYTES,
+    PAGES,
+    RING,
+    ClientNotes,
+    NotedReads,
+    UseNotes,
+)
 from cornplug.testing.store import key
 
 
@@ -35,6 +44,27 @@ def test_notes_reads_are_taken_once_in_order(notes: UseNotes) -> None:
     assert notes.take(other) == NotedReads(0, 1, [])
     mine.hit(7)
     assert notes.take(page) == NotedReads(1, 0, [7])
+
+
+def test_notes_keys_looked_up_are_taken_once_and_wrap(notes: UseNotes) -> None:
+    page = notes.open()
+    mine = ClientNotes(notes.fd, page)
+    mine.looked_up(3, 5)
+    assert notes.take(page) == NotedReads(0, 0, [], found=3, absent=5)
+    assert notes.take(page) is None
+    for _ in range(1 << 9):
+        mine.looked_up((1 << 23) - 1, 0)
+        notes.take(page)
+    mine.looked_up(1 << 10, 1)
+    assert notes.take(page) == NotedReads(0, 0, [], found=1 << 10, absent=1)
+
+
+def test_notes_that_say_more_than_a_client_can_read_are_clamped(notes: UseNotes) -> None:
+    page = notes.open()
+    notes._memory[page * PAGE_BYTES : page * PAGE_BYTES + 32] = b"\xfe" * 32
+    reads = notes.take(page)
+    assert reads is not None
+    assert (reads.hits, reads.misses, reads.found, reads.absent) == (MOST_COUNTED,) * 4
 
 
 def test_notes_beyond_the_ring_lose_the_oldest(notes: UseNotes) -> None:

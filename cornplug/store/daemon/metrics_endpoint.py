@@ -1,0 +1,139 @@
+"""`/metrics` of the store, served by a thread beside the loop.
+
+The loop hands it copies of its counts twice a second; a scrape renders the latest one and asks the loop
+nothing.
+A daemon whose address is taken serves engines all the same, and its log says so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from cornplug.metrics import STORE_METRICS
+from cornplug.settings.store_settings import metrics_address
+from cornplug.store.daemon.store_counters import AGE_BUCKETS_S
+from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, StoreSnapshot
+
+MEMORY: Final = "memory"
+"""The tier of entries that lie in shared memory."""
+_log = logging.getLogger("cornplug.store")
+
+
+class MetricsEndpoint:
+    """Serves `/metrics` at this address, "HOST:PORT" or "PORT", from the first snapshot on.
+
+    Raises OSError where the address cannot be listened at.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._latest: StoreSnapshot | None = None
+        host, port = metrics_address(address)
+        registry = CollectorRegistry()
+        registry.register(self)
+        self._server, _ = start_http_server(port, host, registry)
+        self.port: int = self._server.server_port
+
+    def show(self, snapshot: StoreSnapshot) -> None:
+        """Serve this from now on."""
+        self._latest = snapshot
+
+    def collect(self) -> Iterator[Metric]:
+        """For prometheus_client, at each scrape."""
+        if self._latest is not None:
+            yield from families(self._latest)
+
+    def close(self) -> None:
+        """Serve no longer."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def open_endpoint(address: str) -> MetricsEndpoint | None:
+    """The endpoint; None, and a line in the log, where its address cannot be listened at."""
+    try:
+        endpoint = MetricsEndpoint(address)
+    except OSError as e:
+        _log.error(
+            "store.metrics: cannot listen at %s: %s. The store serves without /metrics; name a free port",
+            address, e.strerror or e,
+        )  # fmt: skip
+        return None
+    _log.info("metrics at http://%s:%d/metrics", metrics_address(address)[0], endpoint.port)
+    return endpoint
+
+
+def families(now: StoreSnapshot) -> Iterator[Metric]:
+    """All series of `STORE_METRICS`, in its order."""
+    values = _values(now)
+    for name, metric in STORE_METRICS.items():
+        if metric.kind == "histogram":
+            bounds, samples = _histograms(now)[name]
+            yield _histogram(name, bounds, samples)
+            continue
+        family: CounterMetricFamily | GaugeMetricFamily
+        if metric.kind == "counter":
+            family = CounterMetricFamily(name, metric.help, labels=metric.labels)
+        else:
+            family = GaugeMetricFamily(name, metric.help, labels=metric.labels)
+        for labels, value in values[name].items():
+            family.add_metric(labels, value)
+        yield family
+
+
+def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]:
+    stat, spaces = now.stat, now.stat.namespaces.items()
+    return {
+        "cornplug_store_capacity_bytes": {(MEMORY,): stat.capacity_bytes},
+        "cornplug_store_memory_bytes": {(): now.memory_bytes},
+        "cornplug_store_used_bytes": {(): stat.used_bytes},
+        "cornplug_store_bytes": {(name, MEMORY): one.used_bytes for name, one in spaces},
+        "cornplug_store_share_bytes": {(name,): one.share_bytes for name, one in spaces},
+        "cornplug_store_ceiling_bytes": {(name,): one.ceiling_bytes for name, one in spaces},
+        "cornplug_store_app_bytes": {(app,): size for app, size in stat.bytes_by_app.items()},
+        "cornplug_store_entries": {(name, MEMORY): one.entries for name, one in spaces},
+        "cornplug_store_leases": {(): stat.leases},
+        "cornplug_store_open_reservations": {(): stat.reservations},
+        "cornplug_store_clients": {(): now.clients},
+        "cornplug_store_hits_total": {(name, MEMORY): one.hits for name, one in spaces}
+        | {("", MEMORY): stat.hits - sum(one.hits for _, one in spaces)},
+        "cornplug_store_misses_total": {(): stat.misses},
+        "cornplug_store_lookups_total": {("found",): stat.found, ("absent",): stat.absent},
+        "cornplug_store_reservations_total": {
+            (name, answer): count for name, one in spaces for answer, count in one.reservations.items()
+        },
+        "cornplug_store_removals_total": {
+            (name, MEMORY, cause): count for name, one in spaces for cause, count in one.removals.items()
+        },
+    }
+
+
+def _histograms(
+    now: StoreSnapshot,
+) -> Mapping[str, tuple[Sequence[float], Mapping[tuple[str, ...], Samples]]]:
+    return {
+        "cornplug_store_eviction_age_seconds": (
+            AGE_BUCKETS_S,
+            {(name, MEMORY): samples for name, samples in now.ages.items()},
+        ),
+        "cornplug_store_answer_seconds": (
+            ANSWER_BUCKETS_S,
+            {(request,): samples for request, samples in now.answers.items()},
+        ),
+    }
+
+
+def _histogram(
+    name: str, bounds_s: Sequence[float], samples: Mapping[tuple[str, ...], Samples]
+) -> HistogramMetricFamily:
+    metric = STORE_METRICS[name]
+    family = HistogramMetricFamily(name, metric.help, labels=metric.labels)
+    ends = [*map(str, bounds_s), "+Inf"]
+    for labels, (counts, sum_s) in samples.items():
+        family.add_metric(labels, list(zip(ends, itertools.accumulate(counts), strict=True)), sum_s)
+    return family

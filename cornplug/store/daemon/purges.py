@@ -1,0 +1,85 @@
+"""Purges: the entries of an app, or old ones, leave the store a portion at a time.
+
+A purge ends every entry that was there when it began and that its rule names, and, if the rule is about no
+age, reservations as well: their writers are told that the reservation has ended. Entries written later stay.
+The client asks for one portion after another, so that others have their turns between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from cornplug.store.base import PurgeCount, PurgeRule
+from cornplug.store.daemon.placement import StoredEntry
+from cornplug.store.daemon.reservations import OpenEntries, OpenEntry
+from cornplug.store.daemon.store_counters import RemovalCause
+from cornplug.store.validation import check_purge
+
+PORTION: Final = 1024
+"""Entries that one portion looks at: about 2 ms if all of them go."""
+
+
+class PurgeJobs:
+    """The purges under way of one store, one for each of its clients."""
+
+    def __init__(
+        self,
+        entries: Mapping[bytes, StoredEntry],
+        open_entries: OpenEntries,
+        drop: Callable[[StoredEntry, RemovalCause], None],
+    ) -> None:
+        self._entries, self._open_entries, self._drop = entries, open_entries, drop
+        self._left: dict[int, list[bytes | OpenEntry]] = {}
+
+    def portion(self, owner: int, rule: PurgeRule, *, begins: bool, now_s: float) -> tuple[PurgeCount, bool]:
+        """Purge a portion. Returns its count, and whether the purge goes on.
+
+        Raises ValueError for a rule that is none.
+
+        Args:
+            begins: This is the first portion of a purge.
+        """
+        check_purge(rule)
+        if begins:
+            self._left[owner] = [*self._open_entries.all(), *self._entries]
+        left = self._left.get(owner, [])
+        some = left[-PORTION:]
+        del left[-PORTION:]
+        count = self._purged(some, rule, now_s)
+        if not left:
+            self.forget(owner)
+        return count, bool(left)
+
+    def forget(self, owner: int) -> None:
+        """A client has gone, or is done."""
+        self._left.pop(owner, None)
+
+    def _purged(self, some: list[bytes | OpenEntry], rule: PurgeRule, now_s: float) -> PurgeCount:
+        entries = size_bytes = leased = writing = 0
+        for each in some:
+            if isinstance(each, OpenEntry):
+                if not each.ended and not each.whole and _writes(each, rule):
+                    writing += 1
+                    if not rule.dry_run:
+                        self._open_entries.end(each)
+                continue
+            entry = self._entries.get(each)
+            if entry is None or not _names(entry, rule, now_s):
+                continue
+            entries, size_bytes, leased = entries + 1, size_bytes + entry.room, leased + bool(entry.readers)
+            if not rule.dry_run:
+                self._drop(entry, "purged")
+        return PurgeCount(entries, size_bytes, leased, writing)
+
+
+def _writes(open_entry: OpenEntry, rule: PurgeRule) -> bool:
+    return not rule.older_s and not rule.unused_s and rule.app in (None, open_entry.app)
+
+
+def _names(entry: StoredEntry, rule: PurgeRule, now_s: float) -> bool:
+    if rule.app is not None and entry.app != rule.app:
+        return False
+    # An entry that is being read is in use now.
+    unused_s = 0.0 if entry.readers else now_s - entry.used_s
+    return now_s - entry.written_s >= rule.older_s and unused_s >= rule.unused_s

@@ -1,0 +1,128 @@
+"""Counts of one store, by namespace, since it began: reads, reservations, removals, ages of evicted entries.
+
+Pure and cheap: an increment or two for each call of the index. Read by `stat`, and by `/metrics`
+(`metrics_endpoint.py`) from copies.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, Literal, Protocol
+
+from cornplug.store.base import NamespaceStat, Reservation, ReserveRefusal
+from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
+from cornplug.store.table.use_notes import NotedReads
+
+GIVEN: Final = "given"
+"""The answer to a reservation that got room; the others are values of `ReserveRefusal`."""
+RemovalCause = Literal["evicted", "expired", "deleted", "purged"]
+AGE_BUCKETS_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
+
+
+class CountedEntry(Protocol):
+    """An entry as the counters see it."""
+
+    @property
+    def app(self) -> str: ...
+
+
+class TimeHistogram:
+    """Seconds in buckets with these upper bounds, and one above the last."""
+
+    def __init__(self, bounds_s: Sequence[float]) -> None:
+        self._bounds_s = bounds_s
+        self._counts = [0] * (len(bounds_s) + 1)
+        self._sum_s = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Add a sample."""
+        self._counts[bisect_left(self._bounds_s, seconds)] += 1
+        self._sum_s += seconds
+
+    def copy(self) -> tuple[tuple[int, ...], float]:
+        """The samples of each bucket, not cumulated, and the sum of all in seconds."""
+        return tuple(self._counts), self._sum_s
+
+
+class NamespaceCounts:
+    """Counts of one namespace."""
+
+    def __init__(self) -> None:
+        self.entries = self.hits = 0
+        self.removals: Counter[str] = Counter()
+        self.reservations: Counter[str] = Counter()
+        self.ages = TimeHistogram(AGE_BUCKETS_S)
+        """Of evicted entries: seconds since their last use."""
+
+
+class StoreCounters:
+    """Counts of a store whose apps belong to namespaces by `name_of`."""
+
+    def __init__(self, names: Iterable[str], name_of: Callable[[str], str]) -> None:
+        self.spaces = {name: NamespaceCounts() for name in names}
+        self.misses = self.unplaced_hits = self.found = self.absent = 0
+        """`unplaced_hits`: reads of entries that were gone when the daemon learned of them."""
+        self._name_of = name_of
+
+    @property
+    def hits(self) -> int:
+        """Of all namespaces."""
+        return self.unplaced_hits + sum(one.hits for one in self.spaces.values())
+
+    @property
+    def refusals(self) -> int:
+        """Reservations refused for want of room, or as too large."""
+        return sum(
+            one.reservations[refusal.value]
+            for one in self.spaces.values()
+            for refusal in (ReserveRefusal.FULL, ReserveRefusal.TOO_LARGE)
+        )
+
+    def read(self, entries: Sequence[CountedEntry]) -> None:
+        """Entries were read."""
+        for app, count in Counter([entry.app for entry in entries]).items():
+            self.spaces[self._name_of(app)].hits += count
+
+    def noted(self, reads: NotedReads, entries: Sequence[CountedEntry]) -> None:
+        """A client noted these reads, of entries that are still there."""
+        self.read(entries[: reads.hits])
+        self.unplaced_hits += max(0, reads.hits - len(entries))
+        self.misses += reads.misses
+        self.found += reads.found
+        self.absent += reads.absent
+
+    def by_namespace(self, policy: EvictionPolicy[E]) -> dict[str, NamespaceStat]:
+        """Copies of the counts, beside the sizes that the policy knows."""
+        return {
+            name: NamespaceStat(
+                policy.used_bytes(name),
+                *policy.bounds_bytes(name),
+                one.entries,
+                one.hits,
+                dict(one.reservations),
+                dict(one.removals),
+            )
+            for name, one in self.spaces.items()
+        }
+
+    def reserved(self, app: str, answers: Sequence[Reservation | ReserveRefusal]) -> None:
+        """Reservations were answered."""
+        counts = self.spaces[self._name_of(app)].reservations
+        for answer in answers:
+            counts[answer.value if isinstance(answer, ReserveRefusal) else GIVEN] += 1
+
+    def added(self, app: str) -> None:
+        """An entry was published."""
+        self.spaces[self._name_of(app)].entries += 1
+
+    def removed(self, app: str, cause: RemovalCause) -> None:
+        """An entry is no longer in the store."""
+        space = self.spaces[self._name_of(app)]
+        space.entries -= 1
+        space.removals[cause] += 1
+
+    def evicted(self, app: str, unused_s: float) -> None:
+        """An entry makes room for another one, so long after its last use; `removed` counts it too."""
+        self.spaces[self._name_of(app)].ages.note(max(0.0, unused_s))
