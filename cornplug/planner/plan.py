@@ -138,8 +138,23 @@ class RequestTimes(PlanRecord):
 
     mean: float | None = None
     p50: float | None = None
+    p90: float | None = None
     p95: float | None = None
     p99: float | None = None
+
+    def at(self, percentile: str) -> float | None:
+        """Of "mean", "p50", ..."""
+        value: float | None = getattr(self, percentile)
+        return value
+
+
+class PercentileSlo(PlanRecord):
+    """Bounds on one percentile of a class's times, in seconds."""
+
+    percentile: str
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
 
 
 class LatencyForecast(PlanRecord):
@@ -158,10 +173,28 @@ class LatencyForecast(PlanRecord):
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
     slo_e2e_s: float | None = None
+    slo_also: list[PercentileSlo] = Field(default_factory=list)
+    """Bounds on other percentiles."""
     ttft: RequestTimes = RequestTimes()
     """These three hold no figure where the plan was not simulated."""
     tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
+
+    @property
+    def slo(self) -> list[PercentileSlo]:
+        """All of its bounds; the first table may have none."""
+        first = PercentileSlo(
+            percentile=self.slo_percentile,
+            ttft_s=self.slo_ttft_s,
+            tpot_s=self.slo_tpot_s,
+            e2e_s=self.slo_e2e_s,
+        )
+        return [first, *self.slo_also]
+
+    @property
+    def ttft_bound_s(self) -> float | None:
+        """The loosest one on TTFT: a request that is later misses them all."""
+        return max((table.ttft_s for table in self.slo if table.ttft_s is not None), default=None)
 
 
 class CacheSize(PlanRecord):

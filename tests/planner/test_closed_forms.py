@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.perf_model.queueing import erlang_c
 from cornplug.planner.simulator import arrivals
 from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate

@@ -14,7 +14,7 @@ import pytest
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs import traces
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.simulator import arrivals
 from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve

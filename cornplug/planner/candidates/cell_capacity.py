@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from math import ceil, isinf
+from math import ceil
 from statistics import fmean
 from typing import Final
 
@@ -19,6 +19,7 @@ from cornplug.planner.candidates.replica_configs import MAX_BATCH, ReplicaConfig
 from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.service_times import service_times
 from cornplug.planner.candidates.services import Service
+from cornplug.planner.candidates.stage_bounds import stage_bound
 from cornplug.planner.candidates.timed_configs import (
     FAVOURED,
     TimedConfig,
@@ -34,7 +35,7 @@ from cornplug.planner.inputs.schema import (
     ThroughputProfile,
     Workload,
 )
-from cornplug.planner.perf_model.capacity import LatencyBound, capacity
+from cornplug.planner.perf_model.capacity import capacity
 from cornplug.planner.simulator.step_times import CellHardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
@@ -177,7 +178,7 @@ class CellBuilder:
         confirm: bool,
     ) -> float:
         """Of one class alone, one replica among so many."""
-        bound = LatencyBound(of.slo.percentile, _finite(tier.seconds), _finite(tier.tpot_s))
+        bound = stage_bound(of.slo, tier.seconds, tier.tpot_s)
         samples = self.samples.at(config.service, of, self.bases[of.name])
         place = config.station(self.rules.router, replicas)
         seed = self.rules.seed
@@ -246,7 +247,3 @@ class CellBuilder:
     def _prior(self, footprint: ReplicaConfig, users: Users) -> float:
         against = sum(u.rate for u in users.values() if FAVOURED[u.app.workload] != footprint.engine)
         return PRIOR * against / sum(u.rate for u in users.values())
-
-
-def _finite(seconds: float) -> float | None:
-    return None if isinf(seconds) else seconds

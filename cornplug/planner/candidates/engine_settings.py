@@ -8,7 +8,7 @@ from typing import Final
 from cornplug.planner.candidates.replica_configs import ReplicaConfig
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import component_shapes
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.inputs.schema import LLMShape, Workload
 from cornplug.planner.perf_model import kv_memory, roofline
 from cornplug.planner.plan import EngineSettings, KVGeometry

@@ -9,9 +9,10 @@ from math import inf
 import numpy as np
 
 from cornplug.planner.candidates.request_paths import RequestPath, StageBudget
+from cornplug.planner.candidates.stage_bounds import stage_bound
 from cornplug.planner.candidates.timed_configs import TimedConfig
-from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
+from cornplug.planner.inputs.slo import Slo
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.replicas import isolated_decode_s, isolated_prefill_s
@@ -60,7 +61,7 @@ def note(
         return _without_room(nearest.stage_budget.service.name, dropped)
     if nearest.excess <= 1:
         return _without_kv(nearest.stage_budget.service.name, nearest.best, samples)
-    return nearest.text(of)
+    return nearest.text
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,21 @@ class Fit:
 
     stage_budget: StageBudget
     best: TimedConfig | None
+    bound: LatencyBound
+    """Of one percentile: the one that it is farthest from."""
     first_s: float
     tpot_s: float
 
     @property
     def excess(self) -> float:
         """How many times too slow, in the worse of both; infinite where nothing runs the service."""
-        return max(
-            _times(self.first_s, self.stage_budget.seconds), _times(self.tpot_s, self.stage_budget.tpot_s)
-        )
+        return max(_times(self.first_s, self.bound.seconds), _times(self.tpot_s, self.bound.tpot_s))
 
-    def text(self, of: RequestClass) -> str:
+    @property
+    def text(self) -> str:
         assert self.best is not None
-        late = _times(self.first_s, self.stage_budget.seconds) >= _times(
-            self.tpot_s, self.stage_budget.tpot_s
-        )
-        allowed, takes = (
-            (self.stage_budget.seconds, self.first_s) if late else (self.stage_budget.tpot_s, self.tpot_s)
-        )
+        late = _times(self.first_s, self.bound.seconds) >= _times(self.tpot_s, self.bound.tpot_s)
+        allowed, takes = (self.bound.seconds, self.first_s) if late else (self.bound.tpot_s, self.tpot_s)
         what = (
             "a token"
             if not late
@@ -95,8 +93,8 @@ class Fit:
             else "TTFT"
         )
         return (
-            f"{self.stage_budget.service.name} has {allowed:.3g} s for {what} ({of.slo.percentile}), and the "
-            f"best, {self.best.footprint.name}, takes {takes:.3g} s for an isolated request. "
+            f"{self.stage_budget.service.name} has {allowed:.3g} s for {what} ({self.bound.percentile}), "
+            f"and the best, {self.best.footprint.name}, takes {takes:.3g} s for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )
 
@@ -107,9 +105,8 @@ def _worst_stage(
     timed_configs: Mapping[str, list[TimedConfig]],
     samples: Mapping[str, list[SampledRequest]],
 ) -> Fit:
-    bound = LatencyBound(of.slo.percentile)
     fits = [
-        _best_fit(p, timed_configs.get(p.service.name, []), samples[p.service.name], bound)
+        _best_fit(p, timed_configs.get(p.service.name, []), samples[p.service.name], of.slo)
         for p in request_path.stage_budgets
     ]
     return max(fits, key=lambda fit: fit.excess)
@@ -119,13 +116,20 @@ def _best_fit(
     stage_budget: StageBudget,
     timed_configs: list[TimedConfig],
     samples: list[SampledRequest],
-    bound: LatencyBound,
+    slo: Slo,
 ) -> Fit:
+    bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s)
     fits = [
-        Fit(stage_budget, e, *_isolated_latency(e.station("power_of_two", 1), samples, bound))
+        max(
+            (
+                Fit(stage_budget, e, one, *_isolated_latency(e.station("power_of_two", 1), samples, one))
+                for one in bounds.each
+            ),
+            key=lambda fit: fit.excess,
+        )
         for e in timed_configs
     ]
-    return min(fits, key=lambda fit: fit.excess, default=Fit(stage_budget, None, inf, inf))
+    return min(fits, key=lambda fit: fit.excess, default=Fit(stage_budget, None, bounds, inf, inf))
 
 
 def _without_room(service: str, dropped: Mapping[str, int]) -> str:
@@ -143,8 +147,8 @@ def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, list[Samp
     )
 
 
-def _times(value: float, allowed: float) -> float:
-    return inf if value == inf else value / allowed
+def _times(value: float, allowed: float | None) -> float:
+    return inf if value == inf else 0.0 if allowed is None else value / allowed
 
 
 def _isolated_latency(

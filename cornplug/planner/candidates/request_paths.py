@@ -17,8 +17,7 @@ from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.samples import Samples, output_tokens, prompt_tokens
 from cornplug.planner.candidates.services import PathTemplate, Service
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import Component
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
@@ -32,7 +31,7 @@ EMBEDDING_EDGE_S: Final = 0.010
 
 @dataclass(frozen=True)
 class StageBudget:
-    """Bounds that a stage must keep at the class's percentile."""
+    """Bounds that a stage must keep at the first percentile of the class's SLO that has them."""
 
     service: Service
     seconds: float
@@ -106,20 +105,21 @@ def _divisions(
     of: RequestClass, path: PathTemplate, sampled: list[SampledRequest], kv_edge_s: float
 ) -> Iterator[SloDivision]:
     slo = of.slo
-    first = slo.ttft_s or inf
-    tpot = slo.tpot_s or inf
-    if slo.e2e_s is None:
+    first = slo.first_bound("ttft") or inf
+    tpot = slo.first_bound("tpot") or inf
+    whole = slo.first("e2e")
+    if whole is None or whole.e2e_s is None:
         yield SloDivision(first, tpot, inf)
         return
-    gaps = max(output_tokens(sampled, slo) - 1, 1.0)
+    gaps = max(output_tokens(sampled, whole.percentile) - 1, 1.0)
     generates = of.request.generates is not None
     for generator_part, first_part in product(GENERATOR_PARTS if generates else (0.0,), FIRST_PARTS):
-        left = slo.e2e_s * (1 - generator_part) - (
+        left = whole.e2e_s * (1 - generator_part) - (
             kv_edge_s if "D" in {s.tasks for s in path.stages} else 0.0
         )
         first_s = min(first, left * first_part)
         yield SloDivision(
-            first_s, min(tpot, (left - first_s) / gaps), slo.e2e_s * generator_part if generates else inf
+            first_s, min(tpot, (left - first_s) / gaps), whole.e2e_s * generator_part if generates else inf
         )
 
 
@@ -135,5 +135,5 @@ def _moved_bytes(
         )
     if "D" in tasks:
         per_token = cache_sizes.kv_bytes_per_token(llm)
-        kv = per_token * prompt_tokens(samples.of(of, scenario), of.slo)
+        kv = per_token * prompt_tokens(samples.of(of, scenario), of.slo.percentile)
     return embeddings, kv

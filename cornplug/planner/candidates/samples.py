@@ -11,12 +11,18 @@ import numpy as np
 from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import Component, Slo, TowerShape
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
+from cornplug.planner.inputs.schema import Component, TowerShape
+from cornplug.planner.inputs.slo import Percentile
 
 SIZE: Final = 512
-QUANTILE: Final = {"mean": None, "p50": 0.5, "p95": 0.95, "p99": 0.99}
+QUANTILE: Final[Mapping[Percentile, float | None]] = {
+    "mean": None,
+    "p50": 0.5,
+    "p90": 0.9,
+    "p95": 0.95,
+    "p99": 0.99,
+}
 
 
 @dataclass
@@ -85,15 +91,14 @@ class Samples:
         }
 
 
-def output_tokens(sampled: list[SampledRequest], slo: Slo) -> float:
-    """At the SLO's percentile."""
-    return _percentile([d.output_tokens for d in sampled], slo)
+def output_tokens(sampled: list[SampledRequest], percentile: Percentile) -> float:
+    return _percentile([d.output_tokens for d in sampled], percentile)
 
 
-def prompt_tokens(sampled: list[SampledRequest], slo: Slo) -> float:
-    return _percentile([d.prompt_tokens for d in sampled], slo)
+def prompt_tokens(sampled: list[SampledRequest], percentile: Percentile) -> float:
+    return _percentile([d.prompt_tokens for d in sampled], percentile)
 
 
-def _percentile(values: list[int], slo: Slo) -> float:
-    q = QUANTILE[slo.percentile]
+def _percentile(values: list[int], percentile: Percentile) -> float:
+    q = QUANTILE[percentile]
     return float(np.mean(values) if q is None else np.quantile(values, q))

@@ -12,8 +12,7 @@ from typing import Final
 from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import length_distributions
-from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import Component
 from cornplug.planner.simulator.step_times import CellHardware
 

@@ -21,7 +21,6 @@ from cornplug.planner.inputs.schema import (
     PlanInput,
     Profile,
     RequestSpec,
-    Slo,
     ThroughputProfile,
 )
 
@@ -186,7 +185,7 @@ def _application(
     for i, request in enumerate(application.requests):
         at = (*place, "requests", i)
         yield from _request(at, request, components)
-        if application.workload == "online" and not _bounds(request.slo or application.slo):
+        if application.workload == "online" and not (request.slo or application.slo).bounded:
             yield InputError(
                 (*at, "slo"),
                 f"no bound on the times of {application.name}/{request.name}, which is online",
@@ -218,10 +217,6 @@ def _request(place: Place, request: RequestSpec, components: Mapping[str, Compon
             traces.read(request.trace, request.trace_format)
         except ConfigError as e:
             yield _at((*place, "trace"), e)
-
-
-def _bounds(slo: Slo) -> bool:
-    return any(bound is not None for bound in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
 
 
 def _reference(

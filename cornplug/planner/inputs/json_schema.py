@@ -17,7 +17,8 @@ from cornplug.planner.inputs.schema import PlanInput
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
-_BOUND: Final = {"anyOf": [{"required": [key]} for key in ("ttft_s", "tpot_s", "e2e_s")]}
+_BOUNDS: Final = [{"required": [key]} for key in ("ttft_s", "tpot_s", "e2e_s")]
+_BOUND: Final = {"anyOf": [*_BOUNDS, {"properties": {"also": {"minItems": 1}}, "required": ["also"]}]}
 _ITS_OWN_BOUND: Final = {"properties": {"slo": _BOUND}, "required": ["slo"]}
 
 
@@ -40,6 +41,7 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
         _if(_is("speculative", "eagle3"), {"required": ["speculative_model"]}),
     ],
     "RequestSpec": [{"dependentSchemas": {"trace": {"properties": {"prompt": False, "output": False}}}}],
+    "PercentileBounds": [{"anyOf": _BOUNDS}],
     "Application": [
         _if(
             _is("workload", "online", default=True),

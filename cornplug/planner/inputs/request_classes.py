@@ -1,4 +1,5 @@
-"""Request classes: an application's requests of one kind, in one record. Each is a demand of the pool."""
+"""Request classes, which are the demands of the pool, and one request of a class as every model of its time
+sees it."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from cornplug.planner.inputs.schema import Application, RequestSpec, Slo
 
 @dataclass(frozen=True)
 class RequestClass:
+    """An application's requests of one kind."""
+
     app: Application
     request: RequestSpec
 
@@ -36,3 +39,24 @@ def request_classes(applications: Iterable[Application]) -> dict[str, RequestCla
     """All request classes by name, in the order of the applications."""
     classes = [RequestClass(app, request) for app in applications for request in app.requests]
     return {c.name: c for c in classes}
+
+
+@dataclass(frozen=True, slots=True)
+class SampledRequest:
+    """Sizes of one request, drawn from its class's distributions."""
+
+    prompt_tokens: int
+    """All tokens of the prompt: text, shared prefix and media."""
+    cached_tokens: int
+    """Of these, tokens whose KV is in a cache."""
+    patches: tuple[int, ...]
+    """Patches of each item that must be encoded (the others' embeddings are cached)."""
+    output_tokens: int
+    """At least 1: the first token comes out of prefill."""
+    units: float
+    """Of a generator's work; 0 where there is none."""
+
+    @property
+    def computed_tokens(self) -> int:
+        """Prompt tokens that prefill computes: at least one, as the engines do."""
+        return max(self.prompt_tokens - self.cached_tokens, 1)

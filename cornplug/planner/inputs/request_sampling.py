@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.inputs import length_distributions, traces
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.inputs.schema import RequestMedia, RequestSpec
 
 

@@ -43,7 +43,8 @@ from cornplug.planner.inputs.field_types import (
     Workload,
     wrong,
 )
-from cornplug.planner.inputs.node_classes import GpuSpec, NodeClass
+from cornplug.planner.inputs.gpu_catalog import GpuSpec, NodeClass
+from cornplug.planner.inputs.slo import PercentileBounds, Slo
 
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
@@ -66,6 +67,7 @@ __all__ = [
     "Name",
     "NodeClass",
     "NonNegative",
+    "PercentileBounds",
     "PlanInput",
     "PlanRules",
     "Positive",
@@ -87,19 +89,6 @@ __all__ = [
 ]
 
 # Applications -------------------------------------------------------------------------------
-
-
-class Slo(InputTable):
-    """Bounds on one percentile of the requests' times. An online application needs one bound at least."""
-
-    percentile: Literal["mean", "p50", "p95", "p99"] = "p95"
-    """Of the requests, that must keep the bounds."""
-    ttft_s: Positive | None = None
-    """Seconds from arrival to the first token. Left out: no bound."""
-    tpot_s: Positive | None = None
-    """Seconds for each further token. Left out: no bound."""
-    e2e_s: Positive | None = None
-    """Seconds from arrival to the end of the answer. Left out: no bound."""
 
 
 class RequestMedia(InputTable):

@@ -155,7 +155,7 @@ def context_for(
     groups = {one.name: one for one in plan.groups}
     encoders = [s for s in placed if s.group.name in encoders_of(plan, group) and s.rank == 0]
     visiting = classes_of(plan, group)
-    bounds = [one.slo_ttft_s for one in visiting if one.slo_ttft_s is not None]
+    bounds = [one.ttft_bound_s for one in visiting if one.ttft_bound_s is not None]
     role = role_of(group)
     return GroupContext(
         bind_address=bind_address(plan, site.host),
@@ -234,6 +234,11 @@ def _shares_kv(group: ReplicaGroup) -> bool:
 
 
 def _drain_s(visiting: list[LatencyForecast]) -> int:
-    longest = [t for one in visiting for t in (one.e2e.p99, one.e2e.p95, one.slo_e2e_s) if t is not None]
+    longest = [
+        t
+        for one in visiting
+        for t in (one.e2e.p99, one.e2e.p95, *(table.e2e_s for table in one.slo))
+        if t is not None
+    ]
     least, most = _DRAIN_S
     return min(max(math.ceil(max(longest, default=60.0)), least), most)

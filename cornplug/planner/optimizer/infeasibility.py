@@ -31,43 +31,71 @@ Build = Callable[[OptimizationProblem], PoolModel]
 
 def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
     """Raises PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
-    served = {v.demand for v in model.variants}
-    lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
-    if model.pool.objective == "goodput" and len(lost) < len(model.pool.demands):
-        return
+    lost = _lost(model)
     if lost:
         demands_of: dict[str, list[str]] = {}
         for u in lost:
-            demands_of.setdefault(notes.get(u) or _missing(model.pool, u), []).append(u)
+            reason = notes.get(u) or "; ".join(map(str, _missing(model.pool, u)))
+            demands_of.setdefault(reason, []).append(u)
         raise PlanInfeasible(
             "no plan: " + "; ".join(f"demand[{', '.join(us)}]: {why}" for why, us in demands_of.items())
         )
 
 
-def _missing(pool: OptimizationProblem, demand: str) -> str:
-    """The needs that the demand's variants fail at, in words."""
+def unserved_in_short(model: PoolModel) -> str:
+    """Why there is no plan where a demand has no cell, in one line; "": each has one."""
+    lost = _lost(model)
+    if not lost:
+        return ""
+    facts = [_missing(model.pool, u)[0].fact for u in lost]
+    others = f" and {len(lost) - 1} more" if len(lost) > 1 else ""
+    return f"nothing serves {lost[0]}{others}: {facts[0]}"
+
+
+def _lost(model: PoolModel) -> list[str]:
+    """Demands that no cell can serve, where the objective cannot leave them out."""
+    served = {v.demand for v in model.variants}
+    lost = [u.name for u in model.pool.demands if u.rate > 0 and u.name not in served]
+    left_out = model.pool.objective == "goodput" and len(lost) < len(model.pool.demands)
+    return [] if left_out else lost
+
+
+@dataclass(frozen=True)
+class MissingCell:
+    """Why no cell does a demand's work at one service, and the remedy."""
+
+    fact: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.fact}. {self.remedy}"
+
+
+def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
+    """The needs that the demand's variants fail at."""
     variants = [v for v in pool.variants if v.demand == demand]
     if not variants:
-        return "it has no request path. Allow another structure"
+        return [MissingCell("it has no request path", "Allow another structure")]
     reasons = dict.fromkeys(
         reason for v in variants for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
     )
-    return "; ".join(reasons)
+    return list(reasons)
 
 
-def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) -> str:
+def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) -> MissingCell | None:
     cells = [c for c in pool.cells if c.service == service]
     if not cells:
-        return f"{service} has no cell: it fits on no GPU of the pool. Add a larger GPU"
+        return MissingCell(f"{service} fits on no GPU of the pool", "Add a larger GPU")
     able = [c for c in cells if demand in c.capacity]
     if not able:
-        return f"no configuration of {service} keeps its SLO. Loosen the SLO or add a faster GPU"
+        fact = f"no configuration of {service} keeps its SLO"
+        return MissingCell(fact, "Loosen the SLO or add a faster GPU")
     best = min(able, key=lambda c: c.tier)
     if best.tier <= tier:
-        return ""
-    return (
-        f"{service} within {tier:g} s is asked for, and its fastest cell, {best.name}, "
-        f"keeps {best.tier:g} s. Loosen its SLO or add a faster GPU"
+        return None
+    return MissingCell(
+        f"{service} within {tier:g} s is asked for, and its fastest cell, {best.name}, keeps {best.tier:g} s",
+        "Loosen its SLO or add a faster GPU",
     )
 
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.perf_model.analytic_load import ReplicaLoad
 from cornplug.planner.perf_model.analytic_state import AnalyticState
 from cornplug.planner.perf_model.latency_bound import LatencyBound
@@ -36,11 +36,11 @@ def screen(
     sizes = sizes_of(tuple(samples))
     if not _fits(station, sizes):
         return 0.0
-    replica = ReplicaLoad(station, sizes, _sigmas(bound))
+    replica = ReplicaLoad(station, sizes, max(map(_sigmas, bound.each)))
 
     def meets(rate: float) -> bool:
         state = replica.at(rate / station.replicas)
-        return state is not None and _meets(station, state, bound, rate, burst)
+        return state is not None and all(_meets(station, state, one, rate, burst) for one in bound.each)
 
     if replica.isolated_latency_s == 0:
         return math.inf
@@ -92,7 +92,7 @@ def _sigmas(bound: LatencyBound) -> float:
     """Standard deviations above the mean for which a bound needs room; without one the mean does."""
     if bound.seconds is None and bound.tpot_s is None:
         return 0.0
-    return {"p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
+    return {"p90": 1.282, "p95": 1.645, "p99": 2.326}.get(bound.percentile, 0.5)
 
 
 def _fits(station: Station, sizes: RequestCosts) -> bool:

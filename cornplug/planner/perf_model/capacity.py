@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.perf_model import analytic_capacity, simulated_capacity
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.stations import Station

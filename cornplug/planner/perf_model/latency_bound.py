@@ -1,4 +1,4 @@
-"""Bounds on one percentile of a stage's times."""
+"""Bounds on percentiles of a stage's times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,22 @@ class LatencyBound:
     """Seconds; None: not bounded."""
 
     percentile: str
-    """"mean", "p50", "p95" or "p99"."""
+    """"mean", "p50", "p90", "p95" or "p99"."""
     seconds: float | None = None
     """Where a station prefills: from arrival to the first token. Else: from arrival to leaving."""
     tpot_s: float | None = None
     """Where it decodes."""
+    also: tuple[LatencyBound, ...] = ()
+    """Bounds on other percentiles, without `also` of their own."""
+
+    @property
+    def each(self) -> tuple[LatencyBound, ...]:
+        """All of its bounds, one percentile each."""
+        return (self, *self.also)
+
+    @property
+    def bounded(self) -> bool:
+        return any(one.seconds is not None or one.tpot_s is not None for one in self.each)
 
     @property
     def share(self) -> float | None:

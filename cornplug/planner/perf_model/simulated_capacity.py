@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.simulator.simulator import JobOutcomes, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import Station
@@ -23,7 +23,7 @@ SIMULATIONS: Final = 8
 CLOSE: Final = 1.03
 """Ratio of the rates between which the search ends."""
 MOST_JOBS: Final = 4000
-_JOBS: Final = {"mean": 1000, "p50": 1000, "p95": 1500, "p99": 3000}
+_JOBS: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
 _MORE_WHERE_NOTHING_DECODES: Final = 2
 """Queues of prompts and images remember longer than batches that decode, and cost less to simulate."""
 _HEAD: Final = 0.2
@@ -44,7 +44,7 @@ def confirm(
     `screened`: where to begin, from closed forms.
     """
     most = saturated(station, samples, seed=seed)
-    if bound.seconds is None and bound.tpot_s is None:
+    if not bound.bounded:
         return most
     load_test = _LoadTest.of(station, samples, bound, burst, seed, min(screened, most))
     return _search(load_test, min(screened, 0.97 * most), most)
@@ -122,7 +122,8 @@ class _LoadTest:
         if needed > MOST_JOBS:
             replicas = max(int(replicas * MOST_JOBS / needed), 1)
         scale = station.replicas / replicas
-        least = _JOBS[bound.percentile] * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
+        longest = max(_JOBS[one.percentile] for one in bound.each)
+        least = longest * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
         count = int(min(max(least, needed / scale, 25 * replicas), MOST_JOBS))
         return cls(
             replace(station, replicas=replicas),
@@ -141,22 +142,27 @@ class _LoadTest:
             for at, request in zip(at_s, self.samples, strict=True)
         ]
         outcome = simulate([self.station], jobs, seed=self.seed)
-        return max(self._stage(outcome), self._tokens(outcome, at_s))
+        end = self._end(outcome, at_s)
+        return max(max(self._stage(outcome, one), self._tokens(outcome, end, one)) for one in self.bound.each)
 
-    def _stage(self, outcome: JobOutcomes) -> float:
-        if self.bound.seconds is None:
+    def _stage(self, outcome: JobOutcomes, bound: LatencyBound) -> float:
+        if bound.seconds is None:
             return 0.0
         times = outcome.ttft if "P" in self.station.tasks else outcome.stage_s[:, 0]
-        return self.bound.of(times[self._head :]) / self.bound.seconds
+        return bound.of(times[self._head :]) / bound.seconds
 
-    def _tokens(self, outcome: JobOutcomes, at_s: NDArray[np.float64]) -> float:
-        if self.bound.tpot_s is None or "D" not in self.station.tasks:
+    def _tokens(self, outcome: JobOutcomes, end: int, bound: LatencyBound) -> float:
+        if bound.tpot_s is None or "D" not in self.station.tasks:
             return 0.0
-        # The last requests decode alone. Those that were there when the last one came are left out,
-        # but never more than a third.
+        tpot = outcome.tpot[self._head : end]
+        return bound.of(tpot[~np.isnan(tpot)]) / bound.tpot_s
+
+    @staticmethod
+    def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
+        """The last requests decode alone. Those that were there when the last one came are left out,
+        but never more than a third."""
         end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
-        tpot = outcome.tpot[self._head : max(int(end), 2 * len(at_s) // 3)]
-        return self.bound.of(tpot[~np.isnan(tpot)]) / self.bound.tpot_s
+        return max(int(end), 2 * len(at_s) // 3)
 
     @property
     def _head(self) -> int:

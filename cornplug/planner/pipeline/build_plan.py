@@ -23,6 +23,7 @@ from cornplug.planner.plan import (
     KVGeometry,
     LatencyForecast,
     OptimalityProof,
+    PercentileSlo,
     Plan,
     PlannedNodes,
     PlanRoute,
@@ -166,6 +167,10 @@ def _forecast(
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,
         slo_e2e_s=slo.e2e_s,
+        slo_also=[
+            PercentileSlo(percentile=b.percentile, ttft_s=b.ttft_s, tpot_s=b.tpot_s, e2e_s=b.e2e_s)
+            for b in slo.also
+        ],
     )
 
 
@@ -196,7 +201,7 @@ def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> l
 
 
 def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> QosReservation:
-    deadlines = [of.slo.ttft_s for of, _ in loads if of.slo.ttft_s is not None]
+    deadlines = [ttft_s for of, _ in loads if (ttft_s := of.slo.first_bound("ttft")) is not None]
     return QosReservation(
         qos=qos,
         share=sum(load for _, load in loads) / total,

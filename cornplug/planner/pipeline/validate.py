@@ -9,8 +9,7 @@ from typing import Final
 from cornplug.planner.candidates import cache_sizes
 from cornplug.planner.candidates.engine_settings import PRIORITY
 from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
-from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import LLMShape
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline.build_plan import group_name
@@ -33,6 +32,7 @@ class SloMiss:
     of: str
     what: str
     """ttft, tpot or e2e."""
+    percentile: str
     bound_s: float
     simulated_s: float
 
@@ -126,14 +126,16 @@ def _with_times(forecast: LatencyForecast, found: Mapping[str, end_to_end.Simula
 
 
 def _misses(forecast: LatencyForecast) -> list[SloMiss]:
-    bounds: list[tuple[str, float | None, RequestTimes]] = [
-        ("ttft", forecast.slo_ttft_s, forecast.ttft),
-        ("tpot", forecast.slo_tpot_s, forecast.tpot),
-        ("e2e", forecast.slo_e2e_s, forecast.e2e),
-    ]
     found = []
-    for what, bound, times in bounds:
-        value = getattr(times, forecast.slo_percentile)
-        if bound is not None and value is not None and value > bound * (1 + NOISE):
-            found.append(SloMiss(f"{forecast.app}/{forecast.request}", what, bound, value))
+    for table in forecast.slo:
+        bounds: list[tuple[str, float | None, RequestTimes]] = [
+            ("ttft", table.ttft_s, forecast.ttft),
+            ("tpot", table.tpot_s, forecast.tpot),
+            ("e2e", table.e2e_s, forecast.e2e),
+        ]
+        for what, bound, times in bounds:
+            value = times.at(table.percentile)
+            if bound is not None and value is not None and value > bound * (1 + NOISE):
+                name = f"{forecast.app}/{forecast.request}"
+                found.append(SloMiss(name, what, table.percentile, bound, value))
     return found

@@ -61,7 +61,8 @@ def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
     """Simulated times as shares of their bounds."""
     return [
         Bar(
-            f"{c.demand} {c.quantity} {c.percentile} ≤ {formatting.seconds(c.bound_s)}",
+            f"{c.demand} {c.quantity} {formatting.percentile(c.percentile)} ≤ "
+            f"{formatting.seconds(c.bound_s)}",
             0.0 if c.simulated_s is None else c.simulated_s / c.bound_s,
             formatting.seconds(c.simulated_s),
             "c1" if c.kept else "bad",

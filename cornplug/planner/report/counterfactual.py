@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.errors import PlanInfeasible
 from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer import infeasibility, milp, objectives
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem
@@ -33,6 +32,8 @@ class CounterfactualAnswer:
     """To the solver's gap; of None, that there is none."""
     reason: str = ""
     """Of None: the missing capacity or cell, where that is plain without a search."""
+    timed_out: bool = False
+    """The wall clock ended the search: another run may answer otherwise."""
 
 
 class ExplanationBudget:
@@ -55,18 +56,17 @@ def ask(
     """
     budget.spend(BUILD_WORK)
     model = milp.build(pool)
-    try:
-        infeasibility.refuse_unserved(model, {})
-    except PlanInfeasible as e:
-        return CounterfactualAnswer(None, True, str(e).removeprefix("no plan: "))
+    if reason := infeasibility.unserved_in_short(model):
+        return CounterfactualAnswer(None, True, reason)
     goal = objectives.goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
     work = min(QUESTION_WORK, budget.left)
     run = run_solver(model.problem, SolverLimits(settings.gap, settings.time_limit_s, settings.threads, work))
     budget.spend(run.work)
     if run.status in ("infeasible", "none"):
-        return CounterfactualAnswer(None, run.status == "infeasible")
-    return CounterfactualAnswer(goal.sign * run.objective / hours(pool), run.status == "optimal")
+        return CounterfactualAnswer(None, run.status == "infeasible", timed_out=run.timed_out)
+    value = goal.sign * run.objective / hours(pool)
+    return CounterfactualAnswer(value, run.status == "optimal", timed_out=run.timed_out)
 
 
 def hours(pool: OptimizationProblem) -> float:

@@ -6,7 +6,7 @@ answers that it does not suffice for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
@@ -28,7 +28,7 @@ WORK: Final = 15.0
 """As `SolverOptions.work`."""
 _GAP: Final = 0.01
 _NAMED: Final = 3
-"""Skipped questions that a note names."""
+"""Questions that a note names."""
 
 Report = Callable[[str, float], None]
 
@@ -42,6 +42,8 @@ class _Asked:
     budget: ExplanationBudget
     settings: SolverOptions
     skipped: list[str] = field(default_factory=list)
+    timed_out: list[str] = field(default_factory=list)
+    """Questions that the wall clock ended."""
 
     @property
     def value(self) -> float:
@@ -63,7 +65,10 @@ class _Asked:
         if self.budget.left <= 0:
             self.skipped.append(name)
             return None
-        return ask(pool, self.settings, self.budget)
+        answer = ask(pool, self.settings, self.budget)
+        if answer.timed_out:
+            self.timed_out.append(name)
+        return answer
 
     def gained(self, answer: CounterfactualAnswer) -> float | None:
         """By how much the answer is better than the plan; None: it is no plan."""
@@ -92,7 +97,10 @@ def explain(
     binding = _bindings(asked)
     report("reasons", 0.5)
     sweep = slo_cost_curve.SloSweep(
-        plan_input, ExplanationBudget(work / 2 + asked.budget.left), skipped=asked.skipped
+        plan_input,
+        ExplanationBudget(work / 2 + asked.budget.left),
+        skipped=asked.skipped,
+        timed_out=asked.timed_out,
     )
     curve = slo_cost_curve.curve(sweep, asked.value) if _bounds_matter(asked) else []
     report("reasons", 0.8)
@@ -209,9 +217,9 @@ def _monolith(asked: _Asked) -> str:
 
 def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
     for miss in decision.misses:
-        over = formatting.percent(miss.times - 1)
-        bound = formatting.seconds(miss.bound_s)
-        what = f"{miss.of} misses its {miss.what.upper()} of {bound} by {over}"
+        over, bound = formatting.percent(miss.times - 1), formatting.seconds(miss.bound_s)
+        quantity = f"{formatting.percentile(miss.percentile)} {miss.what.upper()}"
+        what = f"{miss.of} misses its {quantity} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."
     if decision.solution.timed_out:
         yield "The solver's time limit ended the search: another run may find another plan."
@@ -224,9 +232,16 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
         )
     if any(g.engine == "sglang" and "P" in g.tasks for g in guessed):
         yield "Estimates are fitted to vLLM: published first tokens of SGLang took 1.5 to 7 times as long."
+    if asked.timed_out:
+        yield f"The solver's time limit ended {_names(asked.timed_out)}: another run may answer otherwise."
     if asked.skipped:
-        skipped = list(dict.fromkeys(asked.skipped))
-        more = f" and {len(skipped) - _NAMED} more" if len(skipped) > _NAMED else ""
-        yield f"No work was left to ask for {', '.join(skipped[:_NAMED])}{more}: raise --explain."
+        yield f"No work was left to ask for {_names(asked.skipped)}: raise --explain."
     for reason, n in decision.problem.dropped.most_common(3):
         yield f"Left out, {formatting.count(n, 'cell')}: {reason}."
+
+
+def _names(questions: Iterable[str]) -> str:
+    """The first few, and how many others."""
+    names = list(dict.fromkeys(questions))
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return f"{', '.join(names[:_NAMED])}{more}"

@@ -31,6 +31,11 @@ def percent(share: float | None) -> str:
     return f"{part:.0f} %" if part >= 10 or part == 0 else f"{part:.2g} %"
 
 
+def percentile(name: str) -> str:
+    """ "mean", "P95"."""
+    return name if name == "mean" else name.upper()
+
+
 def rate(per_second: float) -> str:
     return f"{per_second:.3g}/s"
 

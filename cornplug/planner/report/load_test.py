@@ -15,8 +15,7 @@ from typing import Final
 import numpy as np
 
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.demand import SampledRequest
-from cornplug.planner.inputs.request_classes import RequestClass, request_classes
+from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest, request_classes
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch import command_lines, command_list
 from cornplug.planner.launch.kv_transfer import Transfer
@@ -112,7 +111,7 @@ def _argv(model: str, url: str, requests: int) -> list[str]:
     return [
         *("vllm", "bench", "serve", "--backend", "openai", "--endpoint", "/v1/completions"),
         *("--base-url", url, "--model", model, "--num-prompts", str(requests), "--ignore-eos"),
-        *("--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,95,99"),
+        *("--percentile-metrics", "ttft,tpot,e2el", "--metric-percentiles", "50,90,95,99"),
         *("--dataset-name", "timed_trace", "--self-timed"),
         *("--timed-trace-chunk-hash-size", str(_CHUNK_TOKENS)),
         *("--timed-trace-label-timestamp", "at_s", "--timed-trace-label-hash-ids", "hash_ids"),
@@ -131,6 +130,6 @@ def _expected(plan: Plan, demand: str) -> str:
     for check in slo_checks.of(plan):
         if check.demand == demand:
             bound = "" if check.bound_s is None else f" (bound {formatting.seconds(check.bound_s)})"
-            percentile = check.percentile if check.percentile == "mean" else check.percentile.upper()
+            percentile = formatting.percentile(check.percentile)
             found.append(f"{percentile} {check.quantity} {formatting.seconds(check.simulated_s)}{bound}")
     return "expect " + ", ".join(found) if found else "no time is known"

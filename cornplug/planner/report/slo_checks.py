@@ -42,13 +42,14 @@ def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
 
 
 def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
-    for quantity, bound, times in (
-        ("TTFT", forecast.slo_ttft_s, forecast.ttft),
-        ("TPOT", forecast.slo_tpot_s, forecast.tpot),
-        ("E2E", forecast.slo_e2e_s, forecast.e2e),
-    ):
-        time: float | None = getattr(times, forecast.slo_percentile)
-        if bound is not None or time is not None:
-            yield SloCheck(
-                f"{forecast.app}/{forecast.request}", quantity, forecast.slo_percentile, bound, time
-            )
+    tables = forecast.slo
+    for table in tables:
+        for quantity, bound, times in (
+            ("TTFT", table.ttft_s, forecast.ttft),
+            ("TPOT", table.tpot_s, forecast.tpot),
+            ("E2E", table.e2e_s, forecast.e2e),
+        ):
+            time = times.at(table.percentile)
+            # Times without a bound are shown once
+            if bound is not None or (time is not None and table is tables[0]):
+                yield SloCheck(f"{forecast.app}/{forecast.request}", quantity, table.percentile, bound, time)

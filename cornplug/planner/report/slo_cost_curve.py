@@ -8,7 +8,7 @@ from math import inf
 from typing import Final
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
-from cornplug.planner.inputs.schema import Application, PlanInput, Slo
+from cornplug.planner.inputs.schema import Application, PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import BindingConstraint, CurvePoint
 from cornplug.planner.report.counterfactual import ExplanationBudget
@@ -30,6 +30,8 @@ class SloSweep:
     plan_input: PlanInput
     budget: ExplanationBudget
     skipped: list[str] = field(default_factory=list)
+    timed_out: list[str] = field(default_factory=list)
+    """Questions that the wall clock ended."""
 
     def cost(self, name: str, applications: list[Application]) -> SweepCost | None:
         """Cost of the plan for these applications, without simulation; None: no work was left for it."""
@@ -53,6 +55,8 @@ class SloSweep:
             self.budget.spend(work)
             self.skipped.append(name)
             return None
+        if decision.solution.timed_out:
+            self.timed_out.append(name)
         self.budget.spend(decision.solution.work)
         return SweepCost(decision.plan.cost_per_hour)
 
@@ -107,15 +111,9 @@ def scaled(applications: Iterable[Application], factor: float, app: str | None =
 def bounded(applications: Iterable[Application], app: str | None = None) -> bool:
     """Is there any bound to scale, of `app` or of all?"""
     apps = [a for a in applications if app in (None, a.name)]
-    slos = [slo for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo))]
-    return any(b is not None for slo in slos for b in (slo.ttft_s, slo.tpot_s, slo.e2e_s))
+    return any(slo.bounded for a in apps for slo in (a.slo, *(r.slo for r in a.requests if r.slo)))
 
 
 def _app(app: Application, factor: float) -> Application:
-    requests = [r.model_copy(update={"slo": _slo(r.slo, factor)}) if r.slo else r for r in app.requests]
-    return app.model_copy(update={"slo": _slo(app.slo, factor), "requests": requests})
-
-
-def _slo(slo: Slo, factor: float) -> Slo:
-    bounds = {"ttft_s": slo.ttft_s, "tpot_s": slo.tpot_s, "e2e_s": slo.e2e_s}
-    return slo.model_copy(update={k: v * factor for k, v in bounds.items() if v is not None})
+    requests = [r.model_copy(update={"slo": r.slo.scaled(factor)}) if r.slo else r for r in app.requests]
+    return app.model_copy(update={"slo": app.slo.scaled(factor), "requests": requests})

@@ -88,7 +88,7 @@ def _forecast(plan: Plan) -> Table:
         said, how = slo_checks.verdict(c)
         table.add_row(
             Text(c.demand),
-            f"{c.quantity} {'mean' if c.percentile == 'mean' else c.percentile.upper()}",
+            f"{c.quantity} {formatting.percentile(c.percentile)}",
             formatting.seconds(c.bound_s),
             formatting.seconds(c.simulated_s),
             Text(said, style=_STYLES[how]),

@@ -19,7 +19,7 @@ from heapq import heappop, heappush
 from math import ceil, sqrt
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.simulator.replicas import EventAgenda, TokenLog, batches_s, isolated_prefill_s
 from cornplug.planner.simulator.stations import QueuePeak, Station
 

@@ -12,7 +12,7 @@ from heapq import heappush
 from itertools import count
 from typing import Protocol
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.simulator.stations import QueuePeak, Station
 
 

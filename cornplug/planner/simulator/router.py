@@ -13,7 +13,7 @@ from operator import or_
 
 import numpy as np
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.simulator.engine_replica import EngineReplica
 from cornplug.planner.simulator.replicas import (
     EncoderReplica,

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.plan import PlanRoute, RouteStage
 from cornplug.planner.simulator import arrivals
 from cornplug.planner.simulator.replicas import isolated_latency_s

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
+from typing import Any
 
 import pytest
 from planner.pools import EXACT
 from pulp import lpSum
 
-from cornplug.planner.optimizer import decomposition, milp, objectives
+from cornplug.planner.optimizer import decomposition, incumbent, milp, objectives
 from cornplug.planner.optimizer.incumbent import Incumbent
 from cornplug.planner.optimizer.optimization_problem import (
     Cell,
@@ -19,7 +21,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     ServiceDemand,
     SolveProgress,
 )
-from cornplug.planner.optimizer.solvers import SolverLimits
+from cornplug.planner.optimizer.solvers import SolverLimits, SolverRun
 from cornplug.planner.optimizer.subproblems import groups, subproblem
 
 APPS = 5
@@ -69,6 +71,25 @@ def test_decomposition_groups_alone_cost_no_more_than_plan(pool: OptimizationPro
         assert least <= spent + 1e-6
         total += least
     assert total <= plan.objective + 1e-6
+
+
+def test_least_cost_of_small_pool_is_one_call_with_all_of_the_work(
+    pool: OptimizationProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, solve = list[SolverLimits](), incumbent.run_solver
+
+    def unproven(problem: Any, limits: SolverLimits, *arguments: Any, **options: Any) -> SolverRun:
+        calls.append(limits)
+        return replace(solve(problem, limits, *arguments, **options), status="feasible", bound=-inf)
+
+    monkeypatch.setattr(incumbent, "run_solver", unproven)
+    model = milp.build(pool)
+    cost = objectives.cost_objective(model).expression
+    limits = SolverLimits(0.0, 1e5, work=2.0)
+    run, values = decomposition.least_cost(model, cost, limits, None, milp.build)
+    assert run.status == "feasible"
+    assert values is not None
+    assert [limit.work for limit in calls] == [limits.work]
 
 
 def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationProblem) -> None:

@@ -9,7 +9,8 @@ from planner.pools import EXACT, one_service
 
 from cornplug.errors import ConfigError, PlanInfeasible, PlanUnfinished
 from cornplug.planner.optimizer import incumbent
-from cornplug.planner.optimizer.milp import solve
+from cornplug.planner.optimizer.infeasibility import unserved_in_short
+from cornplug.planner.optimizer.milp import build, solve
 from cornplug.planner.optimizer.optimization_problem import (
     CacheLevel,
     Cell,
@@ -89,7 +90,7 @@ def test_infeasibility_strict_tier_names_fastest_cell() -> None:
 
 
 def test_infeasibility_missing_cells_or_variants_are_named() -> None:
-    assert "t has no cell" in told(
+    assert "t fits on no GPU of the pool. Add a larger GPU" in told(
         replace(POOL, variants=(PathVariant("u", "u", "E+PD", (ServiceDemand("t", 1.0),)),))
     )
     assert "it has no request path" in told(replace(POOL, variants=()))
@@ -105,6 +106,9 @@ def test_infeasibility_demands_with_one_reason_are_named_together() -> None:
     message = told(replace(POOL, demands=two, variants=variants, cells=deaf))
     assert message.count("no configuration of s") == 1
     assert "demand[u, v]: " in message
+    model = build(replace(POOL, demands=two, variants=variants, cells=deaf))
+    assert unserved_in_short(model) == "nothing serves u and 1 more: no configuration of s keeps its SLO"
+    assert unserved_in_short(build(POOL)) == ""
 
 
 def test_solve_time_limit_raises_plan_unfinished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.perf_model import simulated_capacity
 from cornplug.planner.perf_model.capacity import LatencyBound, capacity
 from cornplug.planner.simulator.simulator import StationJob, StationVisit, simulate
@@ -64,6 +64,15 @@ def test_capacity_one_exponential_server_is_mm1(confirm: bool) -> None:
     station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
     found = capacity(station, exponential(), LatencyBound("p95", 12.0), confirm=confirm)
     assert found == pytest.approx(1 - math.log(20) / 12, rel=0.07)
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+@pytest.mark.parametrize(("p50", "p99"), [(1.5, 12.0), (3.0, 12.0)])
+def test_capacity_under_two_percentiles_is_smaller_one_of_mm1(p50: float, p99: float, confirm: bool) -> None:
+    station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
+    bound = LatencyBound("p50", p50, also=(LatencyBound("p99", p99),))
+    found = capacity(station, exponential(), bound, confirm=confirm)
+    assert found == pytest.approx(1 - max(math.log(2) / p50, math.log(100) / p99), rel=0.1)
 
 
 @pytest.mark.parametrize("confirm", [False, True])

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.perf_model import request_costs
 from cornplug.planner.simulator import replicas
 from cornplug.planner.simulator.stations import Station

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cornplug.planner.inputs.schema import PlanInput, Slo
+from cornplug.planner.optimizer import incumbent, solvers
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.report import binding_constraints, explanation, monolith, slo_cost_curve
+from cornplug.planner.report import (
+    binding_constraints,
+    counterfactual,
+    explanation,
+    monolith,
+    slo_cost_curve,
+)
 from cornplug.planner.report.counterfactual import CounterfactualAnswer, ExplanationBudget
 
 from ..sample_input import given
@@ -178,6 +186,32 @@ def test_explanation_without_work_is_noted() -> None:
     assert found.alternatives == []
     assert found.binding == []
     assert any("No work was left to ask for monolith, monolith everywhere" in note for note in found.notes)
+
+
+def test_explanation_question_ended_by_clock_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a starved machine: the answer is not the same everywhere then, and the report says so."""
+    given, solve = timed(1.2), solvers.solve
+    decision = decided(given)
+
+    def late(*arguments: Any, **options: Any) -> solvers.SolverRun:
+        return replace(solve(*arguments, **options), timed_out=True)
+
+    for module in (counterfactual, incumbent):
+        monkeypatch.setattr(module, "run_solver", late)
+    notes = explanation.explain(given, decision, work=60).notes
+    (note,) = [n for n in notes if n.startswith("The solver's time limit ended ")]
+    assert "monolith" in note
+    assert note.endswith("another run may answer otherwise.")
+    monkeypatch.undo()
+    assert not any("time limit" in n for n in explanation.explain(given, decision, work=60).notes)
+
+
+def test_explanation_plan_of_sweep_ended_by_clock_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, solve = timed(1.2), solvers.solve
+    decision = decided(given)
+    monkeypatch.setattr(incumbent, "run_solver", lambda *a, **o: replace(solve(*a, **o), timed_out=True))
+    notes = explanation.explain(given, decision, work=60).notes
+    assert any("time limit ended SLO × 0.7, SLO × 1.5, SLO × 0.5 and " in note for note in notes)
 
 
 def test_scaled_applications_change_bounds_only() -> None:

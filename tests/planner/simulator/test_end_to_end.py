@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.plan import PlanRoute, RouteStage
 from cornplug.planner.simulator.end_to_end import SimulatedTimes, TrafficClass, simulate_plan
 from cornplug.planner.simulator.simulator import Station

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from planner import simpy_stations
 
 from cornplug.errors import ConfigError
-from cornplug.planner.inputs.demand import SampledRequest
+from cornplug.planner.inputs.request_classes import SampledRequest
 from cornplug.planner.simulator.simulator import JobOutcomes, Station, StationJob, StationVisit, simulate
 from cornplug.planner.simulator.stations import QueuePeak
 from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve

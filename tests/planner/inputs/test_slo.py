@@ -1,0 +1,52 @@
+"""Bounds on several percentiles, and the errors of tables that contradict each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cornplug.errors import ConfigError
+from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.slo import PercentileBounds, Slo
+
+GOOD = Path(__file__).parents[1] / "good_input.toml"
+
+
+def test_slo_first_bound_is_of_first_table_that_has_it() -> None:
+    slo = Slo(
+        percentile="p50",
+        ttft_s=1.0,
+        also=[PercentileBounds(percentile="p99", ttft_s=3.0, e2e_s=20.0), PercentileBounds(e2e_s=9.0)],
+    )
+    assert slo.first_bound("ttft") == 1.0
+    assert slo.first_bound("e2e") == 20.0
+    assert slo.first("e2e") is slo.also[0]
+    assert slo.first_bound("tpot") is None
+
+
+def test_slo_scaled_changes_bounds_of_all_percentiles() -> None:
+    slo = Slo(ttft_s=1.0, also=[PercentileBounds(percentile="p99", tpot_s=0.1)]).scaled(2.0)
+    assert slo.ttft_s == 2.0
+    assert slo.also[0].tpot_s == 0.2
+    assert slo.tpot_s is None
+
+
+@pytest.mark.parametrize(
+    ("also", "problem"),
+    [
+        ('[{ percentile = "p99" }]', "no bound in table 1 of it"),
+        ('[{ percentile = "p95", ttft_s = 3.0 }]', "a second ttft_s for p95"),
+        ('[{ percentile = "p98", ttft_s = 3.0 }]', '"p98" is not one of its values'),
+        ('[{ percentile = "p99", ttft = 3.0 }]', "there is no such key"),
+    ],
+)
+def test_slo_wrong_table_of_also_is_error_with_line(tmp_path: Path, also: str, problem: str) -> None:
+    text = GOOD.read_text()
+    bad = tmp_path / "plan.toml"
+    first = next(line for line in text.splitlines() if line.startswith("slo = {"))
+    bad.write_text(text.replace(first, f'slo = {{ percentile = "p95", ttft_s = 1.0, also = {also} }}', 1))
+    with pytest.raises(ConfigError, match=r"slo\.also") as error:
+        toml_reader.read(bad)
+    assert problem in str(error.value)
+    assert f"{bad}:{text.splitlines().index(first) + 1} applications[0].slo.also" in str(error.value)
