@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -134,7 +134,7 @@ class PlanRoute(PlanRecord):
 
 
 class RequestTimes(PlanRecord):
-    """Seconds. None where a class has no such time (TPOT of one-token answers)."""
+    """Seconds, or a slowdown. None where a class has no such time (TPOT of one-token answers)."""
 
     mean: float | None = None
     p50: float | None = None
@@ -149,12 +149,36 @@ class RequestTimes(PlanRecord):
 
 
 class PercentileSlo(PlanRecord):
-    """Bounds on one percentile of a class's times, in seconds."""
+    """Bounds on one percentile of a class's times, in seconds, or as times the idle replica's."""
 
     percentile: str
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+    ttft_slowdown: float | None = None
+    tpot_slowdown: float | None = None
+    e2e_slowdown: float | None = None
+
+
+class SimulatedSlowdown(PlanRecord):
+    """Times of a class over those of the same requests by themselves on an idle replica."""
+
+    idle: str
+    """The replica: "A100-80 TP8"."""
+    ttft: RequestTimes = RequestTimes()
+    tpot: RequestTimes = RequestTimes()
+    e2e: RequestTimes = RequestTimes()
+
+
+class ForecastBound(NamedTuple):
+    """A class's time at a percentile: seconds, or a slowdown."""
+
+    quantity: str
+    """ttft, tpot or e2e."""
+    percentile: str
+    bound: float | None
+    simulated: float | None
+    slowdown: bool
 
 
 class LatencyForecast(PlanRecord):
@@ -174,7 +198,9 @@ class LatencyForecast(PlanRecord):
     slo_tpot_s: float | None = None
     slo_e2e_s: float | None = None
     slo_also: list[PercentileSlo] = Field(default_factory=list)
-    """Bounds on other percentiles."""
+    """Bounds on other percentiles, and slowdowns."""
+    slowdown: SimulatedSlowdown | None = None
+    """Where one is bounded."""
     ttft: RequestTimes = RequestTimes()
     """These three hold no figure where the plan was not simulated."""
     tpot: RequestTimes = RequestTimes()
@@ -190,6 +216,23 @@ class LatencyForecast(PlanRecord):
             e2e_s=self.slo_e2e_s,
         )
         return [first, *self.slo_also]
+
+    @property
+    def bounds(self) -> list[ForecastBound]:
+        """Each time at each of its percentiles, with its bound where there is one."""
+        slower = self.slowdown or SimulatedSlowdown(idle="")
+        return [
+            ForecastBound(quantity, table.percentile, bound, times.at(table.percentile), slowdown)
+            for table in self.slo
+            for quantity, bound, times, slowdown in (
+                ("ttft", table.ttft_s, self.ttft, False),
+                ("ttft", table.ttft_slowdown, slower.ttft, True),
+                ("tpot", table.tpot_s, self.tpot, False),
+                ("tpot", table.tpot_slowdown, slower.tpot, True),
+                ("e2e", table.e2e_s, self.e2e, False),
+                ("e2e", table.e2e_slowdown, slower.e2e, True),
+            )
+        ]
 
     @property
     def ttft_bound_s(self) -> float | None:

@@ -9,8 +9,8 @@ from math import ceil
 from statistics import fmean
 from typing import Final
 
+from cornplug.planner.candidates import idle_replica, throughput_profiles
 from cornplug.planner.candidates import service_demand as service_demand
-from cornplug.planner.candidates import throughput_profiles
 from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.cells import CellSpec, make_cell
 from cornplug.planner.candidates.engine_settings import engine_settings
@@ -178,8 +178,8 @@ class CellBuilder:
         confirm: bool,
     ) -> float:
         """Of one class alone, one replica among so many."""
-        bound = stage_bound(of.slo, tier.seconds, tier.tpot_s)
         samples = self.samples.at(config.service, of, self.bases[of.name])
+        bound = stage_bound(of.slo, tier.seconds, tier.tpot_s, idle_replica.means(samples))
         place = config.station(self.rules.router, replicas)
         seed = self.rules.seed
         found = capacity(place, samples, bound, burst=of.request.burst, seed=seed, confirm=confirm)

@@ -8,6 +8,7 @@ from math import inf
 
 import numpy as np
 
+from cornplug.planner.candidates import idle_replica
 from cornplug.planner.candidates.request_paths import RequestPath, StageBudget
 from cornplug.planner.candidates.stage_bounds import stage_bound
 from cornplug.planner.candidates.timed_configs import TimedConfig
@@ -92,9 +93,11 @@ class Fit:
             if self.stage_budget.service.tasks in ("E", "G")
             else "TTFT"
         )
+        unit = "times the idle replica's" if self.bound.relative else "s"
+        name, percentile = self.stage_budget.service.name, self.bound.percentile
         return (
-            f"{self.stage_budget.service.name} has {allowed:.3g} s for {what} ({self.bound.percentile}), "
-            f"and the best, {self.best.footprint.name}, takes {takes:.3g} s for an isolated request. "
+            f"{name} has {allowed:.3g} {unit} for {what} ({percentile}), "
+            f"and the best, {self.best.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )
 
@@ -118,7 +121,7 @@ def _best_fit(
     samples: list[SampledRequest],
     slo: Slo,
 ) -> Fit:
-    bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s)
+    bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s, idle_replica.means(samples))
     fits = [
         max(
             (
@@ -154,7 +157,7 @@ def _times(value: float, allowed: float | None) -> float:
 def _isolated_latency(
     station: Station, samples: list[SampledRequest], bound: LatencyBound
 ) -> tuple[float, float]:
-    """Of isolated requests, at the bound's percentile: seconds to the first token, seconds a token."""
+    """Of isolated requests, at the bound's percentile: to the first token, and a token."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
     first = [isolated_prefill_s(station, d) + overhead for d in samples]
     if station.generate:
@@ -162,4 +165,8 @@ def _isolated_latency(
     per_token = [
         isolated_decode_s(station, d) / (d.output_tokens - 1) for d in samples if d.output_tokens > 1
     ]
+    if bound.relative:
+        first = [f / d.idle.ttft_s for f, d in zip(first, samples, strict=True) if d.idle]
+        idle = [d.idle.tpot_s for d in samples if d.idle and d.output_tokens > 1]
+        per_token = [t / i for t, i in zip(per_token, idle, strict=True)]
     return bound.of(np.array(first)), bound.of(np.array(per_token))

@@ -12,13 +12,14 @@ from itertools import product
 from math import inf
 from typing import Final
 
-from cornplug.planner.candidates import cache_sizes
+from cornplug.planner.candidates import cache_sizes, idle_replica
 from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.samples import Samples, output_tokens, prompt_tokens
 from cornplug.planner.candidates.services import PathTemplate, Service
 from cornplug.planner.inputs import length_distributions
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import Component
+from cornplug.planner.inputs.slo import IdleTimes
 
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
 """Parts of the time to first token that the encoders may take."""
@@ -105,22 +106,34 @@ def _divisions(
     of: RequestClass, path: PathTemplate, sampled: list[SampledRequest], kv_edge_s: float
 ) -> Iterator[SloDivision]:
     slo = of.slo
-    first = slo.first_bound("ttft") or inf
-    tpot = slo.first_bound("tpot") or inf
-    whole = slo.first("e2e")
-    if whole is None or whole.e2e_s is None:
+    idle = idle_replica.means(sampled)
+    first = slo.first_s("ttft", idle) or inf
+    tpot = slo.first_s("tpot", idle) or inf
+    whole = next(iter(slo.every("e2e")), None)
+    if whole is None:
         yield SloDivision(first, tpot, inf)
+        return
+    if whole.relative and idle is not None:
+        yield from _slack_divisions(whole.value, idle, first, tpot)
         return
     gaps = max(output_tokens(sampled, whole.percentile) - 1, 1.0)
     generates = of.request.generates is not None
     for generator_part, first_part in product(GENERATOR_PARTS if generates else (0.0,), FIRST_PARTS):
-        left = whole.e2e_s * (1 - generator_part) - (
+        left = whole.value * (1 - generator_part) - (
             kv_edge_s if "D" in {s.tasks for s in path.stages} else 0.0
         )
         first_s = min(first, left * first_part)
         yield SloDivision(
-            first_s, min(tpot, (left - first_s) / gaps), whole.e2e_s * generator_part if generates else inf
+            first_s, min(tpot, (left - first_s) / gaps), whole.value * generator_part if generates else inf
         )
+
+
+def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float) -> Iterator[SloDivision]:
+    """Of a mean request's answer: what it takes on the idle replica, and parts of the time beyond that."""
+    slack, decode_s = (slowdown - 1) * idle.e2e_s, idle.e2e_s - idle.ttft_s
+    for part in FIRST_PARTS:
+        token_s = idle.tpot_s * (1 + (1 - part) * slack / decode_s) if decode_s > 0 else inf
+        yield SloDivision(min(first, idle.ttft_s + part * slack), min(tpot, token_s), inf)
 
 
 def _moved_bytes(

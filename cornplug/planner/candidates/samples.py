@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 
 from cornplug.planner.candidates.cache_sizes import CacheScenario
+from cornplug.planner.candidates.idle_replica import IdleReplicas
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import request_sampling
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
@@ -35,6 +36,8 @@ class Samples:
     encoders: Mapping[str, Component]
     """As `services.canonical_encoders`."""
     seed: int
+    idle: IdleReplicas | None = None
+    """Needed where an SLO bounds a slowdown."""
     _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], list[SampledRequest]] = field(
         default_factory=dict
     )
@@ -61,6 +64,8 @@ class Samples:
         sampled = request_sampling.sample_requests(
             of.request, rng, SIZE, patches_per_token=self._patches_per_token(), hits=scenario.hits
         )
+        if self.idle is not None:
+            sampled = self.idle.with_times(of, sampled)
         if encoders is None:
             return sampled
         if {self.encoders[m.encoder].name for m in of.request.media} <= set(encoders):

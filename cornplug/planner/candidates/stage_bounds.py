@@ -5,36 +5,44 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import isinf
 
-from cornplug.planner.inputs.slo import Quantity, Slo
+from cornplug.planner.inputs.slo import IdleTimes, Quantity, Slo
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 
+Kind = tuple[str, bool]
+"""A percentile; whether the bound is a slowdown."""
 
-def stage_bound(slo: Slo, seconds: float, tpot_s: float) -> LatencyBound:
+
+def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None = None) -> LatencyBound:
     """The bounds that a class has where a tier keeps `seconds` and `tpot_s` (inf: none).
 
-    A tier is made of the first bound of each kind (`Slo.first`). A bound at another percentile is in
+    A tier is made of the first bound of each kind (`Slo.every`). A bound at another percentile is in
     proportion: with 1 s at P50 and 3 s at P99, a stage that has 0.4 s at P50 has 1.2 s at P99. What the
     stages of a path lose or gain against that is seen in the simulation of the whole plan.
+    `idle`: means of the class, where slowdowns are bounded.
     """
-    first = dict(_parts(slo, "ttft", seconds))
-    tokens = dict(_parts(slo, "tpot", tpot_s))
+    first = dict(_parts(slo, "ttft", seconds, idle))
+    tokens = dict(_parts(slo, "tpot", tpot_s, idle))
     bounds = [
-        LatencyBound(percentile, first.get(percentile), tokens.get(percentile))
-        for percentile in dict.fromkeys([*first, *tokens])
+        LatencyBound(kind[0], first.get(kind), tokens.get(kind), relative=kind[1])
+        for kind in dict.fromkeys([*first, *tokens])
     ] or [LatencyBound(slo.percentile)]
-    return LatencyBound(bounds[0].percentile, bounds[0].seconds, bounds[0].tpot_s, tuple(bounds[1:]))
+    head = bounds[0]
+    return LatencyBound(head.percentile, head.seconds, head.tpot_s, tuple(bounds[1:]), head.relative)
 
 
-def _parts(slo: Slo, quantity: Quantity, value: float) -> Iterator[tuple[str, float]]:
-    """Percentile -> its part of `value`; without a bound on the quantity, that on the whole answer tells."""
+def _parts(
+    slo: Slo, quantity: Quantity, value: float, idle: IdleTimes | None
+) -> Iterator[tuple[Kind, float]]:
+    """Parts of `value`. Where the quantity has no bound, those on the whole answer tell."""
     if isinf(value):
         return
-    told: Quantity = quantity if slo.first(quantity) else "e2e"
-    whole = slo.first_bound(told)
+    told: Quantity = quantity if slo.every(quantity) else "e2e"
+    whole = slo.first_s(told, idle)
     if whole is None:  # a tier of another class: this one's requests keep it, too
-        yield slo.percentile, value
+        yield (slo.percentile, False), value
         return
-    for table in slo.tables:
-        bound = table.bound(told)
-        if bound is not None:
-            yield table.percentile, value * bound / whole
+    for bound in slo.every(told):
+        part = value * bound.seconds(idle, told) / whole
+        if bound.relative and idle is not None:
+            part /= max(idle.at(quantity), 1e-9)
+        yield (bound.percentile, bound.relative), part

@@ -57,7 +57,7 @@ def rate(
 
 
 def _requests_per_s(profile: ThroughputProfile, of: RequestClass) -> float:
-    bound = of.slo.first_bound("tpot")
+    bound = of.slo.first_s("tpot")
     if bound is not None and profile.tpot_s.get(of.name, 0.0) > bound:
         return 0.0
     if isinstance(profile.requests_per_s, dict):

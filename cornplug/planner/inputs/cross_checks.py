@@ -21,6 +21,7 @@ from cornplug.planner.inputs.schema import (
     PlanInput,
     Profile,
     RequestSpec,
+    Slo,
     ThroughputProfile,
 )
 
@@ -52,7 +53,7 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
         for k, profile in enumerate(component.profiles):
             yield from _profile((*place, "profiles", k), profile, gpus, demands)
     for i, application in enumerate(plan_input.applications):
-        yield from _application(("applications", i), application, components)
+        yield from _application(("applications", i), application, components, gpus)
     change = plan_input.change
     if change is not None and not change.plan.is_file():
         remedy = "Name the plan.json of the running deployment."
@@ -177,7 +178,10 @@ def _curves(place: Place, profile: MeasuredProfile) -> Iterator[InputError]:
 
 
 def _application(
-    place: Place, application: Application, components: Mapping[str, Component]
+    place: Place,
+    application: Application,
+    components: Mapping[str, Component],
+    gpus: Mapping[str, GpuSpec],
 ) -> Iterator[InputError]:
     yield from _reference((*place, "llm"), application.llm, "llm", components)
     yield from _duplicates((*place, "requests"), [r.name for r in application.requests])
@@ -185,6 +189,7 @@ def _application(
     for i, request in enumerate(application.requests):
         at = (*place, "requests", i)
         yield from _request(at, request, components)
+        yield from _idle(at if request.slo else place, request, request.slo or application.slo, gpus)
         if application.workload == "online" and not (request.slo or application.slo).bounded:
             yield InputError(
                 (*at, "slo"),
@@ -217,6 +222,16 @@ def _request(place: Place, request: RequestSpec, components: Mapping[str, Compon
             traces.read(request.trace, request.trace_format)
         except ConfigError as e:
             yield _at((*place, "trace"), e)
+
+
+def _idle(place: Place, request: RequestSpec, slo: Slo, gpus: Mapping[str, GpuSpec]) -> Iterator[InputError]:
+    """`place`: of the table whose `slo` it is."""
+    if slo.idle is not None and slo.idle.gpu not in gpus:
+        remedy = f"{nearest(slo.idle.gpu, list(gpus))} Or describe it in a [[gpus]] table."
+        yield InputError((*place, "slo", "idle", "gpu"), f"no GPU {slo.idle.gpu!r} in the table", remedy)
+    if slo.relative and request.generates is not None:
+        remedy = "Bound its times in seconds: ttft_s, tpot_s or e2e_s."
+        yield InputError((*place, "slo"), f"a slowdown of {request.name}, which has generates", remedy)
 
 
 def _reference(

@@ -17,7 +17,9 @@ from cornplug.planner.inputs.schema import PlanInput
 
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
-_BOUNDS: Final = [{"required": [key]} for key in ("ttft_s", "tpot_s", "e2e_s")]
+_BOUND_KEYS: Final = ("ttft_s", "tpot_s", "e2e_s", "ttft_slowdown", "tpot_slowdown", "e2e_slowdown")
+_BOUNDS: Final = [{"required": [key]} for key in _BOUND_KEYS]
+_SLOWDOWNS: Final = [{"required": [key]} for key in _BOUND_KEYS if key.endswith("slowdown")]
 _BOUND: Final = {"anyOf": [*_BOUNDS, {"properties": {"also": {"minItems": 1}}, "required": ["also"]}]}
 _ITS_OWN_BOUND: Final = {"properties": {"slo": _BOUND}, "required": ["slo"]}
 
@@ -42,6 +44,17 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
     ],
     "RequestSpec": [{"dependentSchemas": {"trace": {"properties": {"prompt": False, "output": False}}}}],
     "PercentileBounds": [{"anyOf": _BOUNDS}],
+    "Slo": [
+        _if(
+            {
+                "anyOf": [
+                    *_SLOWDOWNS,
+                    {"properties": {"also": {"contains": {"anyOf": _SLOWDOWNS}}}, "required": ["also"]},
+                ]
+            },
+            {"required": ["idle"]},
+        )
+    ],
     "Application": [
         _if(
             _is("workload", "online", default=True),

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cornplug.planner.inputs.schema import Application, RequestSpec, Slo
+from cornplug.planner.inputs.slo import IdleTimes
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class SampledRequest:
     """At least 1: the first token comes out of prefill."""
     units: float
     """Of a generator's work; 0 where there is none."""
+    idle: IdleTimes | None = None
+    """Where its class's SLO bounds a slowdown."""
 
     @property
     def computed_tokens(self) -> int:

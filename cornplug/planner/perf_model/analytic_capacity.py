@@ -21,7 +21,7 @@ from cornplug.planner.perf_model.analytic_load import ReplicaLoad
 from cornplug.planner.perf_model.analytic_state import AnalyticState
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 from cornplug.planner.perf_model.queueing import erlang_c, two_choices
-from cornplug.planner.perf_model.request_costs import RequestCosts, sizes_of
+from cornplug.planner.perf_model.request_costs import Floats, RequestCosts, sizes_of
 from cornplug.planner.simulator.stations import Station
 
 WAIT_FACTOR: Final = {"least_work": 1.0, "join_shortest_queue": 3.0, "random": 1.0}
@@ -40,20 +40,33 @@ def screen(
 
     def meets(rate: float) -> bool:
         state = replica.at(rate / station.replicas)
-        return state is not None and all(_meets(station, state, one, rate, burst) for one in bound.each)
+        return state is not None and all(
+            _meets(station, state, one, rate, burst, sizes) for one in bound.each
+        )
 
     if replica.isolated_latency_s == 0:
         return math.inf
     return _largest(meets, 0.02 / replica.isolated_latency_s * station.replicas)
 
 
-def _meets(station: Station, state: AnalyticState, bound: LatencyBound, rate: float, burst: float) -> bool:
-    on_time = bound.seconds is None or _on_time(station, state, bound, bound.seconds, rate, burst)
+def _meets(
+    station: Station,
+    state: AnalyticState,
+    bound: LatencyBound,
+    rate: float,
+    burst: float,
+    sizes: RequestCosts,
+) -> bool:
+    every = np.ones_like(sizes.prompts)
+    first = sizes.idle_ttft if bound.relative else every
+    on_time = bound.seconds is None or _on_time(station, state, bound, bound.seconds * first, rate, burst)
     if not on_time or bound.tpot_s is None:
         return on_time
+    tokens = bound.tpot_s * (sizes.idle_tpot if bound.relative else every)
     if bound.share is None:
-        return state.tpot_mean <= bound.tpot_s
-    return state.slower_than(bound.tpot_s) <= 1 - bound.share
+        several = sizes.outputs > 1
+        return not several.any() or state.tpot_mean <= float(tokens[several].mean())
+    return state.slower_than(tokens) <= 1 - bound.share
 
 
 def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[float, float]:
@@ -67,12 +80,12 @@ def _waits(router: str, servers: int, rate: float, service_s: float) -> tuple[fl
 
 
 def _on_time(
-    station: Station, state: AnalyticState, bound: LatencyBound, seconds: float, rate: float, burst: float
+    station: Station, state: AnalyticState, bound: LatencyBound, seconds: Floats, rate: float, burst: float
 ) -> bool:
-    """Whether the percentile of wait and own time is within `seconds`."""
+    """Whether the percentile of wait and own time is within `seconds`, one figure a draw."""
     service_s = float(state.service.mean())
     if service_s == 0:
-        return bound.of(state.own) <= seconds
+        return bound.of(state.own / seconds) <= 1
     servers, cv2 = station.replicas, float(state.service.var()) / service_s**2
     if station.router == "random":
         # Each replica has its own queue, of arrivals thinned at random.
@@ -82,7 +95,7 @@ def _on_time(
     waits, mean = _waits(station.router, servers, rate, service_s)
     mean *= (burst + cv2) / 2
     if bound.share is None:
-        return float(state.own.mean()) + waits * mean <= seconds
+        return float(((state.own + waits * mean) / seconds).mean()) <= 1
     left = seconds - state.own
     late = np.where(left < 0, 1.0, waits * np.exp(-np.maximum(left, 0.0) / max(mean, 1e-12)))
     return float(late.mean()) <= 1 - bound.share

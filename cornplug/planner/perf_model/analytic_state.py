@@ -27,15 +27,15 @@ class AnalyticState:
     steps: Floats | None = None
     """Iterations that a request decodes in."""
 
-    def slower_than(self, tpot_s: float) -> float:
-        """Share of requests whose time per token is longer."""
+    def slower_than(self, tpot_s: Floats) -> float:
+        """Share of requests whose time per token is longer than theirs of `tpot_s`."""
         if self.steps is None:
             return 0.0
         many = self.steps > 0
         steps = self.steps[many]
         if not steps.size:
             return 0.0
-        spare = (tpot_s - self.token_s * (1 + 0.5 / steps)) * steps
+        spare = (tpot_s[many] - self.token_s * (1 + 0.5 / steps)) * steps
         if self.interruptions is None or self.interruption_s <= 0:
             return float(np.mean(spare < 0))
         allowed = np.floor(spare / self.interruption_s)

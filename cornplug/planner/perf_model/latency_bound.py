@@ -20,6 +20,8 @@ class LatencyBound:
     """Where it decodes."""
     also: tuple[LatencyBound, ...] = ()
     """Bounds on other percentiles, without `also` of their own."""
+    relative: bool = False
+    """`seconds` and `tpot_s` are times the idle TTFT and TPOT of the same request."""
 
     @property
     def each(self) -> tuple[LatencyBound, ...]:

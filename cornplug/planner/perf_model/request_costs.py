@@ -30,6 +30,9 @@ class RequestCosts:
     patches: Floats
     """Of all of a draw's items."""
     units: Floats
+    idle_ttft: Floats
+    """Seconds; NaN where the class's SLO bounds no slowdown."""
+    idle_tpot: Floats
 
 
 @lru_cache(maxsize=512)
@@ -41,6 +44,8 @@ def sizes_of(samples: tuple[SampledRequest, ...]) -> RequestCosts:
         np.array([float(d.output_tokens) for d in samples]),
         np.array([float(sum(d.patches)) for d in samples]),
         np.array([d.units for d in samples]),
+        np.array([d.idle.ttft_s if d.idle else np.nan for d in samples]),
+        np.array([d.idle.tpot_s if d.idle else np.nan for d in samples]),
     )
 
 

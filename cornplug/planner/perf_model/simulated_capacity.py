@@ -149,12 +149,17 @@ class _LoadTest:
         if bound.seconds is None:
             return 0.0
         times = outcome.ttft if "P" in self.station.tasks else outcome.stage_s[:, 0]
+        if bound.relative:
+            times = times / np.array([d.idle.ttft_s if d.idle else np.nan for d in self.samples])
         return bound.of(times[self._head :]) / bound.seconds
 
     def _tokens(self, outcome: JobOutcomes, end: int, bound: LatencyBound) -> float:
         if bound.tpot_s is None or "D" not in self.station.tasks:
             return 0.0
-        tpot = outcome.tpot[self._head : end]
+        tpot = outcome.tpot
+        if bound.relative:
+            tpot = tpot / np.array([d.idle.tpot_s if d.idle else np.nan for d in self.samples])
+        tpot = tpot[self._head : end]
         return bound.of(tpot[~np.isnan(tpot)]) / bound.tpot_s
 
     @staticmethod

@@ -12,7 +12,8 @@ from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.engine_settings import PRIORITY, kv_geometry
 from cornplug.planner.inputs import length_distributions
 from cornplug.planner.inputs.request_classes import RequestClass
-from cornplug.planner.inputs.schema import Component, LLMShape, Workload
+from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
+from cornplug.planner.inputs.slo import QUANTITIES
 from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import build_plan_routes
@@ -29,6 +30,7 @@ from cornplug.planner.plan import (
     PlanRoute,
     QosReservation,
     ReplicaGroup,
+    SimulatedSlowdown,
 )
 
 
@@ -167,11 +169,28 @@ def _forecast(
         slo_ttft_s=slo.ttft_s,
         slo_tpot_s=slo.tpot_s,
         slo_e2e_s=slo.e2e_s,
-        slo_also=[
-            PercentileSlo(percentile=b.percentile, ttft_s=b.ttft_s, tpot_s=b.tpot_s, e2e_s=b.e2e_s)
-            for b in slo.also
-        ],
+        slo_also=_other_bounds(slo),
+        slowdown=_slowdown(slo),
     )
+
+
+def _other_bounds(slo: Slo) -> list[PercentileSlo]:
+    """All but the first table's seconds."""
+    first = PercentileSlo(
+        percentile=slo.percentile,
+        ttft_slowdown=slo.ttft_slowdown,
+        tpot_slowdown=slo.tpot_slowdown,
+        e2e_slowdown=slo.e2e_slowdown,
+    )
+    also = [PercentileSlo.model_validate(table.model_dump()) for table in slo.also]
+    return [*([first] if any(bound.relative for q in QUANTITIES for bound in slo.bounds(q)) else []), *also]
+
+
+def _slowdown(slo: Slo) -> SimulatedSlowdown | None:
+    """Without figures yet."""
+    if slo.idle is None or not slo.relative:
+        return None
+    return SimulatedSlowdown(idle=f"{slo.idle.gpu} TP{slo.idle.tp}")
 
 
 def _caches(problem: FormulatedProblem, solution: PoolSolution) -> list[CacheSize]:
@@ -201,7 +220,7 @@ def _reservations(problem: FormulatedProblem, plan_routes: list[PlanRoute]) -> l
 
 
 def _reservation(qos: str, loads: list[tuple[RequestClass, float]], total: float) -> QosReservation:
-    deadlines = [ttft_s for of, _ in loads if (ttft_s := of.slo.first_bound("ttft")) is not None]
+    deadlines = [ttft_s for of, _ in loads if (ttft_s := of.slo.first_s("ttft")) is not None]
     return QosReservation(
         qos=qos,
         share=sum(load for _, load in loads) / total,

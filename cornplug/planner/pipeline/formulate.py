@@ -13,6 +13,7 @@ from cornplug.planner.candidates.cache_sizes import CacheScenario, CacheSizeOpti
 from cornplug.planner.candidates.cell_capacity import CellBuilder
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.candidates.dominance import loosest, prune
+from cornplug.planner.candidates.idle_replica import IdleReplicas
 from cornplug.planner.candidates.latency_tiers import Chain, LatencyTier, chain, how_many
 from cornplug.planner.candidates.request_paths import RequestPath, request_paths
 from cornplug.planner.candidates.samples import Samples
@@ -103,7 +104,7 @@ def formulate(plan_input: PlanInput) -> FormulatedProblem:
     classes = request_classes(plan_input.applications)
     table = gpu_catalog.gpu_table(plan_input.gpus)
     nodes = gpu_catalog.node_classes(plan_input.pool, table, gpu_catalog.price_table(plan_input.prices))
-    samples = Samples(encoders, rules.seed)
+    samples = Samples(encoders, rules.seed, IdleReplicas(by_name, encoders, table, rules))
     levels = cache_levels(plan_input.caches, classes, by_name, encoders)
     bases = {name: scenarios(c, levels, encoders)[0] for name, c in classes.items()}
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in nodes)

@@ -14,7 +14,7 @@ from cornplug.planner.inputs.schema import LLMShape
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline.build_plan import group_name
 from cornplug.planner.pipeline.formulate import FormulatedProblem, nic_bytes_s
-from cornplug.planner.plan import LatencyForecast, Plan, PlanRoute, QueueForecast, ReplicaGroup, RequestTimes
+from cornplug.planner.plan import LatencyForecast, Plan, PlanRoute, QueueForecast, ReplicaGroup
 from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.stations import QueuePeak
@@ -33,12 +33,14 @@ class SloMiss:
     what: str
     """ttft, tpot or e2e."""
     percentile: str
-    bound_s: float
-    simulated_s: float
+    bound: float
+    """Seconds, or a slowdown."""
+    simulated: float
+    slowdown: bool = False
 
     @property
     def times(self) -> float:
-        return self.simulated_s / self.bound_s
+        return self.simulated / self.bound
 
 
 @dataclass(frozen=True)
@@ -122,20 +124,19 @@ def _with_times(forecast: LatencyForecast, found: Mapping[str, end_to_end.Simula
     times = found.get(f"{forecast.app}/{forecast.request}")
     if times is None:
         return forecast
-    return forecast.model_copy(update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e})
+    slowdown = forecast.slowdown
+    if slowdown is not None:
+        known = dict(zip(("ttft", "tpot", "e2e"), times.slowdowns, strict=True))
+        slowdown = slowdown.model_copy(update=known)
+    return forecast.model_copy(
+        update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e, "slowdown": slowdown}
+    )
 
 
 def _misses(forecast: LatencyForecast) -> list[SloMiss]:
-    found = []
-    for table in forecast.slo:
-        bounds: list[tuple[str, float | None, RequestTimes]] = [
-            ("ttft", table.ttft_s, forecast.ttft),
-            ("tpot", table.tpot_s, forecast.tpot),
-            ("e2e", table.e2e_s, forecast.e2e),
-        ]
-        for what, bound, times in bounds:
-            value = times.at(table.percentile)
-            if bound is not None and value is not None and value > bound * (1 + NOISE):
-                name = f"{forecast.app}/{forecast.request}"
-                found.append(SloMiss(name, what, table.percentile, bound, value))
-    return found
+    name = f"{forecast.app}/{forecast.request}"
+    return [
+        SloMiss(name, of.quantity, of.percentile, of.bound, of.simulated, of.slowdown)
+        for of in forecast.bounds
+        if of.bound is not None and of.simulated is not None and of.simulated > of.bound * (1 + NOISE)
+    ]

@@ -61,14 +61,13 @@ def against_bounds(found: Sequence[SloCheck]) -> list[Bar]:
     """Simulated times as shares of their bounds."""
     return [
         Bar(
-            f"{c.demand} {c.quantity} {formatting.percentile(c.percentile)} ≤ "
-            f"{formatting.seconds(c.bound_s)}",
-            0.0 if c.simulated_s is None else c.simulated_s / c.bound_s,
-            formatting.seconds(c.simulated_s),
+            f"{c.demand} {c.name} ≤ {c.bound_text}",
+            0.0 if c.simulated is None else c.simulated / c.bound,
+            c.simulated_text,
             "c1" if c.kept else "bad",
         )
         for c in found
-        if c.bound_s is not None
+        if c.bound is not None
     ]
 
 

@@ -217,7 +217,8 @@ def _monolith(asked: _Asked) -> str:
 
 def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
     for miss in decision.misses:
-        over, bound = formatting.percent(miss.times - 1), formatting.seconds(miss.bound_s)
+        over = formatting.percent(miss.times - 1)
+        bound = formatting.measured(miss.bound, slowdown=miss.slowdown)
         quantity = f"{formatting.percentile(miss.percentile)} {miss.what.upper()}"
         what = f"{miss.of} misses its {quantity} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."

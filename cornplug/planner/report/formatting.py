@@ -23,6 +23,13 @@ def seconds(value: float | None) -> str:
     return f"{value:.3g} s" if value < 1000 else f"{value:,.0f} s"
 
 
+def measured(value: float | None, *, slowdown: bool) -> str:
+    """A time, or a slowdown: "2.5x"."""
+    if not slowdown:
+        return seconds(value)
+    return NONE if value is None else f"{value:.3g}x"
+
+
 def percent(share: float | None) -> str:
     """A share of one: "73 %", "0.4 %"."""
     if share is None:

@@ -129,7 +129,7 @@ def _expected(plan: Plan, demand: str) -> str:
     found = []
     for check in slo_checks.of(plan):
         if check.demand == demand:
-            bound = "" if check.bound_s is None else f" (bound {formatting.seconds(check.bound_s)})"
+            bound = "" if check.bound is None else f" (bound {check.bound_text})"
             percentile = formatting.percentile(check.percentile)
-            found.append(f"{percentile} {check.quantity} {formatting.seconds(check.simulated_s)}{bound}")
+            found.append(f"{percentile} {check.quantity} {check.simulated_text}{bound}")
     return "expect " + ", ".join(found) if found else "no time is known"

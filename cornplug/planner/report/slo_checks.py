@@ -7,26 +7,41 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cornplug.planner.plan import LatencyForecast, Plan
+from cornplug.planner.report import formatting
 
 
 @dataclass(frozen=True)
 class SloCheck:
-    """One bound of one class. Times in seconds; None: not known."""
+    """One bound of one class: seconds, or a slowdown against an idle replica. None: not known."""
 
     demand: str
     quantity: str
-    """TTFT, TPOT or E2E."""
+    """TTFT, TPOT or E2E, or the slowdown of one."""
     percentile: str
-    bound_s: float | None
+    bound: float | None
     """None: the input sets no bound; the times are shown all the same."""
-    simulated_s: float | None
+    simulated: float | None
+    slowdown: bool = False
 
     @property
     def kept(self) -> bool | None:
         """None where there is no bound, or no time to compare with it."""
-        if self.bound_s is None or self.simulated_s is None:
+        if self.bound is None or self.simulated is None:
             return None
-        return self.simulated_s <= self.bound_s
+        return self.simulated <= self.bound
+
+    @property
+    def name(self) -> str:
+        """ "TTFT P95"."""
+        return f"{self.quantity} {formatting.percentile(self.percentile)}"
+
+    @property
+    def bound_text(self) -> str:
+        return formatting.measured(self.bound, slowdown=self.slowdown)
+
+    @property
+    def simulated_text(self) -> str:
+        return formatting.measured(self.simulated, slowdown=self.slowdown)
 
 
 def of(plan: Plan) -> list[SloCheck]:
@@ -37,19 +52,18 @@ def of(plan: Plan) -> list[SloCheck]:
 def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
     """In a word, and how it is to be taken."""
     if check.kept is None:
-        return ("no bound" if check.bound_s is None else "not known"), "soft"
+        return ("no bound" if check.bound is None else "not known"), "soft"
     return ("kept", "good") if check.kept else ("MISSED", "bad")
 
 
 def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
-    tables = forecast.slo
-    for table in tables:
-        for quantity, bound, times in (
-            ("TTFT", table.ttft_s, forecast.ttft),
-            ("TPOT", table.tpot_s, forecast.tpot),
-            ("E2E", table.e2e_s, forecast.e2e),
-        ):
-            time = times.at(table.percentile)
-            # Times without a bound are shown once
-            if bound is not None or (time is not None and table is tables[0]):
-                yield SloCheck(f"{forecast.app}/{forecast.request}", quantity, table.percentile, bound, time)
+    """The bounds; and the times without one, at the first percentile."""
+    found = [b for b in forecast.bounds if b.bound is not None]
+    quantities = {b.quantity for b in found}
+    for b in forecast.bounds:
+        unbounded = b.quantity not in quantities and b.percentile == forecast.slo_percentile
+        if b.bound is not None or (unbounded and not b.slowdown and b.simulated is not None):
+            quantities.add(b.quantity)
+            quantity = b.quantity.upper() + (" slowdown" if b.slowdown else "")
+            name = f"{forecast.app}/{forecast.request}"
+            yield SloCheck(name, quantity, b.percentile, b.bound, b.simulated, b.slowdown)

@@ -88,9 +88,9 @@ def _forecast(plan: Plan) -> Table:
         said, how = slo_checks.verdict(c)
         table.add_row(
             Text(c.demand),
-            f"{c.quantity} {formatting.percentile(c.percentile)}",
-            formatting.seconds(c.bound_s),
-            formatting.seconds(c.simulated_s),
+            c.name,
+            c.bound_text,
+            c.simulated_text,
             Text(said, style=_STYLES[how]),
         )
     for o in plan.latency_forecasts:

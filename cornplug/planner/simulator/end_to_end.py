@@ -6,6 +6,7 @@ well enough.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cornplug.planner.plan import PlanRoute, RequestTimes
-from cornplug.planner.simulator.simulator import Station, simulate
+from cornplug.planner.simulator.simulator import Station, StationJob, simulate
 from cornplug.planner.simulator.stations import QueuePeak
 from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClass, horizon, jobs_of, traffic
 
@@ -22,6 +23,7 @@ __all__ = ["Delays", "SimulatedPlan", "SimulatedTimes", "TrafficClass", "simulat
 
 PRECISION: Final = 0.02
 """Standard error of a 95th percentile, as a share of it, at which runs end."""
+_NONE: Final = (math.nan, math.nan, math.nan)
 FEWEST_RUNS: Final = 4
 MOST_RUNS: Final = 16
 
@@ -33,6 +35,8 @@ class SimulatedTimes:
     ttft: RequestTimes
     tpot: RequestTimes
     e2e: RequestTimes
+    slowdowns: tuple[RequestTimes, RequestTimes, RequestTimes]
+    """Of TTFT, TPOT and E2E; no figure where requests have no idle times."""
     finished: float
     """Requests a second that were done while requests arrived; below the rate in an overload."""
 
@@ -52,6 +56,8 @@ class _EndToEndRun:
     ttft: NDArray[np.float64]
     tpot: NDArray[np.float64]
     e2e: NDArray[np.float64]
+    idle: NDArray[np.float64]
+    """Requests x (TTFT, TPOT, E2E) by themselves on the idle replica of their SLO; NaN without one."""
     finished: float
     """Requests a second that were done while requests arrived."""
 
@@ -115,6 +121,7 @@ def _merged_jobs(
     for station, name in zip(stations, queues, strict=True):
         queues[name] |= outcome.queues[station.name]
     at = np.array([job.at_s for job in jobs])
+    idle = np.array([_idle(job) for job in jobs]).reshape(-1, 3)
     done = at + outcome.e2e
     times = {}
     for kind, t in enumerate(all_traffic):
@@ -122,9 +129,20 @@ def _merged_jobs(
         rows = mine & (at >= warm) & (at < warm + counted)
         ended = mine & (done >= warm) & (done < warm + counted)
         times[t.of.name] = _EndToEndRun(
-            outcome.ttft[rows], outcome.tpot[rows], outcome.e2e[rows], float(ended.sum() / counted)
+            outcome.ttft[rows],
+            outcome.tpot[rows],
+            outcome.e2e[rows],
+            idle[rows],
+            float(ended.sum() / counted),
         )
     return times
+
+
+def _idle(job: StationJob) -> tuple[float, float, float]:
+    idle = job.request.idle
+    if idle is None:
+        return _NONE
+    return idle.ttft_s, idle.tpot_s or math.nan, idle.e2e_s
 
 
 # Repeated -----------------------------------------------------------------------------------
@@ -138,11 +156,12 @@ def _repeated(one: Callable[[int], dict[str, _EndToEndRun]], most: int) -> dict[
 
 
 def _pooled(runs: Sequence[_EndToEndRun]) -> SimulatedTimes:
+    times = [np.concatenate([getattr(run, what) for run in runs]) for what in ("ttft", "tpot", "e2e")]
+    idle = np.concatenate([run.idle for run in runs])
+    ttft, tpot, e2e = (times_of(one / idle[:, i]) for i, one in enumerate(times))
+    finished = float(np.mean([run.finished for run in runs]))
     return SimulatedTimes(
-        times_of(np.concatenate([run.ttft for run in runs])),
-        times_of(np.concatenate([run.tpot for run in runs])),
-        times_of(np.concatenate([run.e2e for run in runs])),
-        float(np.mean([run.finished for run in runs])),
+        times_of(times[0]), times_of(times[1]), times_of(times[2]), (ttft, tpot, e2e), finished
     )
 
 

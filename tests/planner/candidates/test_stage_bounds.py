@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
+import pytest
+
 from cornplug.planner.candidates.stage_bounds import stage_bound
-from cornplug.planner.inputs.slo import PercentileBounds, Slo
+from cornplug.planner.inputs.slo import IdleReplica, IdleTimes, PercentileBounds, Slo
 from cornplug.planner.perf_model.latency_bound import LatencyBound
 
 
@@ -29,3 +31,17 @@ def test_stage_bound_without_bound_on_ttft_follows_whole_answer() -> None:
 def test_stage_bound_of_class_without_slo_is_tier_of_another() -> None:
     assert stage_bound(Slo(), 0.4, 0.02) == LatencyBound("p95", 0.4, 0.02)
     assert not stage_bound(Slo(), inf, inf).bounded
+
+
+def test_stage_bound_of_slowdown_is_times_idle_request() -> None:
+    """At half of the time to the first token, half of the slowdown is left; the other stage has the rest."""
+    slo = Slo(percentile="p50", ttft_slowdown=2.0, idle=IdleReplica(gpu="H100"))
+    idle = IdleTimes(ttft_s=0.2, tpot_s=0.02, e2e_s=4.2)
+    assert stage_bound(slo, 0.2, inf, idle) == LatencyBound("p50", pytest.approx(1.0), relative=True)
+
+
+def test_stage_bound_of_slow_answer_is_told_for_each_token() -> None:
+    slo = Slo(percentile="p50", e2e_slowdown=1.5, idle=IdleReplica(gpu="H100"))
+    idle = IdleTimes(ttft_s=0.2, tpot_s=0.02, e2e_s=4.2)
+    bound = stage_bound(slo, 0.5, 0.028, idle)
+    assert (bound.seconds, bound.tpot_s) == (pytest.approx(2.5), pytest.approx(1.4))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.planner.inputs.request_classes import SampledRequest
+from cornplug.planner.inputs.slo import IdleTimes
 from cornplug.planner.perf_model import simulated_capacity
 from cornplug.planner.perf_model.capacity import LatencyBound, capacity
 from cornplug.planner.simulator.simulator import StationJob, StationVisit, simulate
@@ -73,6 +74,16 @@ def test_capacity_under_two_percentiles_is_smaller_one_of_mm1(p50: float, p99: f
     bound = LatencyBound("p50", p50, also=(LatencyBound("p99", p99),))
     found = capacity(station, exponential(), bound, confirm=confirm)
     assert found == pytest.approx(1 - max(math.log(2) / p50, math.log(100) / p99), rel=0.1)
+
+
+@pytest.mark.parametrize("confirm", [False, True])
+def test_capacity_under_slowdown_of_mm1_is_closed_form(confirm: bool) -> None:
+    """First come, first served: a request of length S is slowed down by more than s if it waits for over
+    (s - 1) S. With exponential S that is rho / (1 + (1 - rho)(s - 1)) of all: half of them at rho = 3/4."""
+    station = Station("g", 1, "G", generate=PiecewiseCurve.line(0.0, 1.0))
+    samples = [replace(d, idle=IdleTimes(d.units, 0.0, d.units)) for d in exponential()]
+    found = capacity(station, samples, LatencyBound("p50", 3.0, relative=True), confirm=confirm)
+    assert found == pytest.approx(0.75, rel=0.07)
 
 
 @pytest.mark.parametrize("confirm", [False, True])
