@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 import support_results
 
-import devkit.processes  # noqa: F401 - notes the environment before a test imports an engine, which changes it
+import devkit.processes  # notes the environment before a test imports an engine, which changes it
+from cornplug.config import StoreConfig
 from cornplug.host import has_gpu
+from cornplug.store.client import PoolStore
 
 # The two engines pin other versions of the same libraries: each has an environment of its own.
 collect_ignore = [
@@ -90,6 +93,44 @@ def own_settings() -> Iterator[Path]:
         (home / "run").mkdir(mode=0o700)
         yield home
     shutil.rmtree(home, ignore_errors=True)
+
+
+class LoggedStore:
+    """A real daemon with an access log, and a client of it."""
+
+    def __init__(self, folder: Path) -> None:
+        config = StoreConfig(socket=folder / "s.sock", secret_file=folder / "secret", autostart=False)
+        self._log = folder / "puts.jsonl"
+        self._daemon = devkit.processes.StoreProcess(
+            config.socket,
+            "--secret-file",
+            str(config.secret_file),
+            env={"CORNPLUG_STORE_ACCESS_LOG": str(self._log)},
+        )
+        self._daemon.start()
+        self.client = PoolStore(config, connect_timeout_s=20)
+        devkit.processes.wait_until(lambda: self.client.connected, deadline_s=30, what="a connection")
+
+    def costs(self) -> list[float]:
+        """Seconds of recomputation of each entry, as the daemon has them, in the order of writing.
+
+        Ends the daemon, which then writes its log."""
+        self.close()
+        calls = [json.loads(line) for line in self._log.read_text().splitlines()]
+        return [cost_s for call in calls if call["op"] == "put" for _, _, cost_s in call["entries"]]
+
+    def close(self) -> None:
+        """End client and daemon."""
+        self.client.close()
+        self._daemon.stop()
+
+
+@pytest.fixture
+def logged_store(short_path: Path) -> Iterator[LoggedStore]:
+    """A store of which a test reads what the daemon was told of each entry."""
+    made = LoggedStore(short_path)
+    yield made
+    made.close()
 
 
 @pytest.fixture

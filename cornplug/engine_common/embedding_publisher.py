@@ -13,6 +13,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.store.payload import put_payload
+from cornplug.store.validation import MAX_COST_S
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +37,10 @@ class EmbeddingPublisher:
         self._waiting: list[int] = []
         """Bytes of each embedding that waits."""
 
-    def offer(self, key: bytes, embedding: torch.Tensor) -> None:
-        """Publish an embedding, shape (rows, hidden), of any device. Returns at once."""
+    def offer(self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0) -> None:
+        """Publish an embedding, shape (rows, hidden), of any device. Returns at once.
+
+        `cost_s`: seconds that this engine's tower takes to compute it; 0 where that is not measured."""
         import torch
 
         if not self._has_room(embedding.nbytes):
@@ -47,7 +50,7 @@ class EmbeddingPublisher:
         if embedding.is_cuda:
             mark = torch.cuda.Event()
             mark.record()
-        self._thread.submit(self._publish, key, embedding, mark)
+        self._thread.submit(self._publish, key, embedding, mark, min(cost_s, MAX_COST_S))
 
     def _has_room(self, size: int) -> bool:
         with self._lock:
@@ -61,7 +64,7 @@ class EmbeddingPublisher:
         """Finish the publication under way; drop the queue."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any) -> None:
+    def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any, cost_s: float) -> None:
         outcome, size = "error", 0
         try:
             if mark is not None:
@@ -81,6 +84,7 @@ class EmbeddingPublisher:
                 shape=tuple(embedding.shape),
                 app=self._run.app,
                 deadline_s=self._run.background_timeout_s,
+                cost_s=cost_s,
             )
         except CornplugError as e:
             log.debug("embedding not published: %s", e)

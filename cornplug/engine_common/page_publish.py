@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cornplug.engine_common.page_envelope import page_headers, page_part
@@ -13,12 +14,23 @@ from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 from cornplug.store.posted import Answered, Posted, PostingStore
+from cornplug.store.validation import MAX_COST_S
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
 """The store's answer for a page; None if it gave none."""
+
+
+@dataclass(slots=True)
+class PageCost:
+    """Seconds that this engine takes to compute the tokens of a page, as last measured; 0 before.
+
+    The engine's thread writes it once a measured step; every `reserve` tells it to the store, which weighs it
+    between namespaces."""
+
+    seconds: float = 0.0
 
 
 class PagePublisher:
@@ -30,6 +42,8 @@ class PagePublisher:
             their outcomes. None: pages are committed whole.
         only_seen: `reserve` is a request's sighting of its pages, and names each of them once: it gives room
             for those that an earlier request had, on any engine of the store.
+        cost, cost_share: an entry costs this share of `cost`: less than 1 where a page's tokens have several
+            entries. None: it is not known.
     """
 
     def __init__(
@@ -41,8 +55,11 @@ class PagePublisher:
         deadline_s: float,
         part: WriterPart | None = None,
         only_seen: bool = False,
+        cost: PageCost | None = None,
+        cost_share: float = 1.0,
     ) -> None:
         self._run, self._page, self._tally = runtime, page, tally
+        self._cost, self._cost_share = cost or PageCost(), cost_share
         self._deadline_s, self._part = deadline_s, part
         self._only_seen = only_seen
         self._posting = runtime.store if isinstance(runtime.store, PostingStore) else None
@@ -59,6 +76,7 @@ class PagePublisher:
                 deadline_s=deadline_s or self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
+                cost_s=min(self._cost.seconds * self._cost_share, MAX_COST_S),
             )
         except CornplugError as e:
             return self._no_room(e, len(keys))
@@ -75,6 +93,7 @@ class PagePublisher:
                 deadline_s=self._deadline_s,
                 part=self._part,
                 only_seen=self._only_seen,
+                cost_s=min(self._cost.seconds * self._cost_share, MAX_COST_S),
             )
         except CornplugError as e:
             return Answered(self._no_room(e, len(keys)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,21 @@ import torch
 
 from cornplug.engine_common import embedding_publisher
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
+
+
+def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
+    store, outcomes = MemoryStore(capacity_bytes=1 << 20), list[str]()
+    here: Any = SimpleNamespace(app="test", background_timeout_s=1.0, store=store.connect())
+    offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
+    offers.offer(b"k" * 32, torch.zeros(2, 8), cost_s=0.25)
+    offers.offer(b"l" * 32, torch.zeros(2, 8), cost_s=1e9)
+    offers.offer(b"m" * 32, torch.zeros(2, 8))
+    offers._thread.submit(lambda: None).result(20)
+    offers.close()
+    assert outcomes == ["stored"] * 3
+    assert [store.index._entries[key * 32].cost_s for key in (b"k", b"l", b"m")] == [0.25, 3600.0, 0.0]
 
 
 def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

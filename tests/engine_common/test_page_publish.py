@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cornplug.config import Config
-from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.page_publish import PageCost, PagePublisher
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
@@ -120,3 +120,20 @@ def test_page_publisher_parts_are_counted_by_first_rank_only() -> None:
     assert ranks[0].counts() == {"stored": 1, "save": PAGE.page_bytes}
     assert ranks[1].counts() == {}
     assert store.connect().contains(KEYS[:1], deadline_s=1) == b"\1", "both parts make the page"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "share", "told"), [(0.5, 1.0, 0.5), (0.5, 0.25, 0.125), (1e6, 1.0, 3600.0)]
+)
+def test_page_publisher_tells_the_store_its_cost_as_last_measured(
+    seconds: float, share: float, told: float
+) -> None:
+    store, cost = MemoryStore(capacity_bytes=8 << 20), PageCost()
+    publisher = PagePublisher(
+        Runtime(store.connect()), PAGE, Tally(), deadline_s=1, cost=cost, cost_share=share
+    )
+    before = publisher.reserve(KEYS[:1])
+    cost.seconds = seconds
+    rooms = [*before, *publisher.reserve(KEYS[1:2])]
+    publisher.commit([(room, SUMS) for room in rooms if isinstance(room, Reservation)])
+    assert [store.index._entries[key].cost_s for key in KEYS[:2]] == [0.0, told]

@@ -72,6 +72,8 @@ class BatchDispatcher:
         self._lock = threading.Lock()
         self._deferred: dict[bytes, list[EncodeJob[JobPayload]]] = {}
         """Feature keys that a tower computes now -> jobs of other batches with the same features."""
+        self._ended_s: dict[BatchExecutor, float] = {}
+        """Executor -> the end of its last batch."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
         # A future holds whatever a tower fails with, so that nothing ends a lane.
         self._computing = ThreadPoolExecutor(len(lanes), "cornplug-compute")
@@ -180,15 +182,29 @@ class BatchDispatcher:
         )
         ran = [job.tokens for job, known in zip(distinct, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
-            result = executor.run(encode_batch)
+            result, seconds = self._timed(executor, encode_batch)
+        # Where the tower ran for none, the projector's time is what a further model's embedding costs.
+        token_s = seconds / max(1, sum(ran) or sum(job.tokens for job in batch))
         origins: list[Origin] = ["computed" if features is None else "cached" for features in kept]
         for job, embedding in zip(batch, result.embeddings, strict=True):
             i = index[job.feature_key]
-            published = self._publishing.submit(self._publish, job, embedding, origins[i])
+            cost_s = job.tokens * token_s
+            published = self._publishing.submit(self._publish, job, embedding, origins[i], cost_s)
             published.add_done_callback(partial(self._published, job))
             if origins[i] == "computed":
                 origins[i] = "coalesced"
-        self._cache_features(distinct, result)
+        self._cache_features(distinct, result, token_s)
+
+    def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
+        """A batch's result, and the seconds that it had the device: a batch that is handed over while another
+        runs begins at that one's end."""
+        handed_s = time.monotonic()
+        result = executor.run(batch)
+        with self._lock:
+            ended_s = time.monotonic()
+            began_s = max(handed_s, self._ended_s.get(executor, handed_s))
+            self._ended_s[executor] = ended_s
+        return result, ended_s - began_s
 
     def _cached_features(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = job.payload.model
@@ -196,7 +212,9 @@ class BatchDispatcher:
             return None
         return self._cache.features(job.feature_key, model.dtype)
 
-    def _cache_features(self, distinct: Sequence[EncodeJob[JobPayload]], result: BatchResult) -> None:
+    def _cache_features(
+        self, distinct: Sequence[EncodeJob[JobPayload]], result: BatchResult, token_s: float
+    ) -> None:
         for i, features in result.features.items():
             job = distinct[i]
             self._cache.keep(job.feature_key, features)
@@ -210,13 +228,21 @@ class BatchDispatcher:
                 features,
                 opener.request.app,
                 account=opener.account,
+                cost_s=job.tokens * token_s,
             )
 
-    def _publish(self, job: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin) -> None:
+    def _publish(
+        self, job: EncodeJob[JobPayload], embedding: torch.Tensor, origin: Origin, cost_s: float
+    ) -> None:
         opener = job.requests[0]
         with self._observer.stage("publish", opener):
             stored = self._cache.publish(
-                PayloadKind.EMBEDDING, job.key[0], embedding, opener.request.app, account=opener.account
+                PayloadKind.EMBEDDING,
+                job.key[0],
+                embedding,
+                opener.request.app,
+                account=opener.account,
+                cost_s=cost_s,
             )
         # Finished after publishing: a request in between joins, a later one finds it in the store.
         requests = self._batcher.finish(job)

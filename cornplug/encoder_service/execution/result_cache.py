@@ -21,6 +21,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
 from cornplug.store.base import Store
 from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.validation import MAX_COST_S
 
 KEPT_BYTES: Final = 256 << 20
 _NO_SPACE: Final = ("growing", "full", "too_large", "pending")
@@ -97,11 +98,18 @@ class ResultCache:
         return None
 
     def publish(
-        self, kind: PayloadKind, key: bytes, tensor: torch.Tensor, app: str, *, account: str | None = None
+        self,
+        kind: PayloadKind,
+        key: bytes,
+        tensor: torch.Tensor,
+        app: str,
+        *,
+        account: str | None = None,
+        cost_s: float = 0.0,
     ) -> bool:
         """Put a CPU tensor into the store in the app's name, on the account's quota (`StoreQuota`).
 
-        Whether the store has it now.
+        `cost_s`: seconds that it took to compute; 0 where that is unknown. Whether the store has it now.
         """
         if self._store is None or self._quota is None:
             return False
@@ -118,6 +126,7 @@ class ResultCache:
                 payload=raw_bytes(tensor),
                 app=app,
                 deadline_s=self._deadline_s,
+                cost_s=min(cost_s, MAX_COST_S),
             )
         except (StoreError, CodecError) as e:
             self.on_failure(e.reason)

@@ -68,6 +68,11 @@ class LoadPace:
             size = int(tokens * self._bytes_a_token)
             return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting)
 
+    def compute_s(self, tokens: int) -> float:
+        """Seconds that this rank takes to compute so many tokens; 0 before its first measured step."""
+        with self._lock:
+            return self._rule.compute_s(tokens) or 0.0
+
     def queued(self, request: Any, tokens: int) -> None:
         """A request waits for so many tokens."""
         with self._lock:

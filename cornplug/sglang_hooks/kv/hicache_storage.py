@@ -132,7 +132,15 @@ class CornplugStorage(HiCacheStorage):
         # Pages that SGLang's own tree offers at their second request need no other one.
         only_seen = self._run.config.engine.save == "second" and self._controller.write_policy != SECOND_SIGHT
         self._writer = PageWriter(
-            self._run, self._reader, index, mine, pages, part, self._tally, only_seen=only_seen
+            self._run,
+            self._reader,
+            index,
+            mine,
+            pages,
+            part,
+            self._tally,
+            pace=self.pace,
+            only_seen=only_seen,
         )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"

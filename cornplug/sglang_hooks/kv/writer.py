@@ -15,12 +15,13 @@ from typing import Final
 
 import torch
 
-from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.page_publish import PageCost, PagePublisher
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CheckpointError, CornplugError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import RootsOfCall
 from cornplug.sglang_hooks.kv.page_hash_index import HashedPage, PageHashIndex
@@ -66,6 +67,7 @@ class PageWriter:
 
     Args:
         part: this rank's, None where it writes pages whole, or none.
+        pace: measures the engine's steps: what its pages cost.
         only_seen: as `PagePublisher`'s.
     """
 
@@ -79,11 +81,13 @@ class PageWriter:
         part: WriterPart | None,
         tally: Tally,
         *,
+        pace: LoadPace,
         only_seen: bool = False,
     ) -> None:
         self._run, self._reader, self._index = runtime, reader, index
         self._mine, self._host = mine, host
         self._stops_s: float | None = None
+        self._pace, self._cost = pace, PageCost()
         self._publisher = PagePublisher(
             runtime,
             mine.page,
@@ -91,6 +95,7 @@ class PageWriter:
             deadline_s=runtime.background_timeout_s,
             part=part,
             only_seen=only_seen,
+            cost=self._cost,
         )
         self._memory = mine.memory()
         self._tails: OrderedDict[str, torch.Tensor] = OrderedDict()
@@ -192,6 +197,7 @@ class PageWriter:
     def _write(self, wanted: _Wanted, keys: Sequence[bytes], left_s: float) -> list[bytes]:
         """Reserve pages, write this rank's heads, commit. Returns those that a growing store refused."""
         reserved, refused = [], []
+        self._cost.seconds = self._pace.compute_s(self._mine.page.page_tokens)
         answers = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
         for key, answer in zip(keys, answers, strict=True):
             if isinstance(answer, Reservation):

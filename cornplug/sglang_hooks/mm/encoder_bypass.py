@@ -78,7 +78,7 @@ class EmbeddingSource:
         for item, tensor in zip(items, made, strict=True):
             key = key_of(item) if publish and self._first else None
             if key is not None and dtype_name(tensor.dtype) == self._dtype:
-                self._publisher.offer(key, tensor)
+                self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
         """The model's own embeddings of `items`. Notes the measured time for the tokenizer process."""

@@ -16,8 +16,9 @@ from cornplug.store.daemon.reservations import OpenEntries, OpenEntry
 from cornplug.store.daemon.store_counters import RemovalCause
 from cornplug.store.validation import check_purge
 
-PORTION: Final = 1024
-"""Entries that one portion looks at: about 2 ms if all of them go."""
+PORTION: Final = 256
+"""Entries that one portion looks at: about 1.5 ms if all of them go. The first one also lists the keys, 5 ms
+for 200,000."""
 
 
 class PurgeJobs:

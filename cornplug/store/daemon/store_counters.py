@@ -82,7 +82,10 @@ class StoreCounters:
 
     def read(self, entries: Sequence[CountedEntry]) -> None:
         """Entries were read."""
-        for app, count in Counter([entry.app for entry in entries]).items():
+        by_app: dict[str, int] = {}
+        for entry in entries:
+            by_app[entry.app] = by_app.get(entry.app, 0) + 1
+        for app, count in by_app.items():
             self.spaces[self._name_of(app)].hits += count
 
     def noted(self, reads: NotedReads, entries: Sequence[CountedEntry]) -> None:

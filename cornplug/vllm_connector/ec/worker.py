@@ -8,6 +8,7 @@ import time
 import torch
 
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.load_policy import FadedRate
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
@@ -25,6 +26,8 @@ class ECWorker:
         self._saves: list[tuple[str, int]] = []
         self._copied: list[tuple[int, float]] = []
         self._tower = TowerClock(self._device)
+        self._encoding = FadedRate()
+        """Seconds of the tower by rows: of this step they are known too late for the step's embeddings."""
 
     def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
         """Put arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
@@ -45,7 +48,7 @@ class ECWorker:
         key = key_of(identifier)
         if key is None or not self._publishes or not moves.publish or embedding.ndim != 2:
             return
-        self._publisher.offer(key, embedding)
+        self._publisher.offer(key, embedding, cost_s=self._encoding.seconds(len(embedding)) or 0.0)
 
     def acks(self) -> CornplugECWorkerMetadata | None:
         """Outcomes of earlier offers and new measurements; None where there are none."""
@@ -53,6 +56,8 @@ class ECWorker:
             saves, self._saves = self._saves, []
         copied, self._copied = self._copied, []
         encoded = self._tower.measured()
+        for rows, seconds in encoded:
+            self._encoding.note(rows, seconds)
         return CornplugECWorkerMetadata(saves, encoded, copied) if saves or encoded or copied else None
 
     def close(self) -> None:

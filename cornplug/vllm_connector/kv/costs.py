@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import LoadRule
+from cornplug.engine_common.page_publish import PageCost
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
@@ -36,6 +37,8 @@ class LoadCosts:
 
     def __init__(self, config: StoreConfig, page: PageGeometry) -> None:
         self.rule = LoadRule(config.load_when)
+        self.page = PageCost()
+        """Of a page's tokens, for the pages that this engine saves."""
         self._config = config
         self._page = page
         self._loading: dict[str, _Loading] = {}
@@ -104,6 +107,8 @@ class LoadCosts:
             began, tokens = self._timed.pop(number, (0.0, 0))
             # Steps may be scheduled while others run: one begins to run when the last has ended.
             self.rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
+        if acks.steps:
+            self.page.seconds = self.rule.compute_s(self._page.page_tokens) or 0.0
         if acks.loaded_bytes:
             self._moving_s += acks.loading_s
             self.rule.moved(acks.loaded_bytes, acks.loading_s)

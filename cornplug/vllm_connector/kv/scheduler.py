@@ -40,11 +40,25 @@ class SchedulerHalf:
         bytes."""
         self._app = runtime.app
         self._tally = tally
-        self._store_ops = DeferredStoreOps(runtime, publisher(runtime, page, tally))
         self._costs = LoadCosts(runtime.config.store, whole or page)
+        self._store_ops = DeferredStoreOps(runtime, self._publisher(runtime, page))
         self._requests = TrackedRequests(config, runtime, page, tally)
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
+
+    def _publisher(
+        self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
+    ) -> PagePublisher:
+        """A publisher of pages that hold this share of the bytes of their tokens."""
+        return PagePublisher(
+            runtime,
+            page,
+            self._tally,
+            deadline_s=runtime.deadline_s,
+            only_seen=only_seen,
+            cost=self._costs.page,
+            cost_share=share,
+        )
 
     def forget_stored(self) -> None:
         """To this engine the pages that are stored now are absent from now on."""
@@ -87,13 +101,6 @@ class SchedulerHalf:
         self._costs.step_ended()
 
 
-def publisher(
-    runtime: EngineRuntime, page: PageGeometry, tally: Tally, *, only_seen: bool = False
-) -> PagePublisher:
-    """The publisher of an engine's pages, with the deadline of its own thread."""
-    return PagePublisher(runtime, page, tally, deadline_s=runtime.deadline_s, only_seen=only_seen)
-
-
 class KVScheduler(SchedulerHalf):
     """One per engine core whose model has one cache group."""
 
@@ -103,11 +110,11 @@ class KVScheduler(SchedulerHalf):
         super().__init__(config, runtime, geometry, tally)
         self._finishing: list[tuple[TrackedRequest, Sequence[int]]] = []
         """Requests that are over with their blocks, until all their pages have room or none."""
-        seen = publisher(runtime, geometry, tally, only_seen=runtime.config.engine.save == "second")
+        seen = self._publisher(runtime, geometry, only_seen=runtime.config.engine.save == "second")
         self._offers = LoadOffers(runtime, geometry, tally, self._costs, self._store_ops)
         self._saves = PageSaves(runtime, geometry, self._requests, seen, self._store_ops)
         self._all_saves = [self._saves]
-        unseen = publisher(runtime, geometry, tally)
+        unseen = self._publisher(runtime, geometry)
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
     def bind(self, manager: KVCacheManager, block_size: int) -> None:

@@ -14,7 +14,7 @@ from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, PageSave
 from cornplug.vllm_connector.kv.page_saves import PageSaves
-from cornplug.vllm_connector.kv.scheduler import SchedulerHalf, publisher
+from cornplug.vllm_connector.kv.scheduler import SchedulerHalf
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_groups.group_offers import GroupOffers
 from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
@@ -60,11 +60,11 @@ class GroupsScheduler(SchedulerHalf):
     def _group(self, runtime: EngineRuntime, kind: PageKind, share: float) -> _Group:
         requests = GroupRequests(self._requests, kind)
         seen = runtime.config.engine.save == "second"
-        seen_only = publisher(runtime, kind.geometry, self._tally, only_seen=seen)
+        publisher = self._publisher(runtime, kind.geometry, share, only_seen=seen)
         saves = (WindowSaves if kind.window else PageSaves)(
-            runtime, kind.geometry, requests, seen_only, DeferredStoreOps(runtime, seen_only), share
+            runtime, kind.geometry, requests, publisher, DeferredStoreOps(runtime, publisher), share
         )
-        unseen = publisher(runtime, kind.geometry, self._tally)
+        unseen = self._publisher(runtime, kind.geometry, share)
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
     def bind(self, manager: KVCacheManager) -> None:

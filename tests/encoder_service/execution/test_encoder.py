@@ -6,6 +6,7 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from cornplug import identity
 from cornplug.codec import PayloadKind
+from cornplug.encoder_service.execution import dispatcher as dispatcher_module
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.scheduling.batcher import Answer
@@ -426,3 +428,45 @@ def test_encoder_tower_implements_the_protocol(
     assert loaded is not None
     tower: Tower = loaded.tower
     assert callable(tower.prepare)
+
+
+def test_encoder_tells_the_store_what_an_embedding_cost(
+    make_encoder: MakeEncoder,
+    request_for: Requests,
+    qwen: Path,
+    logged_store: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The seconds of its batch."""
+    encoder = make_encoder(logged_store.client)
+    model = encoder.registry.by_name(str(qwen))
+    assert model is not None
+    real = type(model.tower).encode
+
+    def encode(tower: Tower, items: list[TowerItem]) -> Any:
+        time.sleep(0.2)
+        return real(tower, items)
+
+    monkeypatch.setattr(type(model.tower), "encode", encode)
+    for seed in (1, 2):
+        assert ok(encoder.submit(request_for(qwen, seed))).stored
+    costs = logged_store.costs()
+    assert len(costs) >= 2
+    assert all(0.2 <= cost < 60 for cost in costs)
+
+
+def test_encoder_batch_behind_another_on_one_executor_costs_its_own_time(
+    make_encoder: MakeEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dispatcher, now = make_encoder()._dispatcher, [0.0]
+    monkeypatch.setattr(dispatcher_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Executor:
+        def run(self, batch: float) -> float:
+            now[0] = batch
+            return batch
+
+    one: Any = Executor()
+    assert dispatcher._timed(one, 3.0) == (3.0, 3.0)  # type: ignore[arg-type, comparison-overlap]
+    now[0] = 1.0  # handed over while the first one ran
+    assert dispatcher._timed(one, 5.0)[1] == 2.0  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -138,6 +139,21 @@ def test_storage_saves_what_engine_save_says(
     hashes, slots = name(TOKENS, 64), host.alloc(512)
     assert backend.batch_set_v1(hashes, slots) == [True] * 8
     assert store.stat(deadline_s=1).entries == stored
+
+
+def test_storage_tells_the_store_what_a_page_cost(logged_store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured seconds of its tokens; nothing before the first measured step."""
+    runtime = RigRuntime(logged_store.client)
+    monkeypatch.setattr(activation, "runtime", lambda: runtime)
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    assert backend.batch_set_v1(hashes[:2], slots[:128]) == [True] * 2
+    backend.pace.stepped(640, time.monotonic() - 20.0)
+    assert backend.batch_set_v1(hashes[2:4], slots[128:256]) == [True] * 2
+    backend.close()
+    before, after = logged_store.costs()[:2], logged_store.costs()[2:]
+    assert before == [0.0, 0.0]
+    assert after == pytest.approx([2.0, 2.0], rel=0.2)
 
 
 @pytest.mark.parametrize("fault", ["unavailable", "slow_s"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from cornplug import identity
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.kv import load_offers, page_keys, tracked_requests
+from cornplug.vllm_connector.kv import costs, load_offers, page_keys, tracked_requests
 from cornplug.vllm_connector.kv.provenance import OwnTokens
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
@@ -281,3 +282,24 @@ def test_tracked_requests_beside_other_connectors_are_looked_at_in_each_step() -
     tracked = twins.trackers[0].get("r")
     assert tracked is not None
     assert tracked.own == OwnTokens(2 * SIZE + 9)
+
+
+def test_kv_scheduler_tells_the_store_what_a_page_cost(
+    logged_store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measured seconds of its tokens; nothing before the first measured step."""
+    now = [0.0]
+    monkeypatch.setattr(costs, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    engine = hot_path.Half(logged_store.client)
+    for prompt in (1, 2):
+        request = engine.request(hot_path.prompt(2 * SIZE, prompt))
+        engine.lookup(request)
+        moves = engine.step(hot_path.output_of([request], 2 * SIZE), hot_path.NO_ANSWER)
+        now[0] += 2.0
+        end_s = time.monotonic() + 30
+        while logged_store.client.stat(deadline_s=5).entries < 2 * prompt:
+            assert time.monotonic() < end_s
+            moves = engine.step(hot_path.NO_REQUEST, hot_path.written(moves))
+            time.sleep(0.005)
+        hot_path.over(engine, request)
+    assert logged_store.costs() == [0.0, 0.0, 1.0, 1.0]
