@@ -190,6 +190,9 @@ def _application(
         at = (*place, "requests", i)
         yield from _request(at, request, components)
         yield from _idle(at if request.slo else place, request, request.slo or application.slo, gpus)
+        if application.workload == "online" and request.job is not None:
+            remedy = 'Write workload = "offline" for the application, or rate in place of job.'
+            yield InputError((*at, "job"), f"{application.name} is online: its requests do not wait", remedy)
         if application.workload == "online" and not (request.slo or application.slo).bounded:
             yield InputError(
                 (*at, "slo"),

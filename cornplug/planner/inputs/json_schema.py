@@ -42,7 +42,10 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
         {"if": _is("kind", "encoder"), "else": {"properties": {"tower_of": False}}},
         _if(_is("speculative", "eagle3"), {"required": ["speculative_model"]}),
     ],
-    "RequestSpec": [{"dependentSchemas": {"trace": {"properties": {"prompt": False, "output": False}}}}],
+    "RequestSpec": [
+        {"oneOf": [{"required": ["rate"]}, {"required": ["job"]}]},
+        {"dependentSchemas": {"trace": {"properties": {"prompt": False, "output": False}}}},
+    ],
     "PercentileBounds": [{"anyOf": _BOUNDS}],
     "Slo": [
         _if(
@@ -100,6 +103,7 @@ def plan_schema() -> dict[str, Any]:
     tables = cast(dict[str, dict[str, Any]], schema["$defs"])
     for name, rules in _RULES.items():
         tables[name]["allOf"] = rules
+    tables["RequestSpec"]["required"].remove("rate")  # `job` gives it
     for table in tables.values():
         if table["properties"].get("kind", {}).get("const") in ("throughput", "table", "roofline"):
             table["required"] = ["kind", *table.get("required", ())]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cornplug.planner.inputs.schema import Application, RequestSpec, Slo
-from cornplug.planner.inputs.slo import IdleTimes
+from cornplug.planner.inputs.slo import IdleTimes, PercentileBounds
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,12 @@ class RequestClass:
 
     @property
     def slo(self) -> Slo:
-        return self.request.slo or self.app.slo
+        """A job's last answers have a bound, too."""
+        slo, job = self.request.slo or self.app.slo, self.request.job
+        if job is None or slo.every("e2e"):
+            return slo
+        last = PercentileBounds(percentile="p99", e2e_s=job.last_answer_s)
+        return slo.model_copy(update={"also": [*slo.also, last]})
 
     @property
     def rate(self) -> float:

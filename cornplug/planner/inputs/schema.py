@@ -9,9 +9,9 @@ under a field is its description in `cornplug plan schema` and in docs/plan-inpu
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from cornplug.planner.inputs.components import (
     Component,
@@ -44,7 +44,7 @@ from cornplug.planner.inputs.field_types import (
     wrong,
 )
 from cornplug.planner.inputs.gpu_catalog import GpuSpec, NodeClass
-from cornplug.planner.inputs.slo import PercentileBounds, Slo
+from cornplug.planner.inputs.slo import Job, PercentileBounds, Slo
 
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
@@ -136,7 +136,10 @@ class RequestSpec(InputTable):
     name: Name
     """Unique in its application."""
     rate: Positive
-    """Requests a second, on average."""
+    """Requests a second, on average. A class has this or `job`."""
+    job: Job | None = None
+    """So many requests by a deadline: `job = { requests = 500000, deadline_hours = 8 }`. The report says when
+    it is done, and for how many dollars."""
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """The plan is made for rate x peak."""
     burst: Positive = 1.0
@@ -159,6 +162,20 @@ class RequestSpec(InputTable):
     """Left out: the application's."""
     weight: Positive = 1.0
     """Of one request in the goodput."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_job(cls, table: Any) -> Any:
+        """The table with the job's rate; a wrong job is told of by its own table."""
+        if not isinstance(table, dict) or table.get("job") is None:
+            return table
+        try:
+            rate = Job.model_validate(table["job"]).rate
+        except ValidationError:
+            rate = 1.0
+        if table.get("rate", rate) != rate:
+            raise wrong("rate", "the job says how many requests there are, and by when", "Leave out rate.")
+        return {**table, "rate": rate}
 
     @model_validator(mode="after")
     def _lengths_from_one_place(self) -> Self:

@@ -1,4 +1,4 @@
-"""Service-level objectives of a request class: bounds on percentiles of its times."""
+"""Service-level objectives of a request class: bounds on percentiles of its times, or a job's deadline."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from cornplug.planner.inputs.field_types import (
 Percentile = Literal["mean", "p50", "p90", "p95", "p99"]
 Quantity = Literal["ttft", "tpot", "e2e"]
 QUANTITIES: Final[tuple[Quantity, ...]] = ("ttft", "tpot", "e2e")
+SENT: Final = 0.98
+"""Part of a job's time in which its requests are sent."""
 Slowdown = Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)]
 
 
@@ -85,6 +87,25 @@ class PercentileBounds(InputTable):
         keys = [f"{quantity}_{unit}" for quantity in QUANTITIES for unit in ("s", "slowdown")]
         bounds = {key: getattr(self, key) for key in keys}
         return self.model_copy(update={k: v * factor for k, v in bounds.items() if v is not None})
+
+
+class Job(InputTable):
+    """A number of requests, all answered by a deadline, in place of a rate."""
+
+    requests: Count
+    """How many."""
+    deadline_hours: Positive
+    """From the first request to the last answer."""
+
+    @property
+    def rate(self) -> float:
+        """Requests a second: all are sent in `SENT` of the time."""
+        return self.requests / (SENT * 3600 * self.deadline_hours)
+
+    @property
+    def last_answer_s(self) -> float:
+        """Seconds that the last answers have."""
+        return (1 - SENT) * 3600 * self.deadline_hours
 
 
 class IdleReplica(InputTable):

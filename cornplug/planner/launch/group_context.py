@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.launch.addresses import ReplicaAddress, sites
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.plan import CacheSize, LatencyForecast, Plan, ReplicaGroup
+from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
 
 STORE_SOCKET: Final = "${RUN_DIR}/store.sock"
 QUEUE_MARGIN: Final = 2

@@ -14,23 +14,22 @@ from cornplug.planner.inputs import length_distributions
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
 from cornplug.planner.inputs.slo import QUANTITIES
+from cornplug.planner.latency_forecast import LatencyForecast, PercentileSlo, SimulatedSlowdown
 from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import build_plan_routes
 from cornplug.planner.pipeline.formulate import FormulatedProblem
+from cornplug.planner.pipeline.job_costs import job_forecast
 from cornplug.planner.pipeline.place_replicas import Slot, idle_gpus, placement
 from cornplug.planner.plan import (
     CacheSize,
     KVGeometry,
-    LatencyForecast,
     OptimalityProof,
-    PercentileSlo,
     Plan,
     PlannedNodes,
     PlanRoute,
     QosReservation,
     ReplicaGroup,
-    SimulatedSlowdown,
 )
 
 
@@ -171,6 +170,7 @@ def _forecast(
         slo_e2e_s=slo.e2e_s,
         slo_also=_other_bounds(slo),
         slowdown=_slowdown(slo),
+        job=job_forecast(problem, solution, of),
     )
 
 

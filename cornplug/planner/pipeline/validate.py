@@ -11,10 +11,12 @@ from cornplug.planner.candidates.engine_settings import PRIORITY
 from cornplug.planner.candidates.request_paths import EMBEDDING_EDGE_S
 from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
 from cornplug.planner.inputs.schema import LLMShape
+from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline.build_plan import group_name
 from cornplug.planner.pipeline.formulate import FormulatedProblem, nic_bytes_s
-from cornplug.planner.plan import LatencyForecast, Plan, PlanRoute, QueueForecast, ReplicaGroup
+from cornplug.planner.pipeline.job_costs import done_hours
+from cornplug.planner.plan import Plan, PlanRoute, QueueForecast, ReplicaGroup
 from cornplug.planner.simulator import end_to_end
 from cornplug.planner.simulator.simulator import Station
 from cornplug.planner.simulator.stations import QueuePeak
@@ -128,9 +130,12 @@ def _with_times(forecast: LatencyForecast, found: Mapping[str, end_to_end.Simula
     if slowdown is not None:
         known = dict(zip(("ttft", "tpot", "e2e"), times.slowdowns, strict=True))
         slowdown = slowdown.model_copy(update=known)
-    return forecast.model_copy(
-        update={"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e, "slowdown": slowdown}
-    )
+    job = forecast.job
+    if job is not None:
+        done = done_hours(job, forecast.served, times.e2e.p99)
+        job = job.model_copy(update={"done_hours": done})
+    update = {"ttft": times.ttft, "tpot": times.tpot, "e2e": times.e2e, "slowdown": slowdown, "job": job}
+    return forecast.model_copy(update=update)
 
 
 def _misses(forecast: LatencyForecast) -> list[SloMiss]:

@@ -10,6 +10,8 @@ from cornplug.planner.optimizer.optimization_problem import OptimizationProblem,
 from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 MONOLITH = "monolith"
+MONOLITHS, DIVIDED = "monolith everywhere", "divided everywhere"
+"""Questions, by their names."""
 
 
 def is_monolith(structure: str) -> bool:
@@ -43,15 +45,13 @@ def structures(pool: OptimizationProblem, solution: PoolSolution) -> set[str]:
 def _structures(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
     used = {s for s in structures(pool, solution) if not is_monolith(s)}
     if used and any(is_monolith(v.structure) for v in pool.variants):
-        yield CounterfactualQuestion("monolith everywhere", "every request in one engine", monoliths(pool))
+        yield CounterfactualQuestion(MONOLITHS, "every request in one engine", monoliths(pool))
     for name in sorted(used) if len(used) > 1 else ():
         yield CounterfactualQuestion(
             f"without {name}", f"no request as {name}", _without_structure(pool, name)
         )
     if not used and divided(pool).variants != pool.variants:
-        yield CounterfactualQuestion(
-            "divided everywhere", "no monolith where another structure is allowed", divided(pool)
-        )
+        yield CounterfactualQuestion(DIVIDED, "no monolith where another structure is allowed", divided(pool))
 
 
 def _gpus(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:

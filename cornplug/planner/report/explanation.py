@@ -44,6 +44,7 @@ class _Asked:
     skipped: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
     """Questions that the wall clock ended."""
+    answers: dict[str, CounterfactualAnswer] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
@@ -61,11 +62,13 @@ class _Asked:
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
     def ask(self, name: str, pool: OptimizationProblem) -> CounterfactualAnswer | None:
-        """None when the work is spent."""
+        """None when the work is spent. `name`: a second question of this name has the first one's answer."""
+        if name in self.answers:
+            return self.answers[name]
         if self.budget.left <= 0:
             self.skipped.append(name)
             return None
-        answer = ask(pool, self.settings, self.budget)
+        answer = self.answers[name] = ask(pool, self.settings, self.budget)
         if answer.timed_out:
             self.timed_out.append(name)
         return answer
@@ -196,23 +199,26 @@ def _monolith(asked: _Asked) -> str:
         return ""
     used = alternatives.structures(pool, asked.decision.solution)
     whole = all(alternatives.is_monolith(s) for s in used)
-    single = asked.ask("monolith", alternatives.monoliths(pool))
+    single = asked.ask(alternatives.MONOLITHS, alternatives.monoliths(pool))
     if single is None:
         return ""
     if alternatives.divided(pool).variants == pool.variants and whole:
         return "Nothing but monoliths was to be planned."
     if whole:
-        other = asked.ask("divided", alternatives.divided(pool))
+        other = asked.ask(alternatives.DIVIDED, alternatives.divided(pool))
         head = monolith.it_wins(asked.value, other)
     else:
         head = monolith.it_loses(asked.value, single)
-    loads = [
-        monolith.MonolithCost(factor, one.value, best.value)
-        for factor in monolith.LOADS
-        if (one := asked.ask(f"load × {factor:g}", monolith.at(alternatives.monoliths(pool), factor)))
-        and (best := asked.ask(f"load × {factor:g}", monolith.at(pool, factor)))
-    ]
+    loads = [load for factor in monolith.LOADS if (load := _at_load(asked, factor))]
     return " ".join([head, monolith.at_other_loads(loads, asked.settings.gap)]).strip()
+
+
+def _at_load(asked: _Asked, factor: float) -> monolith.MonolithCost | None:
+    """None when the work is spent."""
+    pool, name = asked.decision.pool, f"load × {factor:g}"
+    single = asked.ask(f"monolith at {name}", monolith.at(alternatives.monoliths(pool), factor))
+    best = asked.ask(name, monolith.at(pool, factor)) if single else None
+    return monolith.MonolithCost(factor, single.value, best.value) if single and best else None
 
 
 def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cornplug.planner.latency_forecast import JobForecast
 from cornplug.planner.plan import OptimalityProof, Plan, ReplicaGroup
 
 NONE = "–"
@@ -28,6 +29,12 @@ def measured(value: float | None, *, slowdown: bool) -> str:
     if not slowdown:
         return seconds(value)
     return NONE if value is None else f"{value:.3g}x"
+
+
+def job(of: JobForecast) -> str:
+    """ "500,000 requests in 7.9 h of 8 h, for $62.40"."""
+    done = "" if of.done_hours is None else f" in {of.done_hours:.3g} h"
+    return f"{of.requests:,} requests{done} of {of.deadline_hours:g} h, for ${of.dollars:,.2f}"
 
 
 def percent(share: float | None) -> str:

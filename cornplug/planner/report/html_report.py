@@ -48,6 +48,7 @@ def _environment() -> Environment:
         "percent": formatting.percent,
         "proof": formatting.proof,
         "headline": formatting.headline,
+        "job": formatting.job,
         "mark": formatting.mark,
         "replicas": formatting.replicas,
         "paid_gpus": formatting.paid_gpus,

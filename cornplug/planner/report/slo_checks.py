@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from cornplug.planner.plan import LatencyForecast, Plan
+from cornplug.planner.latency_forecast import LatencyForecast
+from cornplug.planner.plan import Plan
 from cornplug.planner.report import formatting
 
 

@@ -34,6 +34,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     yield "What runs", _groups(plan)
     yield "Where requests go", _routes(plan)
     yield "What users will see", _forecast(plan)
+    if any(f.job for f in plan.latency_forecasts):
+        yield "Jobs", _jobs(plan)
     if plan.caches:
         yield "Caches", _caches(plan)
     if plan.reservations:
@@ -97,6 +99,18 @@ def _forecast(plan: Plan) -> Table:
         if o.served < o.rate * (1 - 1e-6):
             short = f"{formatting.rate(o.served)} of {formatting.rate(o.rate)}"
             table.add_row(Text(f"{o.app}/{o.request}"), "served", short, style="yellow")
+    return table
+
+
+def _jobs(plan: Plan) -> Table:
+    table = _table("requests", "", "")
+    for f in plan.latency_forecasts:
+        if f.job is not None:
+            done = f.job.done_hours
+            said = "not known" if done is None else "kept" if done <= f.job.deadline_hours else "MISSED"
+            style = {"kept": "good", "MISSED": "bad"}.get(said, "soft")
+            job = Text(formatting.job(f.job))
+            table.add_row(Text(f"{f.app}/{f.request}"), job, Text(said, style=_STYLES[style]))
     return table
 
 

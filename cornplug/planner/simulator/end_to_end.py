@@ -14,7 +14,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.planner.plan import PlanRoute, RequestTimes
+from cornplug.planner.latency_forecast import RequestTimes
+from cornplug.planner.plan import PlanRoute
 from cornplug.planner.simulator.simulator import Station, StationJob, simulate
 from cornplug.planner.simulator.stations import QueuePeak
 from cornplug.planner.simulator.traffic import ClassTraffic, Delays, TrafficClass, horizon, jobs_of, traffic

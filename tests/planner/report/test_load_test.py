@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.planner.plan import LatencyForecast, RequestTimes
+from cornplug.planner.latency_forecast import LatencyForecast, RequestTimes
 from cornplug.planner.plan_command import main
 from cornplug.planner.report.load_test import LoadTest, load_tests, write
 
