@@ -12,6 +12,7 @@ from cornplug.planner.inputs import toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.plan import Plan
+from cornplug.planner.report import slo_checks
 
 CASES = Path(__file__).parent / "cases"
 
@@ -99,6 +100,17 @@ def test_decide_a07_splitwise_has_mostly_prompt_machines() -> None:
     assert 24 <= prompt <= 30
     assert 2 <= token <= 3
     assert prompt >= 8 * token
+
+
+def test_decide_a08_splitwise_s_own_slowdowns_are_kept() -> None:
+    """Nine bounds: three percentiles of three slowdowns, against a machine that is not in the pool."""
+    found = plan(read("a08_splitwise_slowdowns"))
+    count = replicas(found)
+    assert 24 <= count["bloom/P@H100"] <= 30
+    assert count["bloom/D@H100"] in (2, 3, 4)
+    checks = [c for c in slo_checks.of(found) if c.bound is not None]
+    assert len(checks) == 9
+    assert all(c.slowdown and c.kept for c in checks)
 
 
 @pytest.mark.parametrize(

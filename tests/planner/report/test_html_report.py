@@ -67,7 +67,7 @@ def test_html_report_page_has_figures_of_plan() -> None:
         "MISSED",
         "44 %",
         "roofline (L4, 2026-11)",
-        "chat/short TTFT p95 ≤ 500 ms 430 ms (86%)",
+        "chat/short TTFT P95 ≤ 500 ms 430 ms (86%)",
         "430 ms",
         "vit/E@l4, replica 1, node 0, GPU 0",
         "llm7/P@h100 → llm7/D@h100: 7.5/s",
