@@ -96,7 +96,7 @@ def _counts(one: NamespaceStat) -> tuple[int, int, int]:
 
 
 def view(now: StoreStat, change: Change) -> Group:
-    """What `cornplug top` shows."""
+    """The tables of `cornplug top`."""
     fill = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
     bar = "█" * round(_BAR * fill)
     head = Table.grid(padding=(0, 2))
