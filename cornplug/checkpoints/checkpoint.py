@@ -19,6 +19,7 @@ from cornplug.checkpoints.families import (
     unusual_classes,
     without_inert,
 )
+from cornplug.checkpoints.families.generic import PROCESSOR_FILES, generic_family, processor_spec
 from cornplug.checkpoints.hub_cache import cached_snapshot, processor_jsons, read_json
 from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
@@ -79,12 +80,17 @@ class Checkpoint:
 
     @property
     def family(self) -> ModelFamily:
-        """Raises CheckpointError("unknown_family") for a model_type that has no family."""
+        """The described family of its model_type, or else a generic one.
+
+        Raises CheckpointError("unknown_family") for a model that takes no images.
+        """
         family = FAMILIES.get(str(self.config.get("model_type")))
+        family = family or generic_family(self.config, self.preprocessors["image"])
         if family is None:
             raise CheckpointError(
-                f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower. "
-                f"Families: {', '.join(FAMILIES)}.",
+                f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower, and no JSON "
+                f"of the checkpoint names an image_processor_type. Families: {', '.join(FAMILIES)}; and "
+                "those that transformers reads images for.",
                 reason="unknown_family",
             )
         return family
@@ -97,8 +103,9 @@ class Checkpoint:
     def fingerprint(self, part: Part) -> bytes:
         """Fingerprint of a part's weights, independent of the names' generation and the file split.
 
-        A tower counts up to the cut only (`ModelFamily.before_cut`). A model of no known family
-        is all language model. Raises CheckpointError as `locate`, and "unreadable", "changed".
+        A tower counts up to the cut only (`ModelFamily.before_cut`). A model of no described family
+        is all language model; its tower is what lies outside the decoder. Raises CheckpointError as
+        `locate`, and "unreadable", "changed".
         """
         return _fingerprint(self._part(part))
 
@@ -180,6 +187,9 @@ class Checkpoint:
         published = {k: v for k, v in self.preprocessors[chosen].items() if k not in ("backend", "use_fast")}
         preprocessor = {**published, **asked}
         pixels = family.preprocess_spec_of(chosen)(preprocessor)
+        if family.generic:
+            files = {name: read_json(self.path / name) or {} for name in PROCESSOR_FILES}
+            pixels = {"files": processor_spec(files), "asked": asked}
         if "size" in asked and not {"min_pixels", "max_pixels"}.isdisjoint(published):
             # Whether the file's limits or the caller's size counts depends on whom the caller told:
             # transformers' `from_pretrained` takes the limits, its processors' call the size.
@@ -248,7 +258,12 @@ class Checkpoint:
 
     def _part(self, part: Part) -> dict[str, tuple[Path, str, TensorEntry]]:
         family = None if part == "language_model" else self.family
-        rows = self._parts.get(part)
+        held: Part = part
+        if family is not None and family.generic:
+            if part == "projector":
+                return {}  # all of it is the tower's
+            held = "language_model"
+        rows = self._parts.get(held)
         if not rows:
             raise CheckpointError(f"{self.path} has no {part} tensors.", reason="no_weights")
         if family is None or part == "projector":

@@ -12,6 +12,7 @@ One module a group of families (`llava_checkpoints`, `qwen_checkpoints`, ...); a
 
 from __future__ import annotations
 
+from devkit.checkpoints.any_family import ANY_FAMILIES, any_family
 from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.qwen import (
@@ -28,6 +29,7 @@ from devkit.checkpoints.text import deepseek_v2, qwen2_text
 from devkit.checkpoints.tiles import TINY_INTERNVL, TINY_SIGLIP, gemma3, internvl, llava_next, llava_onevision
 
 __all__ = [
+    "ANY_FAMILIES",
     "CLIP_L_336",
     "QWEN2_5_VISION",
     "TINY_CLIP",
@@ -37,6 +39,7 @@ __all__ = [
     "TINY_QWEN3_VISION",
     "TINY_SIGLIP",
     "TINY_WHISPER",
+    "any_family",
     "deepseek_v2",
     "gemma3",
     "internvl",

@@ -148,14 +148,14 @@ def write_tensors(
     tensors = {}
     for name, shape in shapes.items():
         seed = next(seed for prefix, seed in seeds.items() if name.startswith(prefix))
-        tensor = _draw(name, shape, seed).to(getattr(torch, dtype))
+        tensor = draw(name, shape, seed).to(getattr(torch, dtype))
         if name.endswith("lm_head.weight"):
             tensor *= _speakable(ids, shape[0])[:, None]
         tensors[stored(name)] = tensor
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _draw(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
+def draw(name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """A float32 tensor that depends on seed and name only, at a scale that keeps activations near 1."""
     import torch
 

@@ -104,7 +104,8 @@ class ModelFamily:
     tower_class: str
     """The class that runs it: "module:Class" under `cornplug.encoder_service.towers`."""
     inputs: Mapping[Modality, tuple[str, ...]]
-    """The tower's inputs of each modality: the processor's outputs by their Hugging Face names."""
+    """The tower's inputs of each modality: the processor's outputs by their Hugging Face names. () of a
+    generic family: its tower asks transformers."""
     tower_prefixes: tuple[str, ...]
     projector_prefixes: tuple[str, ...]
     language_model_prefixes: tuple[tuple[str, str], ...]
@@ -125,6 +126,8 @@ class ModelFamily:
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
     """`preprocess_spec` of each further modality in `inputs`, which has another processor."""
     base: BaseCheckpoint | None = None
+    generic: bool = False
+    """Whether transformers' own class computes it: `families.generic`."""
 
     @property
     def first_modality(self) -> Modality:

@@ -29,6 +29,8 @@ class LoadedModel:
     tower_spec_fp: bytes
     """32 bytes: a digest of everything but weights and inputs that changes features."""
     dtype: torch.dtype
+    device: torch.device
+    """Of the weights; "meta" where replicas have them."""
 
     @property
     def tower_key(self) -> tuple[bytes, bytes]:
@@ -119,4 +121,5 @@ def load(
         projector=projector,
         tower_spec_fp=spec_fp,
         dtype=dtype,
+        device=place.device,
     )

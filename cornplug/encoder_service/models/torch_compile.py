@@ -26,7 +26,8 @@ class CompiledTower:
     """Towers of this process that could not be compiled."""
 
     def __init__(self, tower: Tower) -> None:
-        self._tower = tower
+        self.inner = tower
+        """The tower itself."""
         self.layers = list(_layers(tower))
         """The compiled layers; empty once compiling has failed."""
         for layer in self.layers:
@@ -34,21 +35,21 @@ class CompiledTower:
 
     def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
         """As `Tower.prepare`."""
-        return self._tower.prepare(inputs)
+        return self.inner.prepare(inputs)
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
         """As `Tower.encode`."""
         try:
-            return self._tower.encode(items)
+            return self.inner.encode(items)
         except TorchDynamoException as e:
             if not self.layers:
                 raise
-            log.warning("%s cannot be compiled and runs as it is: %s", type(self._tower).__name__, e)
+            log.warning("%s cannot be compiled and runs as it is: %s", type(self.inner).__name__, e)
             CompiledTower.failures += 1
             for layer in self.layers:
                 layer._compiled_call_impl = None
             self.layers = []
-            return self._tower.encode(items)
+            return self.inner.encode(items)
 
 
 def _layers(tower: Tower) -> Iterator[nn.Module]:

@@ -22,6 +22,7 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     grid_of,
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
+from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
@@ -38,19 +39,16 @@ class ImagePreprocessor:
     """Preprocesses images for one model. Raises CheckpointError("bad_config") without an image processor."""
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
-        path = loaded.checkpoint.path
         self._max_pixels = limits.max_pixels
         self._probes: tuple[int, int] | None = None
         self._formats = limits.image_formats
         self._asked = loaded.checkpoint.family.processor_defaults.get("image", {})
         self._wanted = loaded.checkpoint.family.inputs["image"]
         self._grid = lru_cache(_SHAPES)(self._grid_of)
-        try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(
-                path, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError, ImportError) as e:
-            raise CheckpointError(f"{path}: no image processor: {e}", reason="bad_config") from e
+        self._processor: Any = _processor(loaded)
+        if isinstance(self._processor, WholeProcessor):
+            self._wanted = self._processor.names
+            check_encodes(loaded, self._processor)
 
     def decode(
         self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
@@ -103,6 +101,18 @@ class ImagePreprocessor:
             # So processors refuse some shapes, e.g. an aspect ratio of over 200 to 1.
             raise MediaError(f"the model's processor refuses this image: {e}", reason="unprocessable") from e
         return dict(made)
+
+
+def _processor(loaded: LoadedModel) -> Any:
+    checkpoint = loaded.checkpoint
+    if checkpoint.family.generic:
+        return WholeProcessor(loaded)
+    try:
+        return AutoImageProcessor.from_pretrained(
+            checkpoint.path, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError) as e:
+        raise CheckpointError(f"{checkpoint.path}: no image processor: {e}", reason="bad_config") from e
 
 
 def _most_pixels(processor: Any) -> int | None:

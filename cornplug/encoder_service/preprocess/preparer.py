@@ -188,7 +188,7 @@ class OpenMedium:
             identity=self._identity,
             key=identity.embedding_key(self._secret, self._identity, decoded.digest, source.salt),
             cache_salt=source.salt,
-            inputs={name: to_wire(inputs[name]) for name in wanted if name in inputs},
+            inputs={name: to_wire(inputs[name]) for name in wanted or inputs if name in inputs},
             app=SGLANG if source.form == "for_sglang" else APP,
             deadline_s=source.deadline_s,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 import torch
@@ -19,9 +19,11 @@ DTYPES: Final[Mapping[str, torch.dtype]] = {
     "bfloat16": torch.bfloat16,
     "int64": torch.int64,
     "int32": torch.int32,
+    "bool": torch.bool,
 }
 FLOATS: Final = ("float32", "float16", "bfloat16")
 INTEGERS: Final = ("int64", "int32")
+BOOLEAN: Final = "bool"
 
 
 def float_dtype(name: str) -> torch.dtype:
@@ -36,11 +38,13 @@ def bad_input(field: str, problem: str) -> EncoderRefused:
     return EncoderRefused(f"{field}: {problem}", reason="bad_input")
 
 
-def check_names(inputs: Mapping[str, WireTensor], wanted: Iterable[str]) -> None:
-    """Raises EncoderRefused("bad_input") unless exactly the wanted fields are there."""
+def check_names(
+    inputs: Mapping[str, WireTensor], wanted: Iterable[str], optional: Container[str] = ()
+) -> None:
+    """Raises EncoderRefused("bad_input") unless exactly the wanted fields are there; `optional` may lack."""
     wanted = tuple(wanted)
     for name in wanted:
-        if name not in inputs:
+        if name not in inputs and name not in optional:
             raise bad_input(name, f"missing; this tower takes {', '.join(wanted)}")
     for name in inputs:
         if name not in wanted:
@@ -63,6 +67,9 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
         raise bad_input(
             field, f"{len(tensor.data)} bytes, but shape {tensor.shape} of {tensor.dtype} has {expected}"
         )
+    if dtype == torch.bool:
+        # Any byte but 0 and 1 would be neither true nor false to torch.
+        return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).reshape(tensor.shape) != 0
     # Copied: torch must not write to, or outlive, the frame that these bytes came in.
     out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
     if dtype.is_floating_point and not bool(torch.isfinite(out).all()):
