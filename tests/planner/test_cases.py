@@ -103,11 +103,15 @@ def test_decide_a07_splitwise_has_mostly_prompt_machines() -> None:
 
 
 def test_decide_a08_splitwise_s_own_slowdowns_are_kept() -> None:
-    """Nine bounds: three percentiles of three slowdowns, against a machine that is not in the pool."""
+    """Nine bounds: three percentiles of three slowdowns, against a machine that is not in the pool.
+
+    The published 27 prompt machines have a router that knows each prompt's work. Behind one that does not,
+    short prompts wait for long ones, and it takes 52 machines until 99 % are slowed down by less than 6.
+    """
     found = plan(read("a08_splitwise_slowdowns"))
     count = replicas(found)
-    assert 24 <= count["bloom/P@H100"] <= 30
-    assert count["bloom/D@H100"] in (2, 3, 4)
+    assert 45 <= count["bloom/P@H100"] <= 60
+    assert count["bloom/D@H100"] == 2
     checks = [c for c in slo_checks.of(found) if c.bound is not None]
     assert len(checks) == 9
     assert all(c.slowdown and c.kept for c in checks)

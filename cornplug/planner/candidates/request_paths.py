@@ -114,6 +114,9 @@ def _divisions(
         yield SloDivision(first, tpot, inf)
         return
     if whole.relative and idle is not None:
+        if first < inf and tpot < inf:
+            # Mostly enough for the whole answer, as the simulation of the plan tells
+            yield SloDivision(first, tpot, inf)
         yield from _slack_divisions(whole.value, idle, first, tpot)
         return
     gaps = max(output_tokens(sampled, whole.percentile) - 1, 1.0)
