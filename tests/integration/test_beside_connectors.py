@@ -26,7 +26,8 @@ PAGE: Final = 64
 BLOCKS: Final = ("--block-size", "32")
 EXTERNAL: Final = "vllm:external_prefix_cache_hits_total"
 _BED: Final = "v1-one" if bed_of_this_run() == "v1" else None
-"""vLLM has native offloading for GPUs only, and bed v1 has nothing that stands in for one."""
+"""vLLM has native offloading for GPUs only, and bed v1 has nothing that stands in for one. Its idle workers
+spin, too: beside NIXL's threads they leave too little of two cores for answers in time."""
 PREFILL: Final = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
@@ -102,7 +103,7 @@ def of_pair(folder: Path, role: str) -> VllmServer:
         folder / "model", *flags(folder, role), *BLOCKS, "--kv-transfer-config", nixl,
         log=folder / f"{role}.log",
         env={"VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port())},
-        packages=(NIXL,),
+        packages=(NIXL,), bed=_BED,
     )  # fmt: skip
 
 
@@ -134,12 +135,12 @@ def test_prefill_decode_pair_pages_reach_a_third_engine(folder: Path) -> None:
         assert decode.metric(EXTERNAL) >= 0.9 * prompt
         assert count(decode, "saves_total", app="kv_consumer", outcome="stored") == 0
         shareable = (prompt - 1) // PAGE * PAGE
-        stored = partial(count, prefill, "saves_total", app="kv_producer", outcome="stored")
 
         def saved() -> bool:
-            if stored() * PAGE >= shareable:
+            # A store that answered late has the pages, and says so with the next request.
+            saves = partial(count, prefill, "saves_total", app="kv_producer")
+            if (saves(outcome="stored") + saves(outcome="present")) * PAGE >= shareable:
                 return True
-            # A store that answers late, on a loaded machine, gets the pages with the next request.
             complete(prefill, 1, PREFILL)
             return False
 
