@@ -128,7 +128,7 @@ class Slo(PercentileBounds):
     """Bounds on other percentiles, which a plan keeps, too:
     `also = [{ percentile = "p99", ttft_s = 3.0 }]`."""
     idle: IdleReplica | None = None
-    """What slowdowns are measured by: `idle = { gpu = "A100-80", tp = 8 }`."""
+    """The replica by which slowdowns are measured: `idle = { gpu = "A100-80", tp = 8 }`."""
 
     @property
     def tables(self) -> tuple[PercentileBounds, ...]:

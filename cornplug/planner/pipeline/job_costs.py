@@ -1,4 +1,4 @@
-"""What a job costs: its part of the machines that its requests visit, until its deadline."""
+"""The cost of a job: its part of the machines that its requests visit, until its deadline."""
 
 from __future__ import annotations
 
