@@ -36,7 +36,7 @@ def test_docs_reference_serve_store_flags_are_its_own() -> None:
 def test_docs_reference_every_label_has_a_meaning() -> None:
     used = {
         label
-        for series in (metrics.engines(), metrics.service(), metrics.admission())
+        for series in (metrics.engines(), metrics.service(), metrics.store(), metrics.admission())
         for one in series
         for label in one.labels
     }

@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
         if args.json:
             print(msgspec.json.encode(first).decode())
         elif args.once:
-            Console().print(view(first, Change.since_began(first)))
+            Console().print(view(first, StatChange.since_began(first)))
         else:
             _watch(store, first, args.interval)
     finally:
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class StatChange:
     """The counts that have come about between two looks, `seconds` apart; None: since the store began."""
 
     seconds: float | None
@@ -63,7 +63,7 @@ class Change:
     now: StoreStat
 
     @classmethod
-    def since_began(cls, now: StoreStat) -> Change:
+    def since_began(cls, now: StoreStat) -> StatChange:
         """All counts."""
         return cls(None, None, now)
 
@@ -95,8 +95,8 @@ def _counts(one: NamespaceStat) -> tuple[int, int, int]:
     return one.hits, one.removals.get("evicted", 0), refused
 
 
-def view(now: StoreStat, change: Change) -> Group:
-    """The tables of `cornplug top`."""
+def view(now: StoreStat, change: StatChange) -> Group:
+    """The tables that `cornplug top` shows."""
     fill = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
     bar = "█" * round(_BAR * fill)
     head = Table.grid(padding=(0, 2))
@@ -124,7 +124,7 @@ def view(now: StoreStat, change: Change) -> Group:
 
 def _watch(store: Store, first: StoreStat, interval_s: float) -> None:
     before, looked_s = first, time.monotonic()
-    with Live(view(first, Change.since_began(first)), screen=True, auto_refresh=False) as live:
+    with Live(view(first, StatChange.since_began(first)), screen=True, auto_refresh=False) as live:
         try:
             while True:
                 time.sleep(interval_s)
@@ -135,7 +135,9 @@ def _watch(store: Store, first: StoreStat, interval_s: float) -> None:
                     continue
                 # Another store than before has smaller counts.
                 restarted = now.hits < before.hits or now.evictions < before.evictions
-                change = Change.since_began(now) if restarted else Change(now_s - looked_s, before, now)
+                change = (
+                    StatChange.since_began(now) if restarted else StatChange(now_s - looked_s, before, now)
+                )
                 live.update(view(now, change), refresh=True)
                 before, looked_s = now, now_s
         except KeyboardInterrupt:

@@ -28,7 +28,8 @@ Contract, held by `cornplug.testing.StoreContract` for every implementation:
 * Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
 * One connection's leases keep at most three quarters of the store in place (and one entry always);
   beyond that a present key is answered like an absent one.
-* Questions (`contains`, `stat`) change nothing; in particular they do not refresh LRU.
+* Questions (`contains`, `stat`) change nothing but `found` and `absent` of `StoreStat`; in particular they do
+  not refresh LRU.
 * `reserve` with `only_seen` gives room for keys that an earlier request named in such a call; the others are
   refused with FIRST_SIGHT and remembered, for a while, in bounded memory. A request makes one call a key, or
   one for each part. Calls without `only_seen` neither ask nor leave sightings.

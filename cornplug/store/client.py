@@ -80,10 +80,14 @@ class PoolStore:
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         connection = self._link.reachable()
         mask = connection.table.contains(keys)
+        if UNLISTED in mask:
+            mask = self._with_unlisted(mask, keys, deadline_s)
         if connection.notes is not None:
             connection.notes.looked_up(mask.count(PRESENT), mask.count(ABSENT))
-        if UNLISTED not in mask:
-            return mask
+        return mask
+
+    def _with_unlisted(self, mask: bytes, keys: Sequence[bytes], deadline_s: float) -> bytes:
+        """The mask with the daemon's answers for the keys of which the table does not tell."""
         answers = bytearray(mask)
         unlisted = [i for i, answer in enumerate(mask) if answer == UNLISTED]
         told = self.contains_by_message([keys[i] for i in unlisted], deadline_s=deadline_s)

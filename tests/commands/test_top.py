@@ -24,7 +24,7 @@ def stat(*, hits: int = 0, misses: int = 0, evicted: int = 0, full: int = 0) -> 
     )  # fmt: skip
 
 
-def shown(now: StoreStat, change: top.Change) -> str:
+def shown(now: StoreStat, change: top.StatChange) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(top.view(now, change))
     return console.export_text()
@@ -60,14 +60,14 @@ def test_top_without_a_store_is_an_error_and_makes_no_secret(
 
 def test_top_between_two_looks_shows_rates() -> None:
     before, now = stat(hits=100, misses=0, evicted=10), stat(hits=130, misses=10, evicted=14, full=1)
-    text = shown(now, top.Change(2.0, before, now))
+    text = shown(now, top.StatChange(2.0, before, now))
     for expected in ("75 %", "15.0/s hits, 5.0/s misses", "refused 0.5/s", "2.0/s"):
         assert expected in text
 
 
 def test_top_since_it_began_shows_counts() -> None:
     now = stat(hits=3, misses=1, evicted=14)
-    text = shown(now, top.Change.since_began(now))
+    text = shown(now, top.StatChange.since_began(now))
     for expected in (
         "75 %",
         "3 hits, 1 misses",
@@ -81,4 +81,4 @@ def test_top_since_it_began_shows_counts() -> None:
 
 def test_top_store_without_reads_has_no_hit_rate() -> None:
     now = stat()
-    assert top.Change.since_began(now).hit_rate() == "-"
+    assert top.StatChange.since_began(now).hit_rate() == "-"

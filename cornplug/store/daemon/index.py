@@ -21,7 +21,6 @@ from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.allocator import align_up
-from cornplug.store.daemon.app_bytes import AppBytes
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.lease_limits import LeaseGroup, LeaseLimits
@@ -29,7 +28,7 @@ from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
-from cornplug.store.daemon.store_counters import RemovalCause, StoreCounters
+from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.leases import NO_PLACE, Leases, place
 from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences

@@ -88,6 +88,8 @@ def families(now: StoreSnapshot) -> Iterator[Metric]:
 
 def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]:
     stat, spaces = now.stat, now.stat.namespaces.items()
+    hits: dict[tuple[str, ...], float] = {(name, MEMORY): one.hits for name, one in spaces}
+    hits["", MEMORY] = stat.hits - sum(hits.values())
     return {
         "cornplug_store_capacity_bytes": {(MEMORY,): stat.capacity_bytes},
         "cornplug_store_memory_bytes": {(): now.memory_bytes},
@@ -100,8 +102,7 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
         "cornplug_store_leases": {(): stat.leases},
         "cornplug_store_open_reservations": {(): stat.reservations},
         "cornplug_store_clients": {(): now.clients},
-        "cornplug_store_hits_total": {(name, MEMORY): one.hits for name, one in spaces}
-        | {("", MEMORY): stat.hits - sum(one.hits for _, one in spaces)},
+        "cornplug_store_hits_total": hits,
         "cornplug_store_misses_total": {(): stat.misses},
         "cornplug_store_lookups_total": {("found",): stat.found, ("absent",): stat.absent},
         "cornplug_store_reservations_total": {

@@ -6,15 +6,17 @@ Pure and cheap: an increment or two for each call of the index. Read by `stat`, 
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, Protocol
 
-from cornplug.store.base import NamespaceStat, Reservation, ReserveRefusal
+from cornplug.store.base import OTHER_APPS, NamespaceStat, Reservation, ReserveRefusal
 from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
 from cornplug.store.table.use_notes import NotedReads
 
+STAT_APPS: Final = 256
 GIVEN: Final = "given"
 """The answer to a reservation that got room; the others are values of `ReserveRefusal`."""
 RemovalCause = Literal["evicted", "expired", "deleted", "purged"]
@@ -129,3 +131,23 @@ class StoreCounters:
     def evicted(self, app: str, unused_s: float) -> None:
         """An entry makes room for another one, so long after its last use; `removed` counts it too."""
         self.spaces[self._name_of(app)].ages.note(max(0.0, unused_s))
+
+
+class AppBytes:
+    """Room that entries and reservations of each app have."""
+
+    def __init__(self) -> None:
+        self._bytes: dict[str, int] = {}
+
+    def charge(self, app: str, room: int) -> None:
+        """Add room that the app takes; less than 0: that it gives back."""
+        self._bytes[app] = self._bytes.get(app, 0) + room
+        if not self._bytes[app]:
+            del self._bytes[app]
+
+    def largest(self) -> dict[str, int]:
+        """App -> bytes, of the STAT_APPS with most; all others together under OTHER_APPS."""
+        largest = dict(heapq.nlargest(STAT_APPS, self._bytes.items(), key=lambda each: each[1]))
+        if len(self._bytes) > STAT_APPS:
+            largest[OTHER_APPS] = sum(self._bytes.values()) - sum(largest.values())
+        return largest
