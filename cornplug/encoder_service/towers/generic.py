@@ -133,7 +133,8 @@ def check_decoder_takes_rows(model: Any) -> None:
     """
     owner = type(model).__mro__[1]
     taken: set[str] = set()
-    for part in (owner, type(model.base_model)):
+    parts: tuple[Any, ...] = (owner, type(model.base_model))
+    for part in parts:
         try:
             taken |= set(_TAKEN.findall(inspect.getsource(part.forward)))
         except (OSError, TypeError):

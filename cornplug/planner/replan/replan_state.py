@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field, ValidationError
 
 from cornplug.errors import ConfigError
-from cornplug.planner.plan import PlanRecord
+from cornplug.planner.latency_forecast import PlanRecord
 from cornplug.planner.replan.observed_load import MetricsSnapshot
 
 

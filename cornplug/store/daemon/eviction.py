@@ -140,11 +140,10 @@ def _run_around(
     while end - start < room and looks.left > 0:
         looks.left -= 1
         after, before = by_offset.get(end), by_end.get(start)
-        if after is not None and before is not None and before.last_use < after.last_use:
-            sides = (before, after)
-        else:
-            sides = (after, before)
-        taken = next((one for one in sides if one is not None and not one.readers and choice.take(one)), None)
+        sides = [one for one in (after, before) if one is not None and not one.readers]
+        if len(sides) == 2 and sides[1].last_use < sides[0].last_use:
+            sides.reverse()
+        taken = next(filter(choice.take, sides), None)
         if taken is None:
             return victims, end - start, True
         victims.append(taken)

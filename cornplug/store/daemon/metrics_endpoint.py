@@ -90,6 +90,12 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
     stat, spaces = now.stat, now.stat.namespaces.items()
     hits: dict[tuple[str, ...], float] = {(name, MEMORY): one.hits for name, one in spaces}
     hits["", MEMORY] = stat.hits - sum(hits.values())
+    reserved: dict[tuple[str, ...], float] = {
+        (name, answer): count for name, one in spaces for answer, count in one.reservations.items()
+    }
+    removed: dict[tuple[str, ...], float] = {
+        (name, MEMORY, cause): count for name, one in spaces for cause, count in one.removals.items()
+    }
     return {
         "cornplug_store_capacity_bytes": {(MEMORY,): stat.capacity_bytes},
         "cornplug_store_memory_bytes": {(): now.memory_bytes},
@@ -105,12 +111,8 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
         "cornplug_store_hits_total": hits,
         "cornplug_store_misses_total": {(): stat.misses},
         "cornplug_store_lookups_total": {("found",): stat.found, ("absent",): stat.absent},
-        "cornplug_store_reservations_total": {
-            (name, answer): count for name, one in spaces for answer, count in one.reservations.items()
-        },
-        "cornplug_store_removals_total": {
-            (name, MEMORY, cause): count for name, one in spaces for cause, count in one.removals.items()
-        },
+        "cornplug_store_reservations_total": reserved,
+        "cornplug_store_removals_total": removed,
     }
 
 
