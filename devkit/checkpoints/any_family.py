@@ -217,7 +217,10 @@ ANY_FAMILIES: Final[Mapping[str, AnyFamily]] = {
         tokens=("[IMG]", "[IMG_BREAK]", "[IMG_END]"),
     ),
     "ovis2": AnyFamily(
-        image_processor=_square("Ovis2ImageProcessor"), processor={"processor_class": "Ovis2Processor"}
+        vision={"vocab_size": 64},
+        config={"hidden_size": 64, "vocab_size": 1024},
+        image_processor=_square("Ovis2ImageProcessor"),
+        processor={"processor_class": "Ovis2Processor"},
     ),
     "paligemma": AnyFamily(
         vision={**_SIGLIP, "projection_dim": 64},
