@@ -1,0 +1,1 @@
+"""The store's disk tier: copies of entries in append-only segments that outlive the daemon."""

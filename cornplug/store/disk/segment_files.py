@@ -1,0 +1,190 @@
+"""The files of the disk tier: one folder of this user, one daemon, segments that are only appended to.
+
+    lock                 held by the daemon that uses the folder
+    segment-00000042     records (`record_format.py`), one after another
+
+A daemon never appends to a segment of an earlier one: what a kill has torn is a tail that no record follows.
+Nothing waits for the device: a record that it lost is a miss, since no seal fits it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.local_socket import try_lock
+from cornplug.private_paths import open_file, open_folder
+from cornplug.store.disk.record_format import (
+    ALIGN_BYTES,
+    CHUNK_BYTES,
+    DEAD,
+    MAGIC,
+    STATE_AT,
+    TAG_BYTES,
+    RecordHeader,
+    decode_record_header,
+    encode_record_header,
+)
+from cornplug.store.disk.record_seal import RecordDamaged, RecordSealer, new_salt
+
+_NAME: Final = re.compile(r"segment-(\d{8})")
+_LOCK: Final = "lock"
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecord:
+    """A record whose header is whole, and whose end lies within its segment."""
+
+    segment: int
+    offset: int
+    header: RecordHeader
+
+
+class SegmentFiles:
+    """The segments in a folder. Its calls may come from any thread, those that write from one at a time.
+
+    Args:
+        setting: The setting that names the folder, for errors.
+
+    Raises ConfigError where the folder is not this user's alone, cannot be used, or has a daemon.
+    """
+
+    def __init__(self, path: Path, secret: bytes, *, setting: str) -> None:
+        self._folder = open_folder(path, setting=setting)
+        self._sealer = RecordSealer(secret)
+        self._fds: dict[int, int] = {}
+        with contextlib.ExitStack() as on_error:
+            on_error.callback(self.close)
+            try:
+                self._fds[0] = open_file(self._folder, _LOCK, os.O_RDWR)
+                if not try_lock(self._fds[0]):
+                    raise ConfigError(
+                        setting, f"{path} is in use by another store", "Give each store its own."
+                    )
+                for name in os.listdir(self._folder):
+                    if match := _NAME.fullmatch(name):
+                        self._fds[int(match[1])] = open_file(self._folder, name, os.O_RDWR)
+            except OSError as e:
+                raise ConfigError(setting, f"{path}: {e.strerror}", "Name a folder on a local disk.") from e
+            on_error.pop_all()
+
+    def existing(self) -> list[tuple[int, int]]:
+        """(number, bytes) of all segments, the oldest first. Raises OSError."""
+        return [(number, os.fstat(fd).st_size) for number, fd in sorted(self._fds.items()) if number]
+
+    def create(self, number: int) -> None:
+        """Make an empty segment. Raises OSError."""
+        self._fds[number] = open_file(self._folder, _name(number), os.O_RDWR | os.O_EXCL)
+
+    def drop(self, number: int) -> None:
+        """Remove a segment. No other call may be using it. Raises OSError; it is forgotten all the same."""
+        os.close(self._fds.pop(number))
+        os.unlink(_name(number), dir_fd=self._folder)
+
+    def write(
+        self,
+        segment: int,
+        offset: int,
+        key: bytes,
+        meta: bytes,
+        payload: memoryview,
+        *,
+        app: str,
+        cost_s: float,
+    ) -> RecordHeader:
+        """Write an entry's record; its header. Raises OSError: then no scan finds the record."""
+        header = RecordHeader(key, app, payload.nbytes, len(meta), cost_s, time.time(), new_salt())
+        head = encode_record_header(header, self._sealer.header_tag)
+        cipher = self._sealer.cipher(key, header.salt, head)
+        fd = self._fds[segment]
+        # The header comes last: what is torn before it is no record.
+        at = offset + len(head)
+        at += _write_all(fd, cipher.seal_meta(meta), at)
+        sealed = memoryview(bytearray(min(payload.nbytes, CHUNK_BYTES) + TAG_BYTES))
+        for number in range(header.chunks):
+            piece = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            target = sealed[: piece.nbytes + TAG_BYTES]
+            cipher.seal_chunk(number, piece, target)
+            at += _write_all(fd, target, at)
+        _write_all(fd, head, offset)
+        return header
+
+    def read(self, found: FoundRecord, into: memoryview) -> bytes:
+        """Read an entry's payload into its room, each chunk verified; returns its meta.
+
+        Raises RecordDamaged, then the room has any bytes, and OSError. ValueError: the room has another size.
+        """
+        header = found.header
+        if into.nbytes != header.payload_bytes:
+            raise ValueError(f"payload of {header.payload_bytes} bytes, room of {into.nbytes}")
+        fd = self._fds.get(found.segment)
+        if fd is None:
+            raise RecordDamaged("its segment is gone")
+        head = encode_record_header(header, self._sealer.header_tag)
+        cipher = self._sealer.cipher(header.key, header.salt, head)
+        buffer = memoryview(bytearray(max(header.meta_bytes, CHUNK_BYTES) + TAG_BYTES))
+        sealed = _read_all(fd, buffer[: header.meta_bytes + TAG_BYTES], found.offset + len(head))
+        meta = cipher.open_meta(sealed)
+        for number in range(header.chunks):
+            start, size_bytes = header.chunk_at(number)
+            sealed = _read_all(fd, buffer[:size_bytes], found.offset + start)
+            cipher.open_chunk(number, sealed, into[number * CHUNK_BYTES :][: size_bytes - TAG_BYTES])
+        return meta
+
+    def kill(self, segment: int, offset: int) -> None:
+        """Have no later scan find a record. Raises OSError."""
+        _write_all(self._fds[segment], DEAD, offset + STATE_AT)
+
+    def scan(self, segment: int) -> Iterator[FoundRecord]:
+        """The live records of a segment, in their order. Reads headers only. Raises OSError.
+
+        A header that is damaged, or of another secret, hides its own record and no other.
+        """
+        fd = self._fds[segment]
+        end, at = os.fstat(fd).st_size, 0
+        while at < end:
+            data = os.pread(fd, ALIGN_BYTES, at)
+            header = decode_record_header(data, self._sealer.header_tag) if data[:4] == MAGIC else None
+            if header is None or at + header.used_bytes > end:
+                at += ALIGN_BYTES
+                continue
+            if not header.dead:
+                yield FoundRecord(segment, at, header)
+            at += header.record_bytes
+
+    def close(self) -> None:
+        """Close all files; the lock ends."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+        if self._folder >= 0:
+            os.close(self._folder)
+        self._folder = -1
+
+
+def _name(number: int) -> str:
+    return f"segment-{number:08d}"
+
+
+def _write_all(fd: int, data: bytes | memoryview, at: int) -> int:
+    view, done = memoryview(data), 0
+    while done < view.nbytes:
+        done += os.pwrite(fd, view[done:], at + done)
+    return done
+
+
+def _read_all(fd: int, into: memoryview, at: int) -> memoryview:
+    done = 0
+    while done < into.nbytes:
+        size = os.preadv(fd, [into[done:]], at + done)
+        if not size:
+            raise RecordDamaged("it ends before its last byte")
+        done += size
+    return into
