@@ -47,6 +47,16 @@ class FoundRecord:
     header: RecordHeader
 
 
+class _OpenFile:
+    """A descriptor that is closed with its last user: a reader may be in a segment that is dropped."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __del__(self) -> None:
+        os.close(self.fd)
+
+
 class SegmentFiles:
     """The segments in a folder. Its calls may come from any thread, those that write from one at a time.
 
@@ -59,33 +69,35 @@ class SegmentFiles:
     def __init__(self, path: Path, secret: bytes, *, setting: str) -> None:
         self._folder = open_folder(path, setting=setting)
         self._sealer = RecordSealer(secret)
-        self._fds: dict[int, int] = {}
+        self._files: dict[int, _OpenFile] = {}
         with contextlib.ExitStack() as on_error:
             on_error.callback(self.close)
             try:
-                self._fds[0] = open_file(self._folder, _LOCK, os.O_RDWR)
-                if not try_lock(self._fds[0]):
+                self._files[0] = _OpenFile(open_file(self._folder, _LOCK, os.O_RDWR))
+                if not try_lock(self._files[0].fd):
                     raise ConfigError(
                         setting, f"{path} is in use by another store", "Give each store its own."
                     )
                 for name in os.listdir(self._folder):
                     if match := _NAME.fullmatch(name):
-                        self._fds[int(match[1])] = open_file(self._folder, name, os.O_RDWR)
+                        self._files[int(match[1])] = _OpenFile(open_file(self._folder, name, os.O_RDWR))
             except OSError as e:
                 raise ConfigError(setting, f"{path}: {e.strerror}", "Name a folder on a local disk.") from e
             on_error.pop_all()
 
     def existing(self) -> list[tuple[int, int]]:
         """(number, bytes) of all segments, the oldest first. Raises OSError."""
-        return [(number, os.fstat(fd).st_size) for number, fd in sorted(self._fds.items()) if number]
+        return [(i, os.fstat(self._files[i].fd).st_size) for i in sorted(self._files) if i]
 
     def create(self, number: int) -> None:
         """Make an empty segment. Raises OSError."""
-        self._fds[number] = open_file(self._folder, _name(number), os.O_RDWR | os.O_EXCL)
+        flags = os.O_RDWR | os.O_EXCL
+        self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
 
     def drop(self, number: int) -> None:
-        """Remove a segment. No other call may be using it. Raises OSError; it is forgotten all the same."""
-        os.close(self._fds.pop(number))
+        """Remove a segment; a read of it that is under way ends well. Raises OSError; it is forgotten all the
+        same."""
+        self._files.pop(number, None)
         os.unlink(_name(number), dir_fd=self._folder)
 
     def write(
@@ -103,17 +115,17 @@ class SegmentFiles:
         header = RecordHeader(key, app, payload.nbytes, len(meta), cost_s, time.time(), new_salt())
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(key, header.salt, head)
-        fd = self._fds[segment]
+        file = self._files[segment]
         # The header comes last: what is torn before it is no record.
         at = offset + len(head)
-        at += _write_all(fd, cipher.seal_meta(meta), at)
+        at += _write_all(file.fd, cipher.seal_meta(meta), at)
         sealed = memoryview(bytearray(min(payload.nbytes, CHUNK_BYTES) + TAG_BYTES))
         for number in range(header.chunks):
             piece = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             target = sealed[: piece.nbytes + TAG_BYTES]
             cipher.seal_chunk(number, piece, target)
-            at += _write_all(fd, target, at)
-        _write_all(fd, head, offset)
+            at += _write_all(file.fd, target, at)
+        _write_all(file.fd, head, offset)
         return header
 
     def read(self, found: FoundRecord, into: memoryview) -> bytes:
@@ -124,33 +136,43 @@ class SegmentFiles:
         header = found.header
         if into.nbytes != header.payload_bytes:
             raise ValueError(f"payload of {header.payload_bytes} bytes, room of {into.nbytes}")
-        fd = self._fds.get(found.segment)
-        if fd is None:
+        file = self._files.get(found.segment)
+        if file is None:
             raise RecordDamaged("its segment is gone")
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(header.key, header.salt, head)
         buffer = memoryview(bytearray(max(header.meta_bytes, CHUNK_BYTES) + TAG_BYTES))
-        sealed = _read_all(fd, buffer[: header.meta_bytes + TAG_BYTES], found.offset + len(head))
+        sealed = _read_all(file.fd, buffer[: header.meta_bytes + TAG_BYTES], found.offset + len(head))
         meta = cipher.open_meta(sealed)
         for number in range(header.chunks):
             start, size_bytes = header.chunk_at(number)
-            sealed = _read_all(fd, buffer[:size_bytes], found.offset + start)
+            sealed = _read_all(file.fd, buffer[:size_bytes], found.offset + start)
             cipher.open_chunk(number, sealed, into[number * CHUNK_BYTES :][: size_bytes - TAG_BYTES])
         return meta
 
+    def copy(self, found: FoundRecord, segment: int, offset: int) -> None:
+        """Copy a record as it is: its seal names no place. Raises OSError, RecordDamaged if it is short."""
+        source, target = self._files[found.segment], self._files[segment]
+        start, left = found.offset, found.header.used_bytes
+        while left:
+            done = os.copy_file_range(source.fd, target.fd, left, start, offset)
+            if not done:
+                raise RecordDamaged("it ends before its last byte")
+            start, offset, left = start + done, offset + done, left - done
+
     def kill(self, segment: int, offset: int) -> None:
         """Have no later scan find a record. Raises OSError."""
-        _write_all(self._fds[segment], DEAD, offset + STATE_AT)
+        _write_all(self._files[segment].fd, DEAD, offset + STATE_AT)
 
     def scan(self, segment: int) -> Iterator[FoundRecord]:
         """The live records of a segment, in their order. Reads headers only. Raises OSError.
 
         A header that is damaged, or of another secret, hides its own record and no other.
         """
-        fd = self._fds[segment]
-        end, at = os.fstat(fd).st_size, 0
+        file = self._files[segment]
+        end, at = os.fstat(file.fd).st_size, 0
         while at < end:
-            data = os.pread(fd, ALIGN_BYTES, at)
+            data = os.pread(file.fd, ALIGN_BYTES, at)
             header = decode_record_header(data, self._sealer.header_tag) if data[:4] == MAGIC else None
             if header is None or at + header.used_bytes > end:
                 at += ALIGN_BYTES
@@ -161,9 +183,7 @@ class SegmentFiles:
 
     def close(self) -> None:
         """Close all files; the lock ends."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        self._files.clear()
         if self._folder >= 0:
             os.close(self._folder)
         self._folder = -1

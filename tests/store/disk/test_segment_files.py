@@ -206,3 +206,16 @@ def test_segment_drop_removes_its_file_and_descriptor(folder: Path) -> None:
     with pytest.raises(RecordDamaged):
         files.read(found, memoryview(bytearray(1)))
     files.close()
+
+
+def test_segment_copy_record_outlives_its_first_segment(folder: Path) -> None:
+    files = _open(folder)
+    files.create(1)
+    files.write(1, 0, key(5), b"meta5", memoryview(_payload(5)), app="chat", cost_s=0)
+    files.create(2)
+    files.copy(next(files.scan(1)), 2, ALIGN_BYTES)
+    files.drop(1)
+    copied = list(files.scan(2))
+    assert [(one.segment, one.offset, one.header.key) for one in copied] == [(2, ALIGN_BYTES, key(5))]
+    assert _content(files, copied[0]) == _payload(5)
+    files.close()
