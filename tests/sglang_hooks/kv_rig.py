@@ -25,6 +25,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.layout import HostPages, host_pages, page_geometry, rank_heads
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
@@ -184,9 +185,11 @@ class Engine:
         self.reader = PageReader(
             self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping
         )
+        pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
         self.writer = PageWriter(
-            self.run, self.reader, self.index, mine, self.pages, part, self.tally, only_seen=self.only_seen
-        )
+            self.run, self.reader, self.index, mine, self.pages, part, self.tally, pace=pace,
+            only_seen=self.only_seen,
+        )  # fmt: skip
 
     def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:
         hashes = hashes_of(tokens, self.page_size, space)

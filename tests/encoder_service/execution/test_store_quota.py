@@ -102,7 +102,7 @@ def test_encoder_http_requests_have_account_engines_none(
     encoder = make_encoder(store)
     seen: list[str | None] = []
     real = encoder._cache.publish
-    encoder._cache.publish = lambda *a, account=None: seen.append(account) or real(*a, account=account)  # type: ignore[method-assign]
+    encoder._cache.publish = lambda *a, **kw: seen.append(kw["account"]) or real(*a, **kw)  # type: ignore[method-assign]
     for n, caller in enumerate((None, QosCaller(qos=ONE_CLASS), QosCaller(qos=ONE_CLASS, tenant="acme"))):
         encoder.submit(request_for(llava_pair[0], n), caller=caller).result(10)
     assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]
