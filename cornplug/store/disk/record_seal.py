@@ -2,7 +2,8 @@
 
 A record outlives the process that wrote it, and lies where others may change it: the seal binds it to the
 secret. Each record has a key of its own, HKDF-SHA256(secret, salt of the record, domain name | entry's key),
-so nonces can be numbers, and no two records of one entry share a key and a nonce.
+so nonces can be numbers, and no two records of one entry share a key and a nonce. Only a store with a disk needs
+the package "cryptography": it is imported at the first use.
 """
 
 from __future__ import annotations
@@ -10,11 +11,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from typing import Final
-
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cornplug.store.disk.record_format import SALT_BYTES, TAG_BYTES
 
@@ -53,7 +49,10 @@ class RecordCipher:
     """Seals and opens the pieces of one record. Long calls run without the interpreter's lock."""
 
     def __init__(self, key: bytes, header: bytes) -> None:
-        self._cipher, self._header = AESGCM(key), header
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._header, self._damaged = AESGCM(key), header, InvalidTag
 
     def seal_meta(self, meta: bytes) -> bytes:
         """The sealed header of the entry."""
@@ -63,7 +62,7 @@ class RecordCipher:
         """Raises RecordDamaged."""
         try:
             return self._cipher.decrypt(_nonce(_META_NUMBER), sealed, self._header)
-        except InvalidTag as e:
+        except self._damaged as e:
             raise RecordDamaged from e
 
     def seal_chunk(self, number: int, payload: memoryview, into: memoryview) -> None:
@@ -74,7 +73,7 @@ class RecordCipher:
         """Open a chunk into the payload's room. Raises RecordDamaged; the room then has any bytes."""
         try:
             self._cipher.decrypt_into(_nonce(1 + number), sealed, self._header, into)
-        except InvalidTag as e:
+        except self._damaged as e:
             raise RecordDamaged from e
 
 
@@ -83,4 +82,7 @@ def _nonce(number: int) -> bytes:
 
 
 def _derive(secret: bytes, *, salt: bytes | None, info: bytes) -> bytes:
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     return HKDF(SHA256(), _KEY_BYTES, salt, info).derive(secret)
