@@ -2,8 +2,8 @@
 
 A record outlives the process that wrote it, and lies where others may change it: the seal binds it to the
 secret. Each record has a key of its own, HKDF-SHA256(secret, salt of the record, domain name | entry's key),
-so nonces can be numbers, and no two records of one entry share a key and a nonce. Only a store with a disk needs
-the package "cryptography": it is imported at the first use.
+so nonces can be numbers, and no two records of one entry share a key and a nonce. Only a store with a disk
+needs the package "cryptography": it is imported at the first use.
 """
 
 from __future__ import annotations
