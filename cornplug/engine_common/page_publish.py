@@ -13,6 +13,7 @@ from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
+from cornplug.store.daemon.allocator import align_up
 from cornplug.store.posted import Answered, Posted, PostingStore
 from cornplug.store.validation import MAX_COST_S
 
@@ -31,6 +32,15 @@ class PageCost:
     between namespaces."""
 
     seconds: float = 0.0
+
+
+def free_pages(runtime: EngineRuntime, page: PageGeometry) -> int:
+    """Pages that the store takes without an eviction; 0 where it does not answer."""
+    try:
+        stat = runtime.store.stat(deadline_s=runtime.deadline_s)
+    except CornplugError:
+        return 0
+    return (stat.capacity_bytes - stat.used_bytes) // align_up(page.page_bytes)
 
 
 class PagePublisher:

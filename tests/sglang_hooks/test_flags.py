@@ -360,6 +360,7 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
     ("args", "model", "wanted"),
     [
         ([], "qwen2_text", {"weights", "loaded", "kv"}),
+        (["--cornplug-save", "second"], "qwen2_text", {"weights", "loaded", "kv", "idle_saves"}),
         (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights"}),
         (
             ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,16 +22,18 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 
 from cornplug.engine_common import weights_guard
+from cornplug.engine_common.page_publish import free_pages
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, log_store_size, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
-from cornplug.kv_page import RankSlice
+from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
+from cornplug.sglang_hooks.kv.idle_saves import IdleSaves
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
@@ -58,6 +61,8 @@ class CornplugStorage(HiCacheStorage):
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
         """Durations of loads and steps on this rank; None before the pools are known."""
+        self.idle: IdleSaves | None = None
+        """Of a server that saves what it had once while it idles; None before the pools are known."""
         self._extra_pools: set[str] = set()
         self._controller = page_hash_hooks.attaching()
         self._excluded = _excluded(storage_config)
@@ -130,7 +135,10 @@ class CornplugStorage(HiCacheStorage):
             raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
         # Pages that SGLang's own tree offers at their second request need no other one.
-        only_seen = self._run.config.engine.save == "second" and self._controller.write_policy != SECOND_SIGHT
+        seconds = self._run.config.engine.save == "second"
+        only_seen = seconds and self._controller.write_policy != SECOND_SIGHT
+        if seconds and not only_seen:
+            self.idle = IdleSaves(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
         self._writer = PageWriter(
             self._run,
             self._reader,
@@ -218,6 +226,12 @@ class CornplugStorage(HiCacheStorage):
             if self.pace is not None and done:
                 self.pace.moved(done * self._host_page_bytes, took_s)
         return [True] * done + [False] * (len(keys) - done)
+
+    def _free_tokens(self, page: PageGeometry) -> int:
+        """Tokens that the store takes without an eviction; 0 where none are shared."""
+        if self._off or weights_guard.replaced():
+            return 0
+        return free_pages(self._run, page) * page.page_tokens
 
     def _may_share(self) -> bool:
         reason = self._off or ("weights_updated" if weights_guard.replaced() else "")

@@ -17,12 +17,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from cornplug.engine_common.page_publish import PagePublisher
+from cornplug.engine_common.page_publish import PagePublisher, free_pages
 from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
-from cornplug.store.daemon.allocator import align_up
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
@@ -167,12 +165,7 @@ class IdleSaves:
 
     def _free_pages(self) -> int:
         """Pages that the store takes without an eviction; without room for one, none is tried again."""
-        try:
-            stat = self._run.store.stat(deadline_s=self._run.deadline_s)
-        except CornplugError:
-            free = 0
-        else:
-            free = (stat.capacity_bytes - stat.used_bytes) // align_up(self._page.page_bytes)
+        free = free_pages(self._run, self._page)
         if free <= 0:
             self._forget()
         return free

@@ -1,0 +1,187 @@
+"""Saves of an idle SGLang server: prompts of finished requests that were not worth a copy while requests ran.
+
+With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would
+be computed again by the next app. A server without work backs such prompts up as SGLang does at their second
+request, one request's at a time, if the store has free room for them: they evict none of its pages.
+
+    a request is finished ──> its key in SGLang's tree is remembered
+    the server idles for 50 ms ──> its tree copies what the newest of these still has on the device
+                                   to the host pool, and from there to the store
+    a flush, or a release of memory ──> waits for the copy under way, as these want an idle server
+
+All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop: their turns are in step,
+and they vote.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from cornplug.sglang_hooks.compat import Hook, arguments
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+
+_CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_WEIGHTS: Final = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    ".release_memory_occupation"
+)
+
+_SETTLE_S: Final = 0.05
+"""Time without a batch before the first copy: a pause between two requests is not idleness."""
+_VOTE_TURNS: Final = 128
+"""Idle turns from one vote of a group's ranks to the next. A turn takes 0.1 to 1 ms."""
+_END_ROUNDS, _ROUND_S = 1000, 0.002
+"""Looks at a copy under way before a flush is left to find the server busy, and the pause between two."""
+_NOT_YET: Final = -1
+
+
+class IdleSaves:
+    """One a rank; used by the scheduler's thread.
+
+    Args:
+        free_tokens: tokens that the store takes without an eviction; 0 where nothing is to be saved.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, free_tokens: Callable[[], int], most_tokens: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`most_tokens`: of the device pool, which can hold no more prompts than that."""
+        self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
+        self._finished: deque[RadixKey] = deque()
+        """Oldest first."""
+        self._tokens = 0
+        """In `_finished`."""
+        self._idle_since: float | None = None
+        self._turns = 0
+
+    def remember(self, key: RadixKey) -> None:
+        """Take the key of a finished request, which is in SGLang's tree."""
+        self._finished.append(key)
+        self._tokens += len(key)
+        while self._tokens > self._most_tokens:
+            self._tokens -= len(self._finished.popleft())
+
+    def turn(self, scheduler: Any) -> None:
+        """An idle turn of the scheduler's loop: begin a copy if one is due."""
+        if not self._finished:
+            return
+        cache = scheduler.tree_cache
+        self._turns += 1
+        if cache.tp_world_size > 1:
+            if self._turns % _VOTE_TURNS:
+                return
+            vote = torch.tensor([self._room(scheduler)], dtype=torch.int64)
+            cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
+            room = int(vote.item())
+        else:
+            room = self._room(scheduler)
+        if room == 0:
+            self._finished.clear()
+            self._tokens = 0
+        elif room > 0:
+            self._back_up(cache, room)
+
+    def worked(self) -> None:
+        """A batch has run: the server is not idle."""
+        self._idle_since = None
+
+    def _room(self, scheduler: Any) -> int:
+        """Tokens that may be copied now; `_NOT_YET` while the server has anything else to do."""
+        if not scheduler.is_fully_idle():
+            return _NOT_YET
+        now = self._clock()
+        if self._idle_since is None:
+            self._idle_since = now
+        return _NOT_YET if now - self._idle_since < _SETTLE_S else self._free_tokens()
+
+    def _back_up(self, cache: Any, room: int) -> None:
+        """Have SGLang copy the newest prompt that it still has on the device alone."""
+        tree = cache.tree_core
+        while self._finished:
+            key = self._finished.pop()
+            self._tokens -= len(key)
+            _, node, path_tokens = tree.match_full_device_prefix(key)
+            if tree.is_root(node) or tree.is_backuped(node) or path_tokens > room:
+                continue
+            # As at a node's second hit: its ancestors that have no copy come with it.
+            cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node))
+            return
+
+
+def _of(cache: Any) -> IdleSaves | None:
+    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+
+    controller = getattr(cache, "cache_controller", None)
+    storage = getattr(controller, "storage_backend", None)
+    return storage.idle if isinstance(storage, CornplugStorage) else None
+
+
+def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
+    """After a request's pages went into the tree."""
+    from sglang.srt.mem_cache.radix_cache import RadixKey
+    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+
+    call = arguments(UnifiedRadixCache.checkpoint_into_tree, args, kwargs)
+    cache, request = call["self"], call["req"]
+    idle = _of(cache)
+    if idle is None or not request.finished():
+        return
+    if cache.tree_core.is_eagle or cache.buffer_pipeline is not None:
+        return  # Keys of pairs of tokens; copies that bypass the host pool.
+    key = RadixKey(
+        request.full_untruncated_fill_ids[: call["up_to"]], request.extra_key, cache_salt=request.cache_salt
+    ).page_aligned(cache.page_size)
+    if len(key):
+        idle.remember(key)
+
+
+def _ran(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """After a batch's result was processed."""
+    idle = _of(scheduler.tree_cache)
+    if idle is not None:
+        idle.worked()
+
+
+def _idles(scheduler: Any) -> None:
+    """Before SGLang's housekeeping of an idle turn, at whose end it may sleep."""
+    idle = _of(scheduler.tree_cache)
+    if idle is not None:
+        idle.turn(scheduler)
+
+
+def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before a flush of the caches: it fails while a copy is under way, though no request is."""
+    cache = scheduler.tree_cache
+    if _of(cache) is None:
+        return
+    # Equal on all ranks, which count the ends of copies together.
+    for _ in range(_END_ROUNDS):
+        copies = cache.ongoing_write_through or cache.ongoing_backup
+        if not copies or scheduler.waiting_queue or not scheduler.running_batch.is_empty():
+            return
+        cache.check_hicache_events()
+        time.sleep(_ROUND_S)
+
+
+def _released(updater: Any, *_args: Any, **_kwargs: Any) -> None:
+    """Before SGLang releases its memory, for which it asserts that the server is idle."""
+    if updater.scheduler is not None:
+        _ended(updater.scheduler)
+
+
+HOOKS: Final[tuple[Hook, ...]] = (
+    Hook(f"{_CACHE}.checkpoint_into_tree", "after", _finished, ("self", "req", "up_to")),
+    Hook(f"{_SCHEDULER}.process_batch_result", "after", _ran),
+    Hook(f"{_SCHEDULER}.on_idle", "before", _idles),
+    Hook(f"{_SCHEDULER}.flush_cache", "before", _ended),
+    Hook(_WEIGHTS, "before", _released),
+)

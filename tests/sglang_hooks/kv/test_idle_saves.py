@@ -1,0 +1,150 @@
+"""When an idle server copies, and what. With SGLang's own tree: `tests/integration/test_save_policies.py`."""
+
+from __future__ import annotations
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from sglang.srt.mem_cache.radix_cache import RadixKey
+
+from cornplug.sglang_hooks.kv import idle_saves
+from cornplug.sglang_hooks.kv.idle_saves import IdleSaves
+
+
+class Tree:
+    """Of SGLang's tree, what the copies ask: a node is its prompt's first token, 0 the root."""
+
+    def __init__(self) -> None:
+        self.backed: list[int] = []
+        self.evicted: set[int] = set()
+
+    def match_full_device_prefix(self, key: RadixKey) -> tuple[int, int, int]:
+        first = key.token_ids[0]
+        return (0, 0, 0) if first in self.evicted else (len(key), first, len(key))
+
+    def is_root(self, node: int) -> bool:
+        return node == 0
+
+    def is_backuped(self, node: int) -> bool:
+        return node in self.backed
+
+    def build_backup_kv_action(self, node: int) -> int:
+        return node
+
+
+class Server:
+    """A scheduler and its cache, with a clock that the test moves."""
+
+    def __init__(self, *, free_tokens: int = 10_000, most_tokens: int = 10_000, ranks: int = 1) -> None:
+        self.now_s, self.busy, self.free_tokens = 100.0, False, free_tokens
+        self.other_votes: list[int] = []
+        self.tree = Tree()
+        self.idle = IdleSaves(lambda: self.free_tokens, most_tokens, lambda: self.now_s)
+        self.cache = SimpleNamespace(
+            tree_core=self.tree,
+            tp_world_size=ranks,
+            _all_reduce=self._reduce,
+            _execute_and_commit_kv_backup=self.tree.backed.append,
+        )
+        self.scheduler = SimpleNamespace(tree_cache=self.cache, is_fully_idle=lambda: not self.busy)
+        self.votes = 0
+
+    def _reduce(self, vote: torch.Tensor, _op: Any) -> None:
+        self.votes += 1
+        vote[0] = min([int(vote), *self.other_votes])
+
+    def finish(self, first: int, tokens: int = 64) -> None:
+        self.idle.remember(RadixKey(array("q", [first] * tokens)))
+
+    def idles(self, seconds: float, turns: int = 2) -> list[int]:
+        """Prompts that have a copy after so many turns over `seconds`."""
+        for _ in range(turns):
+            self.idle.turn(self.scheduler)
+            self.now_s += seconds / (turns - 1)
+        return self.tree.backed
+
+
+def test_idle_saves_short_pause_copies_nothing() -> None:
+    server = Server()
+    server.finish(1)
+    assert server.idles(0.04) == []
+    server.idle.worked()
+    assert server.idles(0.04) == []
+    assert server.idles(0.1, turns=3) == [1]
+
+
+def test_idle_saves_busy_server_copies_nothing() -> None:
+    server = Server()
+    server.finish(1)
+    server.busy = True
+    assert server.idles(1, turns=9) == []
+
+
+def test_idle_saves_newest_prompt_comes_first_and_each_once() -> None:
+    server = Server()
+    for first in (1, 2, 3):
+        server.finish(first)
+    assert server.idles(1, turns=20) == [3, 2, 1]
+
+
+def test_idle_saves_prompt_without_a_device_copy_is_left_out() -> None:
+    server = Server()
+    for first in (1, 2, 3):
+        server.finish(first)
+    server.tree.evicted.add(3)
+    server.tree.backed.append(2)
+    assert server.idles(1, turns=20) == [2, 1]
+
+
+@pytest.mark.parametrize(("free_tokens", "copied"), [(63, []), (64, [1]), (0, [])])
+def test_idle_saves_prompt_larger_than_free_room_is_left_out(free_tokens: int, copied: list[int]) -> None:
+    server = Server(free_tokens=free_tokens)
+    server.finish(1)
+    assert server.idles(1, turns=9) == copied
+
+
+def test_idle_saves_without_room_forget_their_prompts() -> None:
+    """Else every idle turn would ask a full store."""
+    server = Server(free_tokens=0)
+    server.finish(1)
+    server.idles(1)
+    server.free_tokens = 10_000
+    assert server.idles(1, turns=9) == []
+
+
+def test_idle_saves_remember_as_many_tokens_as_the_device_holds() -> None:
+    server = Server(most_tokens=130)
+    for first in (1, 2, 3):
+        server.finish(first)
+    assert server.idles(1, turns=20) == [3, 2]
+
+
+def test_idle_saves_ranks_copy_in_one_turn() -> None:
+    server = Server(ranks=2)
+    server.finish(1)
+    server.other_votes = [-1]
+    assert server.idles(1, turns=idle_saves._VOTE_TURNS * 3) == []
+    server.other_votes = [10_000]
+    assert server.idles(1, turns=idle_saves._VOTE_TURNS) == [1]
+    assert server.votes == 4
+
+
+def test_idle_saves_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server()
+    monkeypatch.setattr(idle_saves, "_of", lambda cache: server.idle)
+    under_way = {7: "a copy"}
+    rounds = iter([lambda: None, lambda: None, under_way.clear])
+    server.scheduler.waiting_queue = []
+    server.scheduler.running_batch = SimpleNamespace(is_empty=lambda: True)
+    server.cache.ongoing_write_through, server.cache.ongoing_backup = {}, under_way
+    server.cache.check_hicache_events = lambda: next(rounds)()
+    idle_saves._released(SimpleNamespace(scheduler=server.scheduler))
+    assert not under_way
+
+    under_way[8] = "another one, and a request"
+    server.scheduler.waiting_queue = ["a request"]
+    idle_saves._ended(server.scheduler)
+    assert under_way
