@@ -29,10 +29,15 @@ if TYPE_CHECKING:
 
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
-_WEIGHTS: Final = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-    ".release_memory_occupation"
+_WANT_IDLE: Final = frozenset(
+    {
+        "AttachHiCacheStorageReqInput",
+        "DetachHiCacheStorageReqInput",
+        "FlushCacheReqInput",
+        "ReleaseMemoryOccupationReqInput",
+    }
 )
+"""Requests that SGLang refuses, or ends its server for, unless nothing is under way."""
 
 _SETTLE_S: Final = 0.05
 """Time without a batch before the first copy: a pause between two requests is not idleness."""
@@ -144,13 +149,6 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
         idle.remember(key)
 
 
-def _ran(_result: Any, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After a batch's result was processed."""
-    idle = _of(scheduler.tree_cache)
-    if idle is not None:
-        idle.worked()
-
-
 def _idles(scheduler: Any) -> None:
     """Before SGLang's housekeeping of an idle turn, at whose end it may sleep."""
     idle = _of(scheduler.tree_cache)
@@ -159,7 +157,7 @@ def _idles(scheduler: Any) -> None:
 
 
 def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before a flush of the caches: it fails while a copy is under way, though no request is."""
+    """Before a flush of the caches, also after an update of weights: it fails while a copy is under way."""
     cache = scheduler.tree_cache
     if _of(cache) is None:
         return
@@ -172,16 +170,15 @@ def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
         time.sleep(_ROUND_S)
 
 
-def _released(updater: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before SGLang releases its memory, for which it asserts that the server is idle."""
-    if updater.scheduler is not None:
-        _ended(updater.scheduler)
+def _asked(scheduler: Any, recv_reqs: list[Any]) -> None:
+    """Before SGLang answers what has come in."""
+    if any(type(request).__name__ in _WANT_IDLE for request in recv_reqs):
+        _ended(scheduler)
 
 
 HOOKS: Final[tuple[Hook, ...]] = (
     Hook(f"{_CACHE}.checkpoint_into_tree", "after", _finished, ("self", "req", "up_to")),
-    Hook(f"{_SCHEDULER}.process_batch_result", "after", _ran),
     Hook(f"{_SCHEDULER}.on_idle", "before", _idles),
     Hook(f"{_SCHEDULER}.flush_cache", "before", _ended),
-    Hook(_WEIGHTS, "before", _released),
+    Hook(f"{_SCHEDULER}.process_input_requests", "before", _asked),
 )

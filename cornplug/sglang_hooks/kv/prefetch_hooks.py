@@ -7,7 +7,6 @@ from typing import Any, Final
 import torch
 
 from cornplug.sglang_hooks.compat import Hook, arguments
-from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 
@@ -47,15 +46,20 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
 
 
-def _pace(scheduler_or_cache: Any) -> LoadPace | None:
-    controller = getattr(scheduler_or_cache, "cache_controller", None)
+def _storage(cache: Any) -> CornplugStorage | None:
+    controller = getattr(cache, "cache_controller", None)
     storage = getattr(controller, "storage_backend", None)
-    return storage.pace if isinstance(storage, CornplugStorage) else None
+    return storage if isinstance(storage, CornplugStorage) else None
 
 
 def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """After a batch's result was processed: its time is measured."""
-    pace = _pace(scheduler.tree_cache)
+    """After a batch's result was processed: its time is measured, and the server is not idle."""
+    storage = _storage(scheduler.tree_cache)
+    if storage is None:
+        return
+    if storage.idle is not None:
+        storage.idle.worked()
+    pace = storage.pace
     if pace is not None and batch.launch_ts is not None:
         tokens = sum(batch.extend_lens or ()) if batch.forward_mode.is_extend() else len(batch.reqs)
         pace.stepped(tokens, batch.launch_ts)
@@ -65,9 +69,9 @@ def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's check whether a request's prefetch is done: its delay is measured."""
     done = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
-    pace = _pace(call["self"])
-    if done and pace is not None and pace.waits(call["request"]):
-        pace.answered(call["request"])
+    storage = _storage(call["self"])
+    if done and storage and storage.pace is not None and storage.pace.waits(call["request"]):
+        storage.pace.answered(call["request"])
     return done
 
 

@@ -32,7 +32,7 @@ def scene(clock: Clock) -> tuple[LoadPace, Any]:
     """A pace, and SGLang's scheduler over a cache whose storage has it."""
     pace = LoadPace("pays", 1000.0, clock)
     storage = CornplugStorage.__new__(CornplugStorage)
-    storage.pace = pace
+    storage.pace, storage.idle = pace, None
     cache = SimpleNamespace(cache_controller=SimpleNamespace(storage_backend=storage))
     return pace, SimpleNamespace(tree_cache=cache, busy=False)
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.managers import io_struct
+from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from cornplug.sglang_hooks.kv import idle_saves
@@ -141,10 +143,15 @@ def test_idle_saves_flush_waits_for_the_copy_under_way(monkeypatch: pytest.Monke
     server.scheduler.running_batch = SimpleNamespace(is_empty=lambda: True)
     server.cache.ongoing_write_through, server.cache.ongoing_backup = {}, under_way
     server.cache.check_hicache_events = lambda: next(rounds)()
-    idle_saves._released(SimpleNamespace(scheduler=server.scheduler))
+    idle_saves._asked(server.scheduler, [ReleaseMemoryOccupationReqInput()])
     assert not under_way
 
     under_way[8] = "another one, and a request"
     server.scheduler.waiting_queue = ["a request"]
     idle_saves._ended(server.scheduler)
     assert under_way
+
+
+def test_idle_saves_requests_that_want_an_idle_server_are_sglangs() -> None:
+    """They are told by name: one that SGLang renames would no longer wait."""
+    assert all(hasattr(io_struct, name) for name in idle_saves._WANT_IDLE)
