@@ -186,9 +186,9 @@ class EngineConfig(Section):
     """Tokens of one KV page. Engines that share must agree."""
     share_kv: bool = True
     """The engine loads and saves KV pages."""
-    save: Literal["always", "second", "never"] = "always"
+    save: Literal["always", "second", "never"] = "second"
     """KV pages that the engine copies to the store. "always": each page that it computes; "second": a page
-    that a second request has, on this engine or on another one of the store, and on vLLM while the engine is
+    that a second request has, on this engine or (vLLM) on another one of the store, and while the engine is
     idle also others for which the store has free room; "never": none."""
     max_open_saves_bytes: int = Field(default=1 << 30, gt=0)
     """Bytes of pages on their way to the store. Further pages are not saved, so that the end of a request
