@@ -36,8 +36,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-save": (
         "engine.save",
-        "KV pages that this server copies to the store: 'always' each page, 'second' a page that a second "
-        "request has, 'never' none (default: 'always').",
+        "KV pages that this server copies to the store: 'always' each page; 'second' a page that a second "
+        "request has, and while the server idles others too; 'never' none (default: 'second').",
     ),
     "--cornplug-page-tokens": (
         "engine.page_tokens",

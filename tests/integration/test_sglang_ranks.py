@@ -11,6 +11,7 @@ import pytest
 from integration.stack import forget_prefixes
 
 from devkit import checkpoints
+from devkit.engines import wait_until
 from devkit.processes import StoreProcess, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
@@ -69,9 +70,12 @@ def test_sglang_pages_of_two_ranks_are_read_by_one(
     two, one = servers["two"], servers["one"]
     wrote = two.generate(TOKENS, max_tokens=8)
     assert wrote.cached["storage"] == 0
+    # Both ranks copy it in one turn once they idle.
+    wait_until(lambda: store.stat().entries >= SHAREABLE // 64, deadline_s=20, what="pages of an idle server")
     # SGLang stops the ranks' threads one after the other, in the middle of a write too.
     for i in range(1, 6):
-        two.generate([i, *TOKENS], max_tokens=1)
+        for _ in range(2):
+            two.generate([i, *TOKENS], max_tokens=1)
         forget_prefixes(two)
     store.settle()
     again = two.generate(TOKENS, max_tokens=8)

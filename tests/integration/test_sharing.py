@@ -109,6 +109,7 @@ def later(asked: Stack) -> Mapping[str, EngineServer]:
     preempts, configured by the long JSON form."""
     extra = {
         "engine.app": "fresh",
+        "engine.save": "always",  # also pages of requests that are preempted
         "store.socket": str(asked.store_socket),
         "encoder.socket": str(asked.encoder.socket),
     }

@@ -113,7 +113,7 @@ class Another(FaultyStore):
 
 class RigRuntime(EngineRuntime):
     def __init__(self, store: Store) -> None:
-        self.config = settings({"engine.app": "test"})
+        self.config = settings({"engine.app": "test", "engine.save": "always"})
         self.app, self.secret, self.store = "test", SECRET, store
 
     def another_connection(self) -> Store:

@@ -155,10 +155,10 @@ def test_hicache_config_keeps_given_settings(text: str) -> None:
 @pytest.mark.parametrize(
     ("args", "policy"),
     [
-        ([], "write_through"),
+        ([], "write_through_selective"),
+        (["--cornplug-save", "always"], "write_through"),
         (["--cornplug-save", "never"], "write_through"),
-        (["--cornplug-save", "second"], "write_through_selective"),
-        (["--cornplug-save", "second", "--hicache-write-policy", "write_back"], "write_back"),
+        (["--hicache-write-policy", "write_back"], "write_back"),
     ],
 )
 def test_hicache_config_second_sight_is_sglangs_selective_policy(
@@ -359,20 +359,20 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
 @pytest.mark.parametrize(
     ("args", "model", "wanted"),
     [
-        ([], "qwen2_text", {"weights", "loaded", "kv"}),
-        (["--cornplug-save", "second"], "qwen2_text", {"weights", "loaded", "kv", "idle_saves"}),
+        ([], "qwen2_text", {"weights", "loaded", "kv", "idle_saves"}),
+        (["--cornplug-save", "always"], "qwen2_text", {"weights", "loaded", "kv"}),
         (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights"}),
         (
             ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
             "qwen2_text",
-            {"weights", "loaded", "kv", "lora"},
+            {"weights", "loaded", "kv", "idle_saves", "lora"},
         ),
-        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "images"}),
+        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "idle_saves", "images"}),
         (["--enable-multimodal"], "llava_next", {"weights", "loaded", "images", "llava"}),
         (
             ["--enable-multimodal", "--language-only", "--encoder-urls", "http://127.0.0.1:1"],
             "qwen2_vl",
-            {"weights", "loaded", "kv", "images", "encoder"},
+            {"weights", "loaded", "kv", "idle_saves", "images", "encoder"},
         ),
     ],
 )

@@ -49,12 +49,13 @@ def runtime(
     app: str = "test",
     deadline_s: float = 0.1,
     load_when: Any = "always",
+    save: Any = "always",
     **fields: Any,
 ) -> Any:
-    """What `cornplug.vllm_connector.runtime.runtime` gives, over any store."""
+    """What `cornplug.vllm_connector.runtime.runtime` gives, over any store; each page is saved at once."""
     config = Config(
         store=StoreConfig(deadline_s=deadline_s, load_when=load_when),
-        engine=EngineConfig(app=app, page_tokens=page_tokens, **fields),
+        engine=EngineConfig(app=app, page_tokens=page_tokens, save=save, **fields),
     )
     return SimpleNamespace(
         config=config,
