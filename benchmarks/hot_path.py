@@ -76,7 +76,9 @@ class Half:
     def __init__(self, store: Store) -> None:
         config = Config(
             store=StoreConfig(deadline_s=_DEADLINE_S, load_when="always"),
-            engine=EngineConfig(app="bench", page_tokens=PAGE.page_tokens, max_open_saves_bytes=1 << 40),
+            engine=EngineConfig(
+                app="bench", save="always", page_tokens=PAGE.page_tokens, max_open_saves_bytes=1 << 40
+            ),
         )
         runtime: Any = SimpleNamespace(
             config=config, app="bench", secret=SECRET, store=store, deadline_s=_DEADLINE_S,

@@ -23,7 +23,7 @@ _MODULES: Final = {
     "weights": ("model.weight_updates",),
     "loaded": ("model.loaded_weights",),
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
-    "idle_saves": ("kv.idle_saves",),
+    "idle_backups": ("kv.idle_backups",),
     "lora": ("model.lora_adapters",),
     "images": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
     "cpu_images": ("mm.cpu_preprocessing",),
@@ -48,7 +48,7 @@ def needed(server_args: Any) -> frozenset[str]:
     if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):
         found.add("kv")
         if settled.hicache_write_policy == hicache_config.SECOND_SIGHT:
-            found.add("idle_saves")
+            found.add("idle_backups")
         # An adapter may come while the server runs, but only where LoRA was asked for at its start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
     model = model_config_of(server_args)

@@ -359,20 +359,20 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
 @pytest.mark.parametrize(
     ("args", "model", "wanted"),
     [
-        ([], "qwen2_text", {"weights", "loaded", "kv", "idle_saves"}),
+        ([], "qwen2_text", {"weights", "loaded", "kv", "idle_backups"}),
         (["--cornplug-save", "always"], "qwen2_text", {"weights", "loaded", "kv"}),
         (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights"}),
         (
             ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
             "qwen2_text",
-            {"weights", "loaded", "kv", "idle_saves", "lora"},
+            {"weights", "loaded", "kv", "idle_backups", "lora"},
         ),
-        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "idle_saves", "images"}),
+        (["--enable-multimodal"], "qwen2_vl", {"weights", "loaded", "kv", "idle_backups", "images"}),
         (["--enable-multimodal"], "llava_next", {"weights", "loaded", "images", "llava"}),
         (
             ["--enable-multimodal", "--language-only", "--encoder-urls", "http://127.0.0.1:1"],
             "qwen2_vl",
-            {"weights", "loaded", "kv", "idle_saves", "images", "encoder"},
+            {"weights", "loaded", "kv", "idle_backups", "images", "encoder"},
         ),
     ],
 )

@@ -33,7 +33,7 @@ from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
-from cornplug.sglang_hooks.kv.idle_saves import IdleSaves
+from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
@@ -61,7 +61,7 @@ class CornplugStorage(HiCacheStorage):
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
         """Durations of loads and steps on this rank; None before the pools are known."""
-        self.idle: IdleSaves | None = None
+        self.idle: IdleBackups | None = None
         """Of a server that saves what it had once while it idles; None before the pools are known."""
         self._extra_pools: set[str] = set()
         self._controller = page_hash_hooks.attaching()
@@ -138,7 +138,7 @@ class CornplugStorage(HiCacheStorage):
         seconds = self._run.config.engine.save == "second"
         only_seen = seconds and self._controller.write_policy != SECOND_SIGHT
         if seconds and not only_seen:
-            self.idle = IdleSaves(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
+            self.idle = IdleBackups(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
         self._writer = PageWriter(
             self._run,
             self._reader,

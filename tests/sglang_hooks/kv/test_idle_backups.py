@@ -12,8 +12,8 @@ from sglang.srt.managers import io_struct
 from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from cornplug.sglang_hooks.kv import idle_saves
-from cornplug.sglang_hooks.kv.idle_saves import IdleSaves
+from cornplug.sglang_hooks.kv import idle_backups
+from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 
 
 class Tree:
@@ -44,7 +44,7 @@ class Server:
         self.now_s, self.busy, self.free_tokens = 100.0, False, free_tokens
         self.other_votes: list[int] = []
         self.tree = Tree()
-        self.idle = IdleSaves(lambda: self.free_tokens, most_tokens, lambda: self.now_s)
+        self.idle = IdleBackups(lambda: self.free_tokens, most_tokens, lambda: self.now_s)
         self.cache = SimpleNamespace(
             tree_core=self.tree,
             tp_world_size=ranks,
@@ -69,7 +69,7 @@ class Server:
         return self.tree.backed
 
 
-def test_idle_saves_short_pause_copies_nothing() -> None:
+def test_idle_backups_short_pause_copies_nothing() -> None:
     server = Server()
     server.finish(1)
     assert server.idles(0.04) == []
@@ -78,21 +78,21 @@ def test_idle_saves_short_pause_copies_nothing() -> None:
     assert server.idles(0.1, turns=3) == [1]
 
 
-def test_idle_saves_busy_server_copies_nothing() -> None:
+def test_idle_backups_busy_server_copies_nothing() -> None:
     server = Server()
     server.finish(1)
     server.busy = True
     assert server.idles(1, turns=9) == []
 
 
-def test_idle_saves_newest_prompt_comes_first_and_each_once() -> None:
+def test_idle_backups_newest_prompt_comes_first_and_each_once() -> None:
     server = Server()
     for first in (1, 2, 3):
         server.finish(first)
     assert server.idles(1, turns=20) == [3, 2, 1]
 
 
-def test_idle_saves_prompt_without_a_device_copy_is_left_out() -> None:
+def test_idle_backups_prompt_without_a_device_copy_is_left_out() -> None:
     server = Server()
     for first in (1, 2, 3):
         server.finish(first)
@@ -102,13 +102,13 @@ def test_idle_saves_prompt_without_a_device_copy_is_left_out() -> None:
 
 
 @pytest.mark.parametrize(("free_tokens", "copied"), [(63, []), (64, [1]), (0, [])])
-def test_idle_saves_prompt_larger_than_free_room_is_left_out(free_tokens: int, copied: list[int]) -> None:
+def test_idle_backups_prompt_larger_than_free_room_is_left_out(free_tokens: int, copied: list[int]) -> None:
     server = Server(free_tokens=free_tokens)
     server.finish(1)
     assert server.idles(1, turns=9) == copied
 
 
-def test_idle_saves_without_room_forget_their_prompts() -> None:
+def test_idle_backups_without_room_forget_their_prompts() -> None:
     """Else every idle turn would ask a full store."""
     server = Server(free_tokens=0)
     server.finish(1)
@@ -117,41 +117,41 @@ def test_idle_saves_without_room_forget_their_prompts() -> None:
     assert server.idles(1, turns=9) == []
 
 
-def test_idle_saves_remember_as_many_tokens_as_the_device_holds() -> None:
+def test_idle_backups_remember_as_many_tokens_as_the_device_holds() -> None:
     server = Server(most_tokens=130)
     for first in (1, 2, 3):
         server.finish(first)
     assert server.idles(1, turns=20) == [3, 2]
 
 
-def test_idle_saves_ranks_copy_in_one_turn() -> None:
+def test_idle_backups_ranks_copy_in_one_turn() -> None:
     server = Server(ranks=2)
     server.finish(1)
     server.other_votes = [-1]
-    assert server.idles(1, turns=idle_saves._VOTE_TURNS * 3) == []
+    assert server.idles(1, turns=idle_backups._VOTE_TURNS * 3) == []
     server.other_votes = [10_000]
-    assert server.idles(1, turns=idle_saves._VOTE_TURNS) == [1]
+    assert server.idles(1, turns=idle_backups._VOTE_TURNS) == [1]
     assert server.votes == 4
 
 
-def test_idle_saves_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_backups_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server()
-    monkeypatch.setattr(idle_saves, "_of", lambda cache: server.idle)
+    monkeypatch.setattr(idle_backups, "_of", lambda cache: server.idle)
     under_way = {7: "a copy"}
     rounds = iter([lambda: None, lambda: None, under_way.clear])
     server.scheduler.waiting_queue = []
     server.scheduler.running_batch = SimpleNamespace(is_empty=lambda: True)
     server.cache.ongoing_write_through, server.cache.ongoing_backup = {}, under_way
     server.cache.check_hicache_events = lambda: next(rounds)()
-    idle_saves._asked(server.scheduler, [ReleaseMemoryOccupationReqInput()])
+    idle_backups._asked(server.scheduler, [ReleaseMemoryOccupationReqInput()])
     assert not under_way
 
     under_way[8] = "another one, and a request"
     server.scheduler.waiting_queue = ["a request"]
-    idle_saves._ended(server.scheduler)
+    idle_backups._ended(server.scheduler)
     assert under_way
 
 
-def test_idle_saves_requests_that_want_an_idle_server_are_sglangs() -> None:
+def test_idle_backups_requests_that_want_an_idle_server_are_sglangs() -> None:
     """They are told by name: one that SGLang renames would no longer wait."""
-    assert all(hasattr(io_struct, name) for name in idle_saves._WANT_IDLE)
+    assert all(hasattr(io_struct, name) for name in idle_backups._WANT_IDLE)

@@ -48,7 +48,7 @@ _END_ROUNDS, _ROUND_S = 1000, 0.002
 _NOT_YET: Final = -1
 
 
-class IdleSaves:
+class IdleBackups:
     """One a rank; used by the scheduler's thread.
 
     Args:
@@ -122,7 +122,7 @@ class IdleSaves:
             return
 
 
-def _of(cache: Any) -> IdleSaves | None:
+def _of(cache: Any) -> IdleBackups | None:
     from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
     controller = getattr(cache, "cache_controller", None)
