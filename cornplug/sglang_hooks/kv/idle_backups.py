@@ -41,8 +41,9 @@ _WANT_IDLE: Final = frozenset(
 
 _SETTLE_S: Final = 0.05
 """Time without a batch before the first copy: a pause between two requests is not idleness."""
-_VOTE_TURNS: Final = 128
-"""Idle turns from one vote of a group's ranks to the next. A turn takes 0.1 to 1 ms."""
+_VOTE_TURNS: Final = 8
+"""Idle turns from one vote of a group's ranks to the next. In each turn SGLang has several of its own, and on
+a machine with more ranks than cores one takes 30 ms."""
 _END_ROUNDS, _ROUND_S = 1000, 0.002
 """Looks at a copy under way before a flush is left to find the server busy, and the pause between two."""
 _NOT_YET: Final = -1
