@@ -80,17 +80,19 @@ class Checkpoint:
 
     @property
     def family(self) -> ModelFamily:
-        """The described family of its model_type, or else a generic one.
+        """The described family of its model_type where that fits, or else a generic one.
 
-        Raises CheckpointError("unknown_family") for a model that takes no images.
+        Raises CheckpointError("unknown_family") for a model that takes neither images nor audio.
         """
-        family = FAMILIES.get(str(self.config.get("model_type")))
-        family = family or generic_family(self.config, self.preprocessors["image"])
+        described = FAMILIES.get(str(self.config.get("model_type")))
+        if described is not None and described.fits(self.config):
+            return described
+        family = generic_family(self.config, self.preprocessors) or described
         if family is None:
             raise CheckpointError(
                 f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower, and no JSON "
-                f"of the checkpoint names an image_processor_type. Families: {', '.join(FAMILIES)}; and "
-                "those that transformers reads images for.",
+                f"of the checkpoint names an image_processor_type, or a feature_extractor_type for audio. "
+                f"Families: {', '.join(FAMILIES)}; and those that transformers has towers for.",
                 reason="unknown_family",
             )
         return family
@@ -100,16 +102,17 @@ class Checkpoint:
         """The JSON of the image processor."""
         return self.preprocessors["image"]
 
-    def fingerprint(self, part: Part) -> bytes:
+    def fingerprint(self, part: Part, modality: Modality | None = None) -> bytes:
         """Fingerprint of a part's weights, independent of the names' generation and the file split.
 
         A tower counts up to the cut only (`ModelFamily.before_cut`). A model of no described family
-        is all language model; its tower is what lies outside the decoder. Raises CheckpointError as
+        is all language model; its tower is what lies outside the decoder. `modality` None is the family's
+        first: one that has a tower of its own has a fingerprint of its own. Raises CheckpointError as
         `locate`, and "unreadable", "changed".
         """
-        return _fingerprint(self._part(part))
+        return _fingerprint(self._part(part, modality))
 
-    def locate(self, part: Part) -> dict[str, tuple[Path, str]]:
+    def locate(self, part: Part, modality: Modality | None = None) -> dict[str, tuple[Path, str]]:
         """Normalised name -> (file, name in that file) of a part's tensors up to the cut.
 
         Tower and projector names are relative to their part: `encoder.layers.0...`,
@@ -117,7 +120,7 @@ class Checkpoint:
         `model.layers.0...`, `lm_head.weight`. Raises CheckpointError: "unknown_family" (tower
         or projector of one), "no_weights" (the part has no tensor), and as `tensor_files`.
         """
-        return {normal: (file, name) for normal, (file, name, _) in self._part(part).items()}
+        return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
 
     def changed_since(self, moment_ns: int) -> Path | None:
         """A file of weights or settings that was written after a moment, by the clock of files.
@@ -147,18 +150,23 @@ class Checkpoint:
         """generation_config.json; {} where there is none."""
         return read_json(self.path / "generation_config.json") or {}
 
-    def tower_spec(self, dtype: str, *, numeric_class: str = NUMERIC_CLASS) -> dict[str, Any]:
+    def tower_spec(
+        self, dtype: str, *, modality: Modality | None = None, numeric_class: str = NUMERIC_CLASS
+    ) -> dict[str, Any]:
         """The inputs of the tower's output besides weights: family, config up to the cut, dtype.
 
-        `dtype` is torch's name without "torch." in which the tower runs.
+        `dtype` is torch's name without "torch." in which the tower runs. `modality` None is the family's
+        first.
         """
+        family = self.family
+        chosen = modality or family.first_modality
         classes = unusual_classes(self.config)
         return ({"classes": classes} if classes else {}) | {
-            "family": self.family.name,
-            "tower": self.family.tower_spec(self.config),
+            "family": family.name,
+            "tower": family.tower_spec(family.config_of(self.config, chosen)),
             "dtype": dtype,
             "numeric_class": numeric_class,
-            "quantization": self._quantization("tower"),
+            "quantization": self._quantization("tower", chosen),
         }
 
     def embedding_spec(
@@ -189,7 +197,7 @@ class Checkpoint:
         pixels = family.preprocess_spec_of(chosen)(preprocessor)
         if family.generic:
             files = {name: read_json(self.path / name) or {} for name in PROCESSOR_FILES}
-            pixels = {"files": processor_spec(files), "asked": asked}
+            pixels = {"files": processor_spec(files, chosen), "asked": asked}
         if "size" in asked and not {"min_pixels", "max_pixels"}.isdisjoint(published):
             # Whether the file's limits or the caller's size counts depends on whom the caller told:
             # transformers' `from_pretrained` takes the limits, its processors' call the size.
@@ -197,9 +205,9 @@ class Checkpoint:
         # The first modality goes unsaid: its identities are older than the second modality.
         named = {} if chosen == family.first_modality else {"modality": chosen}
         return named | {
-            "tower": self.tower_spec(dtype, numeric_class=numeric_class),
+            "tower": self.tower_spec(dtype, modality=chosen, numeric_class=numeric_class),
             "projector": family.projector_spec(self.config),
-            "projector_quantization": self._quantization("projector"),
+            "projector_quantization": self._quantization("projector", chosen),
             "preprocessor": pixels,
         }
 
@@ -218,7 +226,7 @@ class Checkpoint:
         spec = self.embedding_spec(
             dtype, modality=modality, processor_kwargs=processor_kwargs, numeric_class=numeric_class
         )
-        tower, projector = self.fingerprint("tower"), self.fingerprint("projector")
+        tower, projector = self.fingerprint("tower", modality), self.fingerprint("projector", modality)
         spec_fp = spec_fingerprint(spec)
         return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
 
@@ -250,13 +258,13 @@ class Checkpoint:
             rope["rope_type"] = "default"
         return spec | {"rope_parameters": rope}
 
-    def _quantization(self, part: Part) -> object:
+    def _quantization(self, part: Part, modality: Modality) -> object:
         """The quantisation config where it reaches this part: None for a tower left alone."""
-        if all(entry.dtype in _FLOATS for _, _, entry in self._part(part).values()):
+        if all(entry.dtype in _FLOATS for _, _, entry in self._part(part, modality).values()):
             return None
         return self.config.get("quantization_config")
 
-    def _part(self, part: Part) -> dict[str, tuple[Path, str, TensorEntry]]:
+    def _part(self, part: Part, modality: Modality | None = None) -> dict[str, tuple[Path, str, TensorEntry]]:
         family = None if part == "language_model" else self.family
         held: Part = part
         if family is not None and family.generic:
@@ -264,11 +272,19 @@ class Checkpoint:
                 return {}  # all of it is the tower's
             held = "language_model"
         rows = self._parts.get(held)
+        if family is not None and family.generic:
+            # Of a described family that does not fit, every part has rows, under other names.
+            rows = {row[1]: row for found in self._parts.values() for row in found.values()}
         if not rows:
             raise CheckpointError(f"{self.path} has no {part} tensors.", reason="no_weights")
         if family is None or part == "projector":
             return rows
-        return {name: row for name, row in rows.items() if family.before_cut(self.config, name)}
+        chosen = modality or family.first_modality
+        return {
+            name: row
+            for name, row in rows.items()
+            if family.before_cut(self.config, name) and family.reaches(row[1], chosen)
+        }
 
     @cached_property
     def _parts(self) -> dict[Part, dict[str, tuple[Path, str, TensorEntry]]]:

@@ -12,7 +12,8 @@ One module a group of families (`llava_checkpoints`, `qwen_checkpoints`, ...); a
 
 from __future__ import annotations
 
-from devkit.checkpoints.any_family import ANY_FAMILIES, any_family
+from devkit.checkpoints.any_families import ANY_FAMILIES
+from devkit.checkpoints.any_family import any_family
 from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.qwen import (

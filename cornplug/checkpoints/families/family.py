@@ -95,6 +95,18 @@ class BaseCheckpoint:
     """Field of config.json that the other's config.json stands for."""
 
 
+def _whole_config(config: Json, modality: Modality) -> Json:
+    return config
+
+
+def _any_tensor(tensor: str, modality: Modality) -> bool:
+    return True
+
+
+def _any_config(config: Json) -> bool:
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
     """One `model_type`. The three spec functions raise CheckpointError for a config that they do not know."""
@@ -126,6 +138,12 @@ class ModelFamily:
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
     """`preprocess_spec` of each further modality in `inputs`, which has another processor."""
     base: BaseCheckpoint | None = None
+    fits: Callable[[Json], bool] = _any_config
+    """config.json -> whether this describes its tower. `families.generic` serves it otherwise."""
+    config_of: Callable[[Json, Modality], Json] = _whole_config
+    """(config.json, modality) -> it without the parts that only the other modalities' tower reads."""
+    reaches: Callable[[str, Modality], bool] = _any_tensor
+    """(published tower tensor, modality) -> whether it can reach that modality's rows."""
     generic: bool = False
     """Whether transformers' own class computes it: `families.generic`."""
 

@@ -58,9 +58,7 @@ class LlavaCut:
 
     def vision_config(self, config: Json) -> Spec:
         """The tower's config with all defaults. CheckpointError("unknown_family") for another tower."""
-        given = config.get("vision_config")
-        given = self.vision if given is None else given
-        kind = str(given.get("model_type") or self.vision["model_type"])
+        kind, given = self._tower(config)
         if kind not in _TOWERS:
             raise CheckpointError(
                 f"{config.get('model_type')} with a {kind!r} tower is not supported. "
@@ -68,6 +66,15 @@ class LlavaCut:
                 reason="unknown_family",
             )
         return {**_TOWERS[kind], **given, "model_type": kind}
+
+    def knows_tower(self, config: Json) -> bool:
+        """As `Family.fits`: whether the tower is of a kind that is described here."""
+        return self._tower(config)[0] in _TOWERS
+
+    def _tower(self, config: Json) -> tuple[str, Json]:
+        given = config.get("vision_config")
+        given = self.vision if given is None else given
+        return str(given.get("model_type") or self.vision["model_type"]), given
 
     def feature_layers(self, config: Json) -> list[int]:
         """`vision_feature_layer` as indices from the first hidden state (0: the embeddings).

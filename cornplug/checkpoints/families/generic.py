@@ -7,17 +7,21 @@
 transformers' own class computes it (`cornplug.encoder_service.towers.generic`). It gets only the tensors that
 count here, so that no other one can change a row. Too much counts rather than too little: a miss, never a
 wrong row.
+
+A model may have a tower for images and videos and another one for audio. Parts that by their names are one
+tower's do not count for the other, and are taken out of the model that computes it.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Final
 
-from cornplug.checkpoints.families.family import Json, ModelFamily, Spec
+from cornplug.checkpoints.families.family import Json, Modality, ModelFamily, Spec
 
 PROCESSOR_FILES: Final = (
     "preprocessor_config.json",
@@ -44,6 +48,33 @@ _DECODER: Final = re.compile(
 )
 
 
+_AUDIO: Final = re.compile(r"(^|\.)(audio_\w+|embed_audio|speech_\w+)\.")
+_VISION: Final = re.compile(r"(^|\.)(vision_\w+|visual|embed_vision|image_\w+|video_\w+)\.")
+_OTHER_TENSORS: Final[Mapping[Modality, re.Pattern[str]]] = {
+    "image": _AUDIO,
+    "video": _AUDIO,
+    "audio": _VISION,
+}
+_OTHER_CONFIG: Final[Mapping[Modality, str]] = {
+    "image": "audio_config",
+    "video": "audio_config",
+    "audio": "vision_config",
+}
+_OTHER_PROCESSORS: Final[Mapping[Modality, frozenset[str]]] = {
+    "image": frozenset({"feature_extractor"}),
+    "video": frozenset({"feature_extractor"}),
+    "audio": frozenset({"image_processor", "video_processor", "video_preprocessor_config.json"}),
+}
+"""Fields of processor_config.json, and a file, that are another modality's."""
+_TYPES: Final[Mapping[Modality, str]] = {
+    "image": "image_processor_type",
+    "video": "video_processor_type",
+    "audio": "feature_extractor_type",
+}
+NESTED: Final = "thinker_config"
+"""Field of config.json that holds the config of towers and decoder, in models that also speak."""
+
+
 def is_decoder(name: str) -> bool:
     """Whether a tensor of this published name is the decoder's or its head's.
 
@@ -52,23 +83,32 @@ def is_decoder(name: str) -> bool:
     return _DECODER.search(name) is not None
 
 
-def generic_family(config: Json, image_processor: Json) -> ModelFamily | None:
-    """The family of a checkpoint that no file here describes; None for one that takes no images.
+def is_of_other(name: str, modality: Modality) -> bool:
+    """Whether a tensor or module (with a dot behind it) is by its name of another modality's tower."""
+    return _OTHER_TENSORS[modality].search(name) is not None
 
-    `image_processor` is the JSON of its image processor.
+
+def generic_family(config: Json, processors: Mapping[Modality, Json]) -> ModelFamily | None:
+    """The family of a checkpoint that no file here describes; None for one without images and audio.
+
+    `processors` is the JSON of each modality's processor.
     """
     name = config.get("model_type")
-    if not isinstance(name, str) or "image_processor_type" not in image_processor:
+    taken = tuple(m for m, field in _TYPES.items() if field in processors[m])
+    # Old image processors have the extractor's field too.
+    if "audio" in taken and "audio" not in json.dumps(config):
+        taken = tuple(m for m in taken if m != "audio")
+    if not isinstance(name, str) or not {"image", "audio"} & set(taken):
         return None
-    return _named(name)
+    return _named(name, taken)
 
 
 @cache
-def _named(name: str) -> ModelFamily:
+def _named(name: str, taken: tuple[Modality, ...]) -> ModelFamily:
     return ModelFamily(
         name=name,
         tower_class="generic:GenericArchitecture",
-        inputs={"image": ()},
+        inputs=dict.fromkeys(taken, ()),
         tower_prefixes=(),
         projector_prefixes=(),
         language_model_prefixes=(),
@@ -76,9 +116,19 @@ def _named(name: str) -> ModelFamily:
         tower_spec=_tower,
         projector_spec=lambda config: {},
         preprocess_spec=dict,
+        other_preprocess_specs=dict.fromkeys(taken[1:], dict),
         before_cut=lambda config, tensor: not is_decoder(tensor),
+        config_of=_config_of,
+        reaches=lambda tensor, modality: not is_of_other(tensor, modality),
         generic=True,
     )
+
+
+def _config_of(config: Json, modality: Modality) -> Json:
+    other = _OTHER_CONFIG[modality]
+    kept = {k: v for k, v in config.items() if not (k == other and isinstance(v, Mapping))}
+    nested = kept.get(NESTED)
+    return kept | {NESTED: _config_of(nested, modality)} if isinstance(nested, Mapping) else kept
 
 
 def _tower(config: Json) -> Spec:
@@ -97,11 +147,16 @@ def _versions() -> Spec:
     return found
 
 
-def processor_spec(files: Mapping[str, Json]) -> Spec:
-    """Every setting of a checkpoint's processors, out of the contents of `PROCESSOR_FILES`."""
+def processor_spec(files: Mapping[str, Json], modality: Modality) -> Spec:
+    """Every setting of a checkpoint's processors, out of the contents of `PROCESSOR_FILES`, without those
+    that stand by themselves and are another modality's."""
+    other = _OTHER_PROCESSORS[modality]
+    left_out = {
+        "tokenizer_config.json": frozenset(_UNREAD_TOKENIZER),
+        "processor_config.json": other,
+    }
     return {
-        name: {
-            k: v for k, v in content.items() if name != "tokenizer_config.json" or k not in _UNREAD_TOKENIZER
-        }
+        name: {k: v for k, v in content.items() if k not in left_out.get(name, ())}
         for name, content in files.items()
+        if name not in other
     }

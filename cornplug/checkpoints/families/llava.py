@@ -40,4 +40,5 @@ FAMILY: Final = ModelFamily(
     projector_spec=llava_projector,
     preprocess_spec=_preprocess,
     before_cut=_CUT.before_cut,
+    fits=_CUT.knows_tower,
 )

@@ -295,7 +295,7 @@ class EncoderCore:
         # From here on only the item is needed: drop its inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
         feature_key = identity.feature_key(
-            self._secret, model.served.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
+            self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
         )
         if pending.due_s <= time.monotonic():
             return self._replies.refuse_late(pending)

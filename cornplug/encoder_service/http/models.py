@@ -24,6 +24,8 @@ class ModalityRow(pydantic.BaseModel):
 
     name: Modality
     identity: str
+    tower_fp: str
+    """Fingerprint of the tower that computes this modality; of a model with two towers each has its own."""
     spec_fp: str
     rows: Rows
     """Whether all media of the modality give embeddings of equally many rows."""
@@ -73,11 +75,12 @@ class ModelsRoute:
         return ModelList(models=[self._row(model) for model in served])
 
     def _row(self, served: ServedModel) -> ModelRow:
+        taken = [m for m in served.modalities if self._preparer.takes(m.identity)]
         return ModelRow(
             name=served.name,
             family=served.family,
-            modalities=[as_modality(modality.name) for modality in served.modalities],
-            media=[self._medium(served, modality) for modality in served.modalities],
+            modalities=[as_modality(modality.name) for modality in taken],
+            media=[self._medium(served, modality) for modality in taken],
             identity=served.identity.hex(),
             tower_fp=served.tower_fp.hex(),
             projector_fp=served.projector_fp.hex(),
@@ -91,9 +94,11 @@ class ModelsRoute:
         if modality.identity not in self._rows:
             fixed = modality.name == "image" and self._alike(served.name)
             self._rows[modality.identity] = "fixed" if fixed else "by medium"
+        part = self._registry.by_identity(modality.identity)
         return ModalityRow(
             name=as_modality(modality.name),
             identity=modality.identity.hex(),
+            tower_fp=(served.tower_fp if part is None else part.tower_fp).hex(),
             spec_fp=modality.spec_fp.hex(),
             rows=self._rows[modality.identity],
         )

@@ -1,15 +1,20 @@
-"""Loads a model from its checkpoint: fingerprints first, then the halves that no loaded model has."""
+"""Loads a model from its checkpoint: fingerprints first, then the halves that no loaded model has.
+
+checkpoint ─┬─ LoadedModel: image, video ─ tower, projector
+            └─ LoadedModel: audio ─ tower, projector          of models with two towers only
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 import msgspec
 import torch
 
 from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.towers.base import Projector, Tower
@@ -20,10 +25,19 @@ from cornplug.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoadedModel:
-    """A loaded model. `tower` and `projector` may be shared with other models."""
+    """A loaded model, or the modalities of one that have a tower of their own. `tower` and `projector` may be
+    shared with other models."""
 
     served: ServedModel
+    """The whole model."""
     checkpoint: Checkpoint
+    modalities: tuple[Modality, ...]
+    """Those that this tower computes."""
+    identity: bytes
+    """Model identity of the first of `modalities`: of no other tower of the service."""
+    tower_fp: bytes
+    projector_fp: bytes
+    spec_fp: bytes
     tower: Tower
     projector: Projector
     tower_spec_fp: bytes
@@ -31,16 +45,27 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     """Of the weights; "meta" where replicas have them."""
+    others: tuple[LoadedModel, ...] = ()
+    """The same model's other towers."""
 
     @property
     def tower_key(self) -> tuple[bytes, bytes]:
         """Models of equal key share a tower."""
-        return self.served.tower_fp, self.tower_spec_fp
+        return self.tower_fp, self.tower_spec_fp
 
     @property
     def projector_key(self) -> tuple[bytes, bytes]:
         """Models of equal key share a projector. The spec is part of it, with its activation."""
-        return self.served.projector_fp, self.served.spec_fp
+        return self.projector_fp, self.spec_fp
+
+    def each(self) -> Iterator[LoadedModel]:
+        """Itself and `others`: every tower of the model once."""
+        yield self
+        yield from self.others
+
+    def of(self, modality: str) -> LoadedModel | None:
+        """The part of the model that computes a modality; None where no tower of it is served."""
+        return next((part for part in self.each() if modality in part.modalities), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,31 +120,73 @@ def load(
 
     Raises CheckpointError: "changed" when the folder has changed since `read`.
     """
-    dtype, others = place.torch_dtype, tuple(beside)
-    architecture = towers.architecture(checkpoint.family)
-    spec_fp = identity.spec_fingerprint(checkpoint.tower_spec(served.dtype))
-    tower_key, projector_key = (served.tower_fp, spec_fp), (served.projector_fp, served.spec_fp)
-    short = served.tower_fp.hex()[:12]
-    tower = next((other.tower for other in others if other.tower_key == tower_key), None)
+    known = [part for other in beside for part in other.each()]
+    parts: list[LoadedModel] = []
+    for modalities in _by_tower(checkpoint, served.dtype):
+        try:
+            parts.append(_load_part(checkpoint, served, modalities, place, [*known, *parts], report))
+        except CheckpointError as e:
+            # Of a family that nobody described, one tower may be servable and another one not.
+            if not (checkpoint.family.generic and parts):
+                raise
+            report(f"{served.name}: {', '.join(modalities)}: not served: {e}")
+    # Digests are kept, so this costs a look at the files: weights that were written over between
+    # fingerprint and loading would be served under the name of those before.
+    if read(served.name, served.dtype)[1] != served:
+        raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
+    whole = msgspec.structs.replace(served, hidden_size=parts[0].projector.hidden_size, epoch=epoch)
+    first, *rest = (replace(part, served=whole) for part in parts)
+    return replace(first, others=tuple(rest))
+
+
+def _by_tower(checkpoint: Checkpoint, dtype: str) -> list[tuple[Modality, ...]]:
+    """The modalities of a checkpoint, those of one tower together."""
+    found: dict[tuple[bytes, bytes], list[Modality]] = {}
+    for modality in checkpoint.family.inputs:
+        found.setdefault(_tower_key(checkpoint, dtype, modality), []).append(modality)
+    return [tuple(modalities) for modalities in found.values()]
+
+
+def _tower_key(checkpoint: Checkpoint, dtype: str, modality: Modality) -> tuple[bytes, bytes]:
+    spec = checkpoint.tower_spec(dtype, modality=modality)
+    return checkpoint.fingerprint("tower", modality), identity.spec_fingerprint(spec)
+
+
+def _load_part(
+    checkpoint: Checkpoint,
+    served: ServedModel,
+    modalities: tuple[Modality, ...],
+    place: WeightPlacement,
+    known: Iterable[LoadedModel],
+    report: Callable[[str], None],
+) -> LoadedModel:
+    """One tower and its projector, each shared with the first of `known` that has an equal one."""
+    known = tuple(known)
+    dtype, first = place.torch_dtype, modalities[0]
+    architecture = towers.architecture(checkpoint.family, modalities)
+    ids = checkpoint.identity(served.dtype, modality=first)
+    tower_key = _tower_key(checkpoint, served.dtype, first)
+    short = ids.tower_fp.hex()[:12]
+    tower = next((other.tower for other in known if other.tower_key == tower_key), None)
     if tower is None:
         report(f"{served.name}: loading tower {short} as {served.dtype}")
         tower = architecture.load_tower(checkpoint, dtype, place.device)
         tower = CompiledTower(tower) if place.compile else tower
     else:
         report(f"{served.name}: tower {short} is loaded already")
-    projector = next((other.projector for other in others if other.projector_key == projector_key), None)
-    if projector is None:
-        projector = architecture.load_projector(checkpoint, dtype, place.device)
-    # Digests are kept, so this costs a look at the files: weights that were written over between
-    # fingerprint and loading would be served under the name of those before.
-    if read(served.name, served.dtype)[1] != served:
-        raise CheckpointError(f"{served.name} changed while it was loaded. Try again.", reason="changed")
+    projector_key = ids.projector_fp, ids.spec_fp
+    projector = next((other.projector for other in known if other.projector_key == projector_key), None)
     return LoadedModel(
-        served=msgspec.structs.replace(served, hidden_size=projector.hidden_size, epoch=epoch),
+        served=served,
         checkpoint=checkpoint,
+        modalities=modalities,
+        identity=ids.identity,
+        tower_fp=ids.tower_fp,
+        projector_fp=ids.projector_fp,
+        spec_fp=ids.spec_fp,
         tower=tower,
-        projector=projector,
-        tower_spec_fp=spec_fp,
+        projector=projector or architecture.load_projector(checkpoint, dtype, place.device),
+        tower_spec_fp=tower_key[1],
         dtype=dtype,
         device=place.device,
     )

@@ -36,7 +36,8 @@ class _Models:
         # Of models with one identity any gives the same embedding: the first serves them all.
         for loaded in by_name.values():
             for modality in loaded.served.modalities:
-                by_identity.setdefault(modality.identity, loaded)
+                if (part := loaded.of(modality.name)) is not None:
+                    by_identity.setdefault(modality.identity, part)
         return cls(by_name, by_identity)
 
 
@@ -139,7 +140,7 @@ class ModelRegistry:
         return tuple(self._models.by_name.values())
 
     def by_identity(self, model_identity: bytes) -> LoadedModel | None:
-        """The model that makes embeddings of this identity, of any modality."""
+        """The part of a model that makes embeddings of this identity."""
         return self._models.by_identity.get(model_identity)
 
     def by_name(self, name: str) -> LoadedModel | None:
@@ -152,16 +153,18 @@ class ModelRegistry:
         So for families that say it, and where another served model has the same tower and another projector.
         """
         return model.checkpoint.family.shares_features or any(
-            other.tower is model.tower and other.projector is not model.projector for other in self.loaded()
+            other.tower is model.tower and other.projector is not model.projector
+            for loaded in self.loaded()
+            for other in loaded.each()
         )
 
     def summary(self) -> str:
         """For the start-up line: "2 models, 1 tower, 2 projectors"."""
-        models = self.loaded()
+        parts = [part for loaded in self.loaded() for part in loaded.each()]
         counts = (
-            (len(models), "model"),
-            (len({id(loaded.tower) for loaded in models}), "tower"),
-            (len({id(loaded.projector) for loaded in models}), "projector"),
+            (len(self.loaded()), "model"),
+            (len({id(part.tower) for part in parts}), "tower"),
+            (len({id(part.projector) for part in parts}), "projector"),
         )
         return ", ".join(f"{n} {word}{'' if n == 1 else 's'}" for n, word in counts)
 

@@ -17,6 +17,8 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     PreprocessContext,
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
+from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
+from cornplug.encoder_service.towers.log_mel import LogMelFeatures
 
 _MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
 _PADDED_S: Final = 30.0
@@ -31,7 +33,13 @@ class AudioPreprocessor:
 
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         self._max_s = limits.max_audio_s
-        self._features = towers.feature_extractor(loaded.checkpoint)
+        self._features: LogMelFeatures
+        if loaded.checkpoint.family.generic:
+            processor = WholeProcessor(loaded, "audio")
+            check_encodes(loaded, processor)
+            self._features = processor
+        else:
+            self._features = towers.feature_extractor(loaded.checkpoint)
 
     def decode(
         self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext

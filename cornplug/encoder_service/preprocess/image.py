@@ -106,7 +106,7 @@ class ImagePreprocessor:
 def _processor(loaded: LoadedModel) -> Any:
     checkpoint = loaded.checkpoint
     if checkpoint.family.generic:
-        return WholeProcessor(loaded)
+        return WholeProcessor(loaded, "image")
     try:
         return AutoImageProcessor.from_pretrained(
             checkpoint.path, local_files_only=True, trust_remote_code=False

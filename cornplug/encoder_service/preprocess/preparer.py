@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -30,7 +31,7 @@ from cornplug.encoder_service.preprocess.preprocessor import (
 from cornplug.encoder_service.preprocess.video import VideoPreprocessor
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.encoder_service.wire.tensors import to_wire
-from cornplug.errors import EncoderRefused
+from cornplug.errors import CheckpointError, EncoderRefused
 
 APP: Final = "http"
 """App of the entries of media that come by HTTP."""
@@ -49,6 +50,8 @@ class PreprocessedMedium:
     answer: EncodeReply | None = None
     """The answer of a medium that was cached, so that its processor did not run."""
 
+
+log = logging.getLogger(__name__)
 
 LookUp = Callable[[EncodeRequest], EncodeReply | None]
 """The answer to a request whose embedding is cached; None for another one."""
@@ -119,6 +122,10 @@ class MediaPreparer:
             )
         return OpenMedium(source, loaded, model_identity, preprocessor, self._files, self._secret)
 
+    def takes(self, model_identity: bytes) -> bool:
+        """Whether media of this identity, a model's modality, can be encoded."""
+        return model_identity in self._preprocessors
+
     def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
         """The request for a medium, as its model's engine would make it. Raises as `open` and
         `OpenMedium.prepare`."""
@@ -126,9 +133,19 @@ class MediaPreparer:
 
     def _add_preprocessors(self, loaded: LoadedModel) -> None:
         for modality in loaded.checkpoint.family.inputs:
-            model_identity = loaded.served.identity_for(modality)
-            if modality in PREPROCESSORS and model_identity is not None:
-                self._preprocessors[model_identity] = PREPROCESSORS[modality](loaded, self._limits)
+            model_identity, part = loaded.served.identity_for(modality), loaded.of(modality)
+            if modality not in PREPROCESSORS or model_identity is None or part is None:
+                continue
+            try:
+                self._preprocessors[model_identity] = PREPROCESSORS[modality](part, self._limits)
+            except CheckpointError as e:
+                # Of a family that nobody described, one modality may be servable and another one not.
+                if (
+                    not loaded.checkpoint.family.generic
+                    or modality == loaded.checkpoint.family.first_modality
+                ):
+                    raise
+                log.warning("%s: %s: not served: %s", loaded.served.name, modality, e)
 
 
 class OpenMedium:

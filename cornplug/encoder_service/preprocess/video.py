@@ -25,6 +25,7 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     grid_of,
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
+from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
 from cornplug.errors import CheckpointError, MediaError
 
 Sampler = Callable[[VideoHeader, FrameSampling], Sequence[int]]
@@ -44,17 +45,26 @@ _PATCH: Final = 2
 class VideoPreprocessor:
     """Preprocesses videos for one model. Raises CheckpointError("bad_config") without a video processor."""
 
+    _processor: Any
+
     def __init__(self, loaded: LoadedModel, limits: MediumLimits) -> None:
         checkpoint = loaded.checkpoint
+        self._grid = lru_cache(_SHAPES)(self._grid_of)
+        self._limits = limits.video_limits()
+        if checkpoint.family.generic:
+            whole = WholeProcessor(loaded, "video")
+            check_encodes(loaded, whole)
+            self._sampler, self._processor = _by_transformers(whole), whole
+            # Its settings decide the frames: no other model's, in the memory of files.
+            self._kind = (loaded.served.identity_for("video") or b"").hex()
+            return
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
         if kind not in SAMPLERS:
             raise CheckpointError(f"{checkpoint.path}: {kind} is not served", reason="bad_config")
         self._kind = kind
         self._sampler = SAMPLERS[kind]
-        self._grid = lru_cache(_SHAPES)(self._grid_of)
-        self._limits = limits.video_limits()
         try:
-            self._processor: Any = AutoVideoProcessor.from_pretrained(
+            self._processor = AutoVideoProcessor.from_pretrained(
                 checkpoint.path, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, ImportError) as e:
@@ -84,17 +94,28 @@ class VideoPreprocessor:
         return self._grid(shape)
 
     def _grid_of(self, shape: tuple[int, ...]) -> Inputs | None:
+        if isinstance(self._processor, WholeProcessor):
+            return {}  # only SGLang asks for it, and it has no such family's tower
         frames, height, width = shape
         nothing = torch.empty((frames, 3, height, width), dtype=torch.uint8, device="meta")
         return grid_of(self._processor, videos=[nothing], do_sample_frames=False)
 
     def _preprocess(self, video: VideoFrames) -> Inputs:
+        if isinstance(self._processor, WholeProcessor):
+            return self._processor.of_video(video)
         frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
         try:
             made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
         except ValueError as e:
             raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
         return dict(made)
+
+
+def _by_transformers(processor: WholeProcessor) -> Sampler:
+    def sampled(source: VideoHeader, sampling: FrameSampling) -> Sequence[int]:
+        return processor.sample(source, **{k: v for k, v in asdict(sampling).items() if v is not None})
+
+    return sampled
 
 
 def _prepared_bytes(header: MediumHeader) -> int:

@@ -1,43 +1,64 @@
-"""The images' half of a checkpoint's own transformers processor, for families without a file here.
+"""One modality of a checkpoint's own transformers processor, for families without a file here.
 
-The image processor alone would lack what its processor adds to its arguments, such as a patch size.
+The modality's processor alone would lack what the whole one adds to its arguments, such as a patch size.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 import transformers
 from PIL import Image
+from transformers.video_utils import VideoMetadata
 
+from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.media.audio import Samples
+from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.towers.decoderless import DESCRIBE, REFUSALS
-from cornplug.encoder_service.towers.generic import GenericTower
+from cornplug.encoder_service.towers.generic import EncodeMethod, GenericTower
 from cornplug.encoder_service.wire.tensors import to_wire
-from cornplug.errors import CheckpointError, EncoderRefused
+from cornplug.errors import CheckpointError, EncoderRefused, MediaError
+
+Inputs = Mapping[str, torch.Tensor]
 
 _TRIED: Final = (96, 64)
 """Width and height of the image that a model is tried with when it is loaded."""
-_PLACEHOLDERS: Final = ("image_token", "boi_token")
+_TRIED_S: Final = 1.3
+_TRIED_FRAMES: Final = 4
+_ARGUMENTS: Final[Mapping[Modality, str]] = {"image": "images", "video": "videos", "audio": "audio"}
+_PLACEHOLDERS: Final[Mapping[Modality, tuple[str, ...]]] = {
+    "image": ("image_token", "boi_token"),
+    "video": ("video_token",),
+    "audio": ("audio_token",),
+}
+_WORD: Final = "a"
 
 
 class WholeProcessor:
-    """Called like an image processor: one image -> the inputs that the tower takes, by name. Thread-safe.
+    """Makes the inputs that a tower takes of one medium, by name. Thread-safe.
 
-    Raises CheckpointError("bad_config") where the checkpoint has no processor that takes one image.
+    Raises CheckpointError("bad_config") where the checkpoint has no processor that takes one medium.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, modality: Modality) -> None:
         path = loaded.checkpoint.path
         tower = loaded.tower.inner if isinstance(loaded.tower, CompiledTower) else loaded.tower
         assert isinstance(tower, GenericTower)
-        self.names, self._needed = tower.names, tower.needed
+        method = tower.methods.get(modality)
+        if method is None:
+            raise CheckpointError(f"{path}: its class has no tower for {modality}", reason="bad_config")
+        self.names = method.names
+        self._method: EncodeMethod = method
+        self._modality: Modality = modality
         # A fast tokenizer is for one thread at a time.
         self._lock = threading.Lock()
         try:
@@ -46,6 +67,7 @@ class WholeProcessor:
             )
         except REFUSALS as e:
             raise CheckpointError(f"{path}: no processor: {e}", reason="bad_config") from e
+        self._text: str | None = None
         self._text = self._working_text(path)
 
     @property
@@ -53,41 +75,113 @@ class WholeProcessor:
         """`size` of the image processor."""
         return getattr(getattr(self._processor, "image_processor", self._processor), "size", None)
 
-    def __call__(self, images: Any, return_tensors: str = "pt", **asked: Any) -> Mapping[str, torch.Tensor]:
-        """Raises ValueError where the processor does not take the image."""
+    @property
+    def rate(self) -> int:
+        """Samples a second that the feature extractor takes."""
+        return int(self._processor.feature_extractor.sampling_rate)
+
+    def __call__(self, images: Any, return_tensors: str = "pt", **asked: Any) -> Inputs:
+        """The inputs of one image. Raises ValueError where the processor does not take it."""
         try:
             return self._inputs(images, self._text, **asked)
         except REFUSALS as e:
             raise ValueError(f"{type(e).__name__}: {e}") from e
 
-    def _working_text(self, path: Path) -> str | None:
-        """The prompt that this processor wants beside an image: None at best, else a placeholder."""
-        problems = []
-        marks = (getattr(self._processor, name, None) for name in _PLACEHOLDERS)
-        for text in (None, *(mark for mark in marks if isinstance(mark, str))):
-            try:
-                made = self._inputs(Image.new("RGB", _TRIED, "gray"), text)
-            except REFUSALS as e:
-                problems.append(f"{type(e).__name__}: {e}")
-                continue
-            if not self._needed - made.keys():
-                return text
-            problems.append(f"it makes no {', '.join(sorted(self._needed - made.keys()))}")
-        raise CheckpointError(
-            f"{path}: {type(self._processor).__name__} takes no single image: {'; '.join(problems)}",
-            reason="bad_config",
+    def extract(self, samples: Samples) -> Inputs:
+        """The inputs of mono samples at `rate`. Raises MediaError("unprocessable")."""
+        return self._of_medium(lambda: self._inputs(samples, self._text, sampling_rate=self.rate))
+
+    def of_video(self, video: VideoFrames) -> Inputs:
+        """The inputs of sampled frames. Raises MediaError("unprocessable")."""
+        frames = torch.from_numpy(video.frames).permute(0, 3, 1, 2)
+        metadata = _metadata(video.source, video.indices)
+        return self._of_medium(
+            lambda: self._inputs([frames], self._text, video_metadata=[metadata], do_sample_frames=False)
         )
 
-    def _inputs(self, image: Any, text: str | None, **asked: Any) -> Mapping[str, torch.Tensor]:
+    def sample(self, source: VideoHeader, **asked: Any) -> Sequence[int]:
+        """The frames that the video processor takes, by transformers' own code.
+
+        Raises MediaError("unprocessable") where it takes none of such a video.
+        """
+        processor = self._processor.video_processor
+        # As the whole processor calls its video processor, and `BaseVideoProcessor.preprocess` passes them on.
+        settings = {name: getattr(processor, name, None) for name in processor.valid_kwargs.__annotations__}
+        settings |= self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {})
+        if not (settings["do_sample_frames"] or asked):
+            return range(source.total)
+        settings = {k: v for k, v in settings.items() if k not in _NOT_SAMPLING} | asked
+        if asked:
+            settings |= {name: None for name in ("fps", "num_frames") if name not in asked}
+        found = self._of_medium(lambda: processor.sample_frames(metadata=_metadata(source), **settings))
+        return sorted({int(index) for index in found})
+
+    def _of_medium(self, made: Callable[[], Any]) -> Any:
+        try:
+            return made()
+        except REFUSALS as e:
+            raise MediaError(
+                f"the model's processor refuses this {self._modality}: {type(e).__name__}: {e}",
+                reason="unprocessable",
+            ) from e
+
+    def _working_text(self, path: Path) -> str | None:
+        """The prompt that this processor wants beside a medium: None at best, else a placeholder."""
+        problems: list[str] = []
+        for text in self._texts():
+            self._text = text
+            try:
+                made = self.of_trial()
+            except (MediaError, *REFUSALS) as e:
+                problems.append(str(e) if isinstance(e, MediaError) else f"{type(e).__name__}: {e}")
+                continue
+            if not self._method.needed - made.keys():
+                return text
+            problems.append(f"it makes no {', '.join(sorted(self._method.needed - made.keys()))}")
+        kind = type(self._processor).__name__
+        raise CheckpointError(
+            f"{path}: {kind} takes no single {self._modality}: {'; '.join(problems)}", reason="bad_config"
+        )
+
+    def _texts(self) -> Iterator[str | None]:
+        prompt = self._method.takes_prompt
+        if not prompt:
+            yield None
+        for name in _PLACEHOLDERS[self._modality]:
+            mark = getattr(self._processor, name, None)
+            if isinstance(mark, str):
+                # A word besides it: where all of a prompt is the medium's, nothing tells its rows.
+                yield f"{mark}{_WORD}" if prompt else mark
+
+    def of_trial(self) -> Inputs:
+        """The inputs of a medium that a model is tried with when it is loaded."""
+        if self._modality == "audio":
+            return self.extract(np.sin(np.arange(round(_TRIED_S * self.rate)) / 9, dtype=np.float32))
+        image = Image.new("RGB", _TRIED, "gray")
+        if self._modality == "image":
+            return self._inputs(image, self._text)
+        frames = np.stack([np.asarray(image)] * _TRIED_FRAMES)
+        source = VideoHeader(total=_TRIED_FRAMES, fps=2.0, width=_TRIED[0], height=_TRIED[1])
+        return self.of_video(VideoFrames(frames=frames, indices=tuple(range(_TRIED_FRAMES)), source=source))
+
+    def _inputs(self, medium: Any, text: str | None, **asked: Any) -> Inputs:
         prompt = {} if text is None else {"text": text}
         with self._lock if prompt else nullcontext():
-            made = self._processor(images=image, return_tensors="pt", **prompt, **asked)
+            made = self._processor(
+                **{_ARGUMENTS[self._modality]: medium}, return_tensors="pt", **prompt, **asked
+            )
         found = {name: made[name] for name in self.names if made.get(name) is not None}
         return {name: _tensor(value) for name, value in found.items()}
 
 
+_NOT_SAMPLING: Final = frozenset(
+    {"input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata"}
+)
+"""Arguments of `BaseVideoProcessor.preprocess` that it does not pass on to `sample_frames`."""
+
+
 def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
-    """Encode an image with a model that no test may have run.
+    """Encode a medium with a model that no test may have run.
 
     Raises CheckpointError("unknown_family") where that fails, or its rows are no inputs of its decoder.
     """
@@ -95,13 +189,13 @@ def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
         return  # the replicas have the weights
     name, wanted = loaded.served.name, loaded.projector.hidden_size
     try:
-        made = processor(images=Image.new("RGB", _TRIED, "gray"))
+        made = processor.of_trial()
         item = loaded.tower.prepare({field: to_wire(tensor) for field, tensor in made.items()})
         rows = loaded.tower.encode([item])[0]
-    except (EncoderRefused, *REFUSALS) as e:
+    except (CheckpointError, EncoderRefused, *REFUSALS) as e:
         raise CheckpointError(
             f"{name}: the {loaded.served.family} of transformers {transformers.__version__} does not encode "
-            f"one image by itself: {type(e).__name__}: {e}. {DESCRIBE}",
+            f"one medium by itself: {type(e).__name__}: {e}. {DESCRIBE}",
             reason="unknown_family",
         ) from e
     if rows.shape[1] != wanted or not bool(torch.isfinite(rows).all()):
@@ -110,6 +204,14 @@ def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
             f"{wanted}. {DESCRIBE}",
             reason="unknown_family",
         )
+
+
+def _metadata(source: VideoHeader, indices: Sequence[int] | None = None) -> VideoMetadata:
+    taken = None if indices is None else list(indices)
+    header = {k: v for k, v in asdict(source).items() if k != "total"}
+    return VideoMetadata(
+        total_num_frames=source.total, duration=source.duration_s, frames_indices=taken, **header
+    )
 
 
 def _tensor(value: Any) -> torch.Tensor:

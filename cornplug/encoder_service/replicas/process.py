@@ -46,7 +46,7 @@ class WorkerChannel:
             )
             for i, item in enumerate(batch.items)
         )
-        wanted = tuple((model.served.identity, index) for model, index in batch.wanted)
+        wanted = tuple((model.identity, index) for model, index in batch.wanted)
         ipc.send(self._sock, ipc.RunBatch(media, wanted, batch.keep))
         answer: ipc.Computed = ipc.receive(self._sock, ipc.Computed)
         if isinstance(answer, ipc.ReplicaFailed):

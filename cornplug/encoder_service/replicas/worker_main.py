@@ -59,8 +59,10 @@ class ReplicaModels:
         return tuple(self._loaded)
 
     def get(self, identity: bytes) -> LoadedModel:
-        """The model. Raises ReplicaLost where it is not loaded, for another replica may have it."""
-        found = self._loaded.get(identity)
+        """The model's part of this identity. Raises ReplicaLost where it is not loaded, for another replica
+        may have it."""
+        parts = (part for loaded in self._loaded.values() for part in loaded.each())
+        found = next((part for part in parts if part.identity == identity), None)
         if found is None:
             raise ReplicaLost(f"the replica does not have model {identity.hex()[:12]}")
         return found

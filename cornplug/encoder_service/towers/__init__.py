@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.checkpoints.families import ModelFamily
+from cornplug.checkpoints.families import Modality, ModelFamily
 from cornplug.encoder_service.towers.base import TowerArchitecture
 from cornplug.errors import CheckpointError
 
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
     from cornplug.encoder_service.towers.log_mel import LogMelFeatures
 
 
-def architecture(family: ModelFamily) -> TowerArchitecture:
-    """The class that loads this family's halves."""
+def architecture(family: ModelFamily, modalities: Sequence[Modality] = ()) -> TowerArchitecture:
+    """Loads this family's halves, of the tower that takes these modalities (() for the first one's)."""
     module, _, name = family.tower_class.partition(":")
-    return cast(TowerArchitecture, getattr(importlib.import_module(f"{__name__}.{module}"), name))
+    found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    if family.generic:
+        found = found(tuple(modalities) or (family.first_modality,))
+    return cast(TowerArchitecture, found)
 
 
 def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:

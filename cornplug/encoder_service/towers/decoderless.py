@@ -1,6 +1,6 @@
 """transformers' own model of a checkpoint without its decoder, which never takes memory.
 
-    config.json ──transformers' class, on the meta device──> decoder and head replaced by nothing
+    config.json ──transformers' class, on the meta device──> decoder, head, other modalities' tower replaced
                                                                  └─ filled with the tower's tensors only
 The state dict holds only the tensors that the tower's fingerprint counts. A tower that needs another one is
 refused, so that none changes a row without changing the key.
@@ -8,16 +8,18 @@ refused, so that none changes a row without changing the key.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import Modality
+from cornplug.checkpoints.families.generic import NESTED, is_of_other
+from cornplug.encoder_service.towers.decoder_recorder import DecoderRecorder, RemovedPart
 from cornplug.errors import CheckpointError
 
 REFUSALS: Final = (
@@ -28,18 +30,24 @@ REFUSALS: Final = (
 DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "A family").'
 _LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 _NAMED: Final = 5
+_NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
+"""Of the tensors' names of the model that `NESTED` describes."""
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:
-    """transformers' class for images and text of this checkpoint's model_type, and its config.
+    """transformers' class for media and text of this checkpoint's model_type, and its config.
 
     Raises CheckpointError: "unknown_family" for a type that transformers has no such class for; "bad_config".
     """
     kind, path = checkpoint.family.name, checkpoint.path
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        mapping = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-        found = mapping[type(config)] if type(config) in mapping else None  # noqa: SIM401 (it has no defaults)
+        config = getattr(config, NESTED, config)
+        mappings = (
+            transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING,
+            transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+        )
+        found = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
     except REFUSALS as e:
         raise CheckpointError(
             f"{path}: transformers {transformers.__version__} does not read config.json of model_type "
@@ -48,21 +56,25 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
         ) from e
     if found is None:
         raise CheckpointError(
-            f"{path}: transformers {transformers.__version__} has no model of images and text for model_type "
-            f"{kind!r}. {DESCRIBE}",
+            f"{path}: transformers {transformers.__version__} has no model of images or audio, and text, for "
+            f"model_type {kind!r}. {DESCRIBE}",
             reason="unknown_family",
         )
     return found, config
 
 
-def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> transformers.PreTrainedModel:
-    """The model, in eval mode. On the device "meta" it has no weights.
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, modality: Modality = "image"
+) -> transformers.PreTrainedModel:
+    """The model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
 
     Raises CheckpointError: as `model_class`; "unknown_family" where the decoder cannot be told from the
     tower; "bad_tensors" that names tensors which are missing, quantised, or of another shape; "unreadable".
     """
     found, config = model_class(checkpoint)
-    hollow = _without_decoder(found)
+    hollow = _without_decoder(
+        found, modality, lambda: DecoderRecorder(hidden_size(checkpoint, config), dtype)
+    )
     transformers.logging.disable_progress_bar()  # the service's log has a line of its own for each step
     config.quantization_config = None
     del config.quantization_config  # of the decoder only: a quantised tower is refused by its tensors
@@ -73,7 +85,7 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tr
         model, info = hollow.from_pretrained(
             None,
             config=config,
-            state_dict=_tensors(checkpoint),
+            state_dict=_tensors(checkpoint, modality),
             dtype=dtype,
             # Never what config.json asks for, which may be a kernel from the hub.
             attn_implementation="sdpa" if found._supports_sdpa else "eager",
@@ -89,14 +101,16 @@ def load(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> tr
         wrong = [*missing, *(str(row) for row in sorted(info["mismatched_keys"]))]
         raise CheckpointError(
             f"{checkpoint.path}: {found.__name__} needs {', '.join(map(str, wrong[:_NAMED]))}: absent, of "
-            "another shape, or the decoder's",
+            "another shape, the decoder's, or another modality's",
             reason="bad_tensors",
         )
     return model.to(device).requires_grad_(False)
 
 
-def _without_decoder(found: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
-    """A subclass that drops decoder and head as soon as it has been built."""
+def _without_decoder(
+    found: type[transformers.PreTrainedModel], modality: Modality, recorder: Callable[[], DecoderRecorder]
+) -> type[transformers.PreTrainedModel]:
+    """A subclass that drops decoder, head, and the tower of other modalities as soon as it has been built."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super(hollow, self).__init__(config, *args, **kwargs)
@@ -107,10 +121,14 @@ def _without_decoder(found: type[transformers.PreTrainedModel]) -> type[transfor
                 f"the decoder of {found.__name__} cannot be told from its tower. {DESCRIBE}",
                 reason="unknown_family",
             )
+        gone: tuple[str, ...] = ()
         for name, module in list(self.named_modules()):
-            if id(module) in holders:
+            other = is_of_other(f"{name}.", modality)
+            if (id(module) in holders or other) and not name.startswith(gone):
                 parent, _, child = name.rpartition(".")
-                setattr(self.get_submodule(parent), child, nn.Identity())
+                put = RemovedPart() if other or module is head else recorder()
+                setattr(self.get_submodule(parent), child, put)
+                gone = (*gone, f"{name}.")
         left = self.state_dict().keys()
         self.all_tied_weights_keys = {
             k: v for k, v in self.all_tied_weights_keys.items() if k in left and v in left
@@ -124,20 +142,21 @@ def _without_decoder(found: type[transformers.PreTrainedModel]) -> type[transfor
     return hollow
 
 
-def _tensors(checkpoint: Checkpoint) -> Mapping[str, torch.Tensor]:
-    """The tower's tensors by their published names."""
+def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
+    """The tower's tensors by their names in the model that `NESTED` describes, or the whole one."""
     out: dict[str, torch.Tensor] = {}
-    for file, name in checkpoint.locate("tower").values():
+    for file, name in checkpoint.locate("tower", modality).values():
         try:
             with safe_open(file, framework="pt") as stored:
                 # Copied to aligned memory: on a CPU the last bits depend on where in the file a tensor began.
-                out[name] = stored.get_tensor(name).clone()
+                tensor = stored.get_tensor(name).clone()
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
-        if out[name].dtype not in _LOADED:
+        if tensor.dtype not in _LOADED:
             raise CheckpointError(
-                f"{name} is {out[name].dtype}: a quantised tower is not served", reason="bad_tensors"
+                f"{name} is {tensor.dtype}: a quantised tower is not served", reason="bad_tensors"
             )
+        out[name.removeprefix(_NESTED_PREFIX) if NESTED in checkpoint.config else name] = tensor
     return out
 
 

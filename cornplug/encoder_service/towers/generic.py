@@ -1,8 +1,11 @@
-"""The tower of every family without a file here: transformers' own `get_image_features`, one image at a time.
+"""The tower of every family without a file here: transformers' own model, one medium at a time.
 
-    inputs ──get_image_features──> pooler_output ──> (rows, hidden_size)
-Tower and projector are one, so the projector hands rows on. Images are not batched: nothing says of an
-unknown tower that an image has the same rows beside others.
+    inputs ─┬─get_image_features, get_video_features──> pooler_output ─┬─> (rows, hidden_size)
+            └─whole forward, with a prompt ──> DecoderRecorder ────────┘
+The first way is for families whose decoder, by transformers' own code, takes these outputs as they are. The
+second one serves the others, and all audio, where more happens between tower and decoder (masks, padding).
+Tower and projector are one, so the projector hands rows on. Media are not batched: nothing says of an
+unknown tower that a medium has the same rows beside others.
 """
 
 from __future__ import annotations
@@ -10,19 +13,25 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.towers import decoderless, input_checks
 from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.decoder_recorder import LEVELS, DecoderReached
 from cornplug.encoder_service.towers.decoderless import DESCRIBE
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
+PROMPT: Final = "input_ids"
+"""The input that holds a prompt, of ways that need one."""
+_MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _NAMES_VERSION: Final = "cornplug-tower-inputs-v1"
 _NUMBERS_A_TOKEN: Final = 3 * 14 * 14
 """Numbers of a usual patch, for a guess of how many there are."""
@@ -32,34 +41,60 @@ _ACCEPTED: Final = (*input_checks.FLOATS, *input_checks.INTEGERS, input_checks.B
 class GenericArchitecture:
     """Loads a checkpoint of any model_type that transformers has a class for."""
 
-    @staticmethod
-    def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> GenericTower:
-        model = decoderless.load(checkpoint, dtype, device)
-        check_decoder_takes_rows(model)
-        return GenericTower(model, dtype=dtype, device=device)
+    def __init__(self, modalities: tuple[Modality, ...]) -> None:
+        self._modalities = modalities
 
-    @staticmethod
-    def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> NoProjector:
-        _, config = decoderless.model_class(checkpoint)
-        return NoProjector(decoderless.hidden_size(checkpoint, config))
+    def load_tower(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> GenericTower:
+        model = decoderless.load(checkpoint, dtype, device, self._modalities[0])
+        return GenericTower(model, self._modalities, dtype=dtype, device=device)
+
+    def load_projector(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> NoProjector:
+        found, config = decoderless.model_class(checkpoint)
+        levels = 0 if self._modalities[0] == "audio" else _deepstack_levels(found, config)
+        return NoProjector((1 + levels) * decoderless.hidden_size(checkpoint, config))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodeMethod:
+    """One way to compute rows."""
+
+    names: tuple[str, ...]
+    """The inputs that it takes."""
+    needed: frozenset[str]
+    """Those that it cannot do without."""
+    rows: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
+
+    @property
+    def takes_prompt(self) -> bool:
+        """Whether a prompt is among its inputs."""
+        return PROMPT in self.needed
 
 
 class GenericTower:
-    """One image's inputs by their names -> its rows, as transformers' whole model computes them."""
+    """One medium's inputs by their names -> its rows, as transformers' whole model computes them."""
 
-    def __init__(self, model: Any, *, dtype: torch.dtype, device: torch.device) -> None:
-        self._owner, parameters = _feature_method(model)
-        self.names = tuple(parameters)
-        """The inputs that `get_image_features` takes."""
-        self.needed = frozenset(name for name, p in parameters.items() if p.default is p.empty)
-        """Those that it cannot do without."""
-        self._class_name = type(model).__name__
+    def __init__(
+        self, model: Any, modalities: Sequence[Modality], *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Raises CheckpointError("unknown_family") where it does not take the first of `modalities`."""
+        found: dict[Modality, EncodeMethod] = {}
+        # All that the class has, not `modalities` only: another model of these weights may take more.
+        for modality in _MODALITIES:
+            try:
+                found[modality] = _encode_method(model, modality)
+            except CheckpointError:
+                if modality == modalities[0]:
+                    raise
+        self.methods: Mapping[Modality, EncodeMethod] = found
+        self._model = model
         self._dtype = dtype
         self._device = device
 
     def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
-        input_checks.check_names(inputs, self.names, optional=set(self.names) - self.needed)
-        present = [name for name in self.names if name in inputs]
+        modality = max(self.methods, key=lambda m: _fit(self.methods[m], inputs))  # the first one of equals
+        method = self.methods[modality]
+        input_checks.check_names(inputs, method.names, optional=set(method.names) - method.needed)
+        present = [name for name in method.names if name in inputs]
         tensors = []
         for name in present:
             tensor = input_checks.from_wire(name, inputs[name], _ACCEPTED)
@@ -72,7 +107,7 @@ class GenericTower:
                 *map(input_checks.digest_of, tensors),
             ),
             tokens=max(1, math.ceil(numbers / _NUMBERS_A_TOKEN)),
-            geometry=tuple(map(self.names.index, present)),
+            geometry=(_MODALITIES.index(modality), *map(method.names.index, present)),
         )
 
     @torch.inference_mode()
@@ -80,9 +115,10 @@ class GenericTower:
         return [self._rows(item) for item in items]
 
     def _rows(self, item: TowerItem) -> torch.Tensor:
-        named = {self.names[i]: t for i, t in zip(item.geometry, item.tensors, strict=True)}
-        output = self._owner.get_image_features(**{k: t.to(self._device) for k, t in named.items()})
-        return rows_of(output, self._class_name)
+        modality, *places = item.geometry
+        method = self.methods[_MODALITIES[modality]]
+        named = {method.names[i]: t.to(self._device) for i, t in zip(places, item.tensors, strict=True)}
+        return method.rows(named)
 
 
 class NoProjector:
@@ -99,52 +135,87 @@ class NoProjector:
         return list(features)
 
 
-def _feature_method(model: Any) -> tuple[Any, dict[str, inspect.Parameter]]:
-    """(the model or its inner one, whichever names the inputs of `get_image_features`; these inputs)."""
+def _fit(method: EncodeMethod, inputs: Mapping[str, Any]) -> tuple[bool, int]:
+    """Whether a method can do with the inputs, then how many of them it takes."""
+    return method.needed <= inputs.keys(), len(inputs.keys() & set(method.names))
+
+
+def _encode_method(model: Any, modality: Modality) -> EncodeMethod:
+    """`get_*_features` where the decoder takes its rows as they are, or else the whole forward.
+
+    Raises CheckpointError("unknown_family") where the model has no such features.
+    """
+    name = f"get_{modality}_features"
+    owner, inputs = _named_inputs(model, name)
+    if outputs_taken(model, modality) != {"pooler_output"}:
+        return _whole_forward(model)
+    method = getattr(owner, name)
+    return EncodeMethod(
+        names=tuple(inputs),
+        needed=_without_default(inputs),
+        rows=lambda named: rows_of(method(**named), f"{type(model).__name__}.{name}"),
+    )
+
+
+def _whole_forward(model: Any) -> EncodeMethod:
+    _, inputs = _named_inputs(model, "forward")
+
+    def rows(named: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        try:
+            model(**named)
+        except DecoderReached as reached:
+            return reached.rows
+        raise CheckpointError(f"{type(model).__name__} has no decoder", reason="unknown_family")
+
+    return EncodeMethod(names=tuple(inputs), needed=frozenset({PROMPT}), rows=rows)
+
+
+def _without_default(inputs: Mapping[str, inspect.Parameter]) -> frozenset[str]:
+    return frozenset(name for name, p in inputs.items() if p.default is p.empty)
+
+
+def _named_inputs(model: Any, name: str) -> tuple[Any, dict[str, inspect.Parameter]]:
+    """(the model or its inner one, whichever names the inputs of a method; these inputs)."""
     for owner in (model, model.base_model):
-        method = getattr(owner, "get_image_features", None)
+        method = getattr(owner, name, None)
         found = inspect.signature(method).parameters if method is not None else {}
         named = {k: p for k, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
         if named:
             return owner, named
-    raise CheckpointError(
-        f"{type(model).__name__} has no get_image_features. {DESCRIBE}", reason="unknown_family"
-    )
+    raise CheckpointError(f"{type(model).__name__} has no {name}. {DESCRIBE}", reason="unknown_family")
 
 
 def rows_of(output: Any, name: str) -> torch.Tensor:
-    """The rows of one image out of what `get_image_features` of class `name` returned: (rows, width).
+    """The rows of one medium out of what the method `name` returned: (rows, width).
 
     Raises CheckpointError("unknown_family") where those are no rows.
     """
     found = getattr(output, "pooler_output", None)
     parts = [found] if isinstance(found, torch.Tensor) else list(found or ())
     if not parts or not all(isinstance(part, torch.Tensor) and part.ndim >= 2 for part in parts):
-        raise CheckpointError(f"{name}.get_image_features gives no rows. {DESCRIBE}", reason="unknown_family")
+        raise CheckpointError(f"{name} gives no rows. {DESCRIBE}", reason="unknown_family")
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).contiguous()
 
 
-def check_decoder_takes_rows(model: Any) -> None:
-    """Raises CheckpointError("unknown_family") where the decoder of a model takes other outputs of
-    `get_image_features` than `pooler_output`: rows of several layers, or ones to be projected still.
+def _deepstack_levels(found: type[Any], config: Any) -> int:
+    """How many levels lie beside a row of an image or video, as in the described Qwen3-VL."""
+    module = inspect.getmodule(found)
+    if module is None or f"{LEVELS}=" not in inspect.getsource(module):
+        return 0
+    return len(getattr(config.vision_config, "deepstack_visual_indexes", None) or ())
 
-    transformers' own code says so: `forward` takes each output by its name, for callers that computed it
-    before.
+
+def outputs_taken(model: Any, modality: Modality) -> set[str]:
+    """The outputs of `get_*_features` that the decoder of a model takes, by transformers' own code.
+
+    `forward` names each where callers may hand them in, computed before; empty where they cannot, as for
+    audio. More than "pooler_output" are rows of several layers, or ones to be projected still.
     """
-    owner = type(model).__mro__[1]
+    pattern = re.compile(rf'mm_encoder_outputs(?:\["{modality}"\]|\.get\("{modality}"\))\.(\w+)')
     taken: set[str] = set()
-    parts: tuple[Any, ...] = (owner, type(model.base_model))
-    for part in parts:
+    for part in (type(model).__mro__[1], type(model.base_model)):
         try:
-            taken |= set(_TAKEN.findall(inspect.getsource(part.forward)))
+            taken |= set(pattern.findall(inspect.getsource(part.forward)))
         except (OSError, TypeError):
             continue
-    if taken != {"pooler_output"}:
-        raise CheckpointError(
-            f"the decoder of {owner.__name__} takes {', '.join(sorted(taken)) or 'what no code says'} of "
-            f" get_image_features, not only its rows (pooler_output). {DESCRIBE}",
-            reason="unknown_family",
-        )
-
-
-_TAKEN: Final = re.compile(r"""mm_encoder_outputs(?:\["image"\]|\.get\("image"\))\.(\w+)""")
+    return taken

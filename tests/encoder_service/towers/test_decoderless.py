@@ -98,7 +98,7 @@ def test_decoderless_tower_tensor_under_a_decoder_name_is_missing_not_drawn(
     ("change", "reason", "problem"),
     [
         ({"model_type": "no_such_model"}, "bad_config", "no_such_model"),
-        ({"model_type": "vit"}, "unknown_family", "no model of images and text"),
+        ({"model_type": "vit"}, "unknown_family", "no model of images or audio"),
         ({"text_config": {"model_type": "no_such_text"}}, "bad_config", "no_such_text"),
         ({"vision_config": "wide"}, "bad_config", "config.json"),
         (

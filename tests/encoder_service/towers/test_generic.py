@@ -36,11 +36,8 @@ from ..conftest import SECRET, MakeEncoder, png, sample_image
 from ..http_service import Service
 from ..tower_rig import Tensors, edit_config, rewritten
 
-REFUSED = {
-    "llama4": "last_hidden_state",
-    "ovis2": "visual_indicator_features",
-}
-"""Families whose decoder takes more than rows -> what the error names."""
+WHOLE = ("llama4", "ovis2")
+"""Families whose decoder takes other outputs than `pooler_output`: in `test_generic_modalities`."""
 SERVED = [
     pytest.param(
         name,
@@ -49,9 +46,10 @@ SERVED = [
             reason="SmolVLM's processor needs num2words: run script/setup",
         ),
     )
-    for name in checkpoints.ANY_FAMILIES
-    if name not in REFUSED
+    for name, family in checkpoints.ANY_FAMILIES.items()
+    if name not in WHOLE and "image" in family.media and not family.nested
 ]
+"""Their images; `test_generic_modalities` has the rest."""
 SIZES = ((70, 60), (200, 90), (56, 56))
 Tiny = Callable[[str], Path]
 
@@ -104,7 +102,7 @@ def test_generic_rows_over_http_equal_transformers(
     """To 1e-6 of the largest value: most are equal bit for bit, `-s` prints which."""
     registry = ModelRegistry.open([str(tiny(name))], dtype="float32", device="cpu")
     service = Service(make_encoder(memory_store.connect(), registry=registry), config)
-    wanted = whole_rows(tiny(name), WholeProcessor(registry.loaded()[0]).names)
+    wanted = whole_rows(tiny(name), WholeProcessor(registry.loaded()[0], "image").names)
     for i, (size, theirs) in enumerate(zip(SIZES, wanted, strict=True)):
         sent = {
             "data": {"model": str(tiny(name)), "deadline_s": "100"},
@@ -119,13 +117,6 @@ def test_generic_rows_over_http_equal_transformers(
         worst = float((ours - theirs).abs().max())
         print(f"{name} {size}: off by {worst:g}")
         assert worst <= 1e-6 * max(1.0, float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_generic_decoder_that_takes_more_than_rows_is_refused(name: str, tiny: Tiny) -> None:
-    with pytest.raises(CheckpointError, match=rf"{REFUSED[name]}.*CONTRIBUTING") as caught:
-        opened(tiny(name))
-    assert caught.value.reason == "unknown_family"
 
 
 @pytest.mark.parametrize("name", checkpoints.ANY_FAMILIES)
@@ -213,7 +204,7 @@ def test_generic_name_path_and_quantised_decoder_change_no_key(tiny: Tiny, tmp_p
 def test_generic_media_are_computed_one_by_one(tiny: Tiny) -> None:
     """Bit for bit, whatever is in the batch."""
     _, loaded = opened(tiny("mistral3"))
-    processor = WholeProcessor(loaded)
+    processor = WholeProcessor(loaded, "image")
     items = [
         loaded.tower.prepare({k: to_wire(t) for k, t in processor(sample_image(i, *size)).items()})
         for i, size in enumerate(SIZES)
@@ -228,7 +219,7 @@ def test_generic_half_precision_is_near_float32(tiny: Tiny) -> None:
     made = []
     for dtype in ("float32", "bfloat16"):
         _, loaded = opened(tiny("paligemma"), dtype)
-        inputs = WholeProcessor(loaded)(sample_image(1))
+        inputs = WholeProcessor(loaded, "image")(sample_image(1))
         made.append(
             loaded.tower.encode([loaded.tower.prepare({k: to_wire(t) for k, t in inputs.items()})])[0]
         )
