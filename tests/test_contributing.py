@@ -53,11 +53,11 @@ def test_contributing_new_family_file_is_found_by_itself(scratch: Path) -> None:
 
 
 def test_engine_family_is_shared_once_compared_there(scratch: Path) -> None:
-    """`VALIDATED_FAMILIES` of the engine's room, beside the line in tests/integration/test_families.py."""
-    compat = scratch / "cornplug" / "vllm_connector" / "compat.py"
-    text = compat.read_text()
+    """The list that script/docs writes from results of tests/integration/test_families.py."""
+    listed = scratch / "cornplug" / "engine_common" / "validated_families.py"
+    text = listed.read_text()
     assert '"gemma3"' in text
-    compat.write_text(re.sub(r'\n\s+"gemma3"[^\n]*', "", text, count=1))
+    listed.write_text(re.sub(r'\n\s+"gemma3"[^\n]*', "", text, count=1))
     ask = (
         "from pathlib import Path; import sys, tempfile\n"
         "from cornplug.checkpoints.checkpoint import Checkpoint\n"
@@ -86,7 +86,7 @@ def test_engine_family_is_shared_once_compared_there(scratch: Path) -> None:
         return done.stdout.strip()
 
     assert answer() == "refused unproven_family"
-    compat.write_text(text)
+    listed.write_text(text)
     assert answer().startswith("shared ")
 
 

@@ -12,13 +12,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
+from cornplug.engine_common.validated_families import VALIDATED
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
 
-VALIDATED_FAMILIES: Final = frozenset({"qwen2_5_vl", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe"})
+VALIDATED_FAMILIES: Final = VALIDATED["sglang"]
 """Families whose images are shared here: `tests/integration/test_families.py` has compared SGLang's
 embeddings with those of the encoder service. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,

@@ -21,6 +21,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
+from cornplug.engine_common.validated_families import VALIDATED
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("vllm.cornplug")
@@ -31,19 +32,7 @@ EC_CONNECTOR: Final = "CornplugECConnector"
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
-VALIDATED_FAMILIES: Final = frozenset(
-    {
-        "gemma3",
-        "internvl",
-        "llava",
-        "llava_next",
-        "llava_onevision",
-        "qwen2_5_vl",
-        "qwen2_vl",
-        "qwen3_vl",
-        "qwen3_vl_moe",
-    }
-)
+VALIDATED_FAMILIES: Final = VALIDATED["vllm"]
 """Families whose images are shared here: `tests/integration/test_families.py` has compared vLLM's
 embeddings with those of the encoder service. vLLM may lay out, scale or split another's otherwise."""
 

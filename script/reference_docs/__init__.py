@@ -15,6 +15,7 @@ from reference_docs import (
     sglang_kinds,
     support_matrix,
     troubleshooting,
+    validated_families,
 )
 
 TREE: Final = Path(__file__).parents[2]
@@ -28,5 +29,6 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "sglang-kinds.md": sglang_kinds.page,
     "support-matrix.md": support_matrix.page,
     "troubleshooting.md": troubleshooting.page,
+    "../cornplug/engine_common/validated_families.py": validated_families.page,
 }
-"""File of docs/ -> its text."""
+"""File of docs/, or a module of data, by its path from there -> its text."""

@@ -1,0 +1,65 @@
+"""The families that engines share: those of recorded test results, and of a trial in its processes only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from reference_docs import validated_families as generated
+
+from cornplug.engine_common.validated_families import VALIDATED
+from cornplug.sglang_hooks import compat as sglang_room
+from cornplug.vllm_connector import compat as vllm_room
+from devkit.family_trials import trial_environment
+
+TREE = Path(__file__).parents[1]
+
+
+def written(tmp_path: Path, results: Sequence[tuple[str, str, str, bool]]) -> dict[str, frozenset[str]]:
+    """VALIDATED of a page made of (engine, release, family, passed)."""
+    file = tmp_path / "results.json"
+    names = ("engine", "release", "promise", "passed")
+    lines = [{"section": generated.SECTION, **dict(zip(names, result, strict=True))} for result in results]
+    other = {**lines[0], "section": "Faults", "promise": "store is killed"}
+    file.write_text(json.dumps([*lines, other]))
+    space: dict[str, Any] = {}
+    exec(compile(generated.page(file), "validated_families.py", "exec"), space)
+    found: dict[str, frozenset[str]] = space["VALIDATED"]
+    return found
+
+
+def test_validated_family_has_passed_and_failed_nowhere(tmp_path: Path) -> None:
+    results = [
+        ("vllm", "0.32.0", "llava", True),
+        ("vllm", "0.33.0", "llava", True),
+        ("vllm", "0.32.0", "gemma3", True),
+        ("vllm", "0.33.0", "gemma3", False),
+        ("vllm", "0.32.0", "internvl", False),
+        ("sglang", "0.5.23", "qwen2_vl", True),
+    ]
+    assert written(tmp_path, results) == {"vllm": {"llava"}, "sglang": {"qwen2_vl"}}
+
+
+def test_validated_families_are_the_rooms() -> None:
+    assert vllm_room.VALIDATED_FAMILIES == VALIDATED["vllm"] >= {"llava", "qwen2_vl"}
+    assert sglang_room.VALIDATED_FAMILIES == VALIDATED["sglang"] >= {"qwen2_vl"}
+
+
+@pytest.mark.parametrize("families", [(), ("paligemma",)])
+def test_trial_shares_a_family_in_its_processes_only(families: tuple[str, ...], tmp_path: Path) -> None:
+    ask = "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES as v; print(*sorted(v))"
+    paths = os.pathsep.join(filter(None, [str(TREE), os.environ.get("PYTHONPATH")]))
+    trial = trial_environment(tmp_path, families)
+    env = {**os.environ, "PYTHONPATH": paths}
+    if trial:
+        env["PYTHONPATH"] = os.pathsep.join([trial["PYTHONPATH"], paths])
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ask], env=env, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == {*VALIDATED["vllm"], *families}
