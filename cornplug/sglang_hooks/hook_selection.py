@@ -23,7 +23,7 @@ _MODULES: Final = {
     "weights": ("model.weight_updates",),
     "loaded": ("model.loaded_weights",),
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
-    "idle_backups": ("kv.idle_backups",),
+    "idle_backups": ("kv.idle_hooks",),
     "lora": ("model.lora_adapters",),
     "images": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
     "cpu_images": ("mm.cpu_preprocessing",),

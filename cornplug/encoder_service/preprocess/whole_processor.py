@@ -105,7 +105,7 @@ class WholeProcessor:
         Raises MediaError("unprocessable") where it takes none of such a video.
         """
         processor = self._processor.video_processor
-        # As the whole processor calls its video processor, and `BaseVideoProcessor.preprocess` passes them on.
+        # As the whole processor calls its video processor: `BaseVideoProcessor.preprocess` passes them on.
         settings = {name: getattr(processor, name, None) for name in processor.valid_kwargs.__annotations__}
         settings |= self._processor.valid_processor_kwargs._defaults.get("videos_kwargs", {})
         if not (settings["do_sample_frames"] or asked):

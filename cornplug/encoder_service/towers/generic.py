@@ -213,7 +213,8 @@ def outputs_taken(model: Any, modality: Modality) -> set[str]:
     """
     pattern = re.compile(rf'mm_encoder_outputs(?:\["{modality}"\]|\.get\("{modality}"\))\.(\w+)')
     taken: set[str] = set()
-    for part in (type(model).__mro__[1], type(model.base_model)):
+    parts: tuple[Any, ...] = (type(model).__mro__[1], type(model.base_model))
+    for part in parts:
         try:
             taken |= set(pattern.findall(inspect.getsource(part.forward)))
         except (OSError, TypeError):

@@ -22,30 +22,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from cornplug.sglang_hooks.compat import Hook, arguments
-
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
-
-_CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
-_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
-_WANT_IDLE: Final = frozenset(
-    {
-        "AttachHiCacheStorageReqInput",
-        "DetachHiCacheStorageReqInput",
-        "FlushCacheReqInput",
-        "ReleaseMemoryOccupationReqInput",
-    }
-)
-"""Requests that SGLang refuses, or ends its server for, unless nothing is under way."""
 
 _SETTLE_S: Final = 0.05
 """Time without a batch before the first copy: a pause between two requests is not idleness."""
 _VOTE_TURNS: Final = 8
 """Idle turns from one vote of a group's ranks to the next. In each turn SGLang has several of its own, and on
 a machine with more ranks than cores one takes 30 ms."""
-_END_ROUNDS, _ROUND_S = 1000, 0.002
-"""Looks at a copy under way before a flush is left to find the server busy, and the pause between two."""
 _NOT_YET: Final = -1
 
 
@@ -121,65 +105,3 @@ class IdleBackups:
             # As at a node's second hit: its ancestors that have no copy come with it.
             cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node))
             return
-
-
-def _of(cache: Any) -> IdleBackups | None:
-    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-
-    controller = getattr(cache, "cache_controller", None)
-    storage = getattr(controller, "storage_backend", None)
-    return storage.idle if isinstance(storage, CornplugStorage) else None
-
-
-def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
-    """After a request's pages went into the tree."""
-    from sglang.srt.mem_cache.radix_cache import RadixKey
-    from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-
-    call = arguments(UnifiedRadixCache.checkpoint_into_tree, args, kwargs)
-    cache, request = call["self"], call["req"]
-    idle = _of(cache)
-    if idle is None or not request.finished():
-        return
-    if cache.tree_core.is_eagle or cache.buffer_pipeline is not None:
-        return  # Keys of pairs of tokens; copies that bypass the host pool.
-    key = RadixKey(
-        request.full_untruncated_fill_ids[: call["up_to"]], request.extra_key, cache_salt=request.cache_salt
-    ).page_aligned(cache.page_size)
-    if len(key):
-        idle.remember(key)
-
-
-def _idles(scheduler: Any) -> None:
-    """Before SGLang's housekeeping of an idle turn, at whose end it may sleep."""
-    idle = _of(scheduler.tree_cache)
-    if idle is not None:
-        idle.turn(scheduler)
-
-
-def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before a flush of the caches, also after an update of weights: it fails while a copy is under way."""
-    cache = scheduler.tree_cache
-    if _of(cache) is None:
-        return
-    # Equal on all ranks, which count the ends of copies together.
-    for _ in range(_END_ROUNDS):
-        copies = cache.ongoing_write_through or cache.ongoing_backup
-        if not copies or scheduler.waiting_queue or not scheduler.running_batch.is_empty():
-            return
-        cache.check_hicache_events()
-        time.sleep(_ROUND_S)
-
-
-def _asked(scheduler: Any, recv_reqs: list[Any]) -> None:
-    """Before SGLang answers what has come in."""
-    if any(type(request).__name__ in _WANT_IDLE for request in recv_reqs):
-        _ended(scheduler)
-
-
-HOOKS: Final[tuple[Hook, ...]] = (
-    Hook(f"{_CACHE}.checkpoint_into_tree", "after", _finished, ("self", "req", "up_to")),
-    Hook(f"{_SCHEDULER}.on_idle", "before", _idles),
-    Hook(f"{_SCHEDULER}.flush_cache", "before", _ended),
-    Hook(f"{_SCHEDULER}.process_input_requests", "before", _asked),
-)

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.managers import io_struct
-from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from cornplug.sglang_hooks.kv import idle_backups
@@ -132,26 +130,3 @@ def test_idle_backups_ranks_copy_in_one_turn() -> None:
     server.other_votes = [10_000]
     assert server.idles(1, turns=idle_backups._VOTE_TURNS) == [1]
     assert server.votes == 4
-
-
-def test_idle_backups_flush_waits_for_the_copy_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    server = Server()
-    monkeypatch.setattr(idle_backups, "_of", lambda cache: server.idle)
-    under_way = {7: "a copy"}
-    rounds = iter([lambda: None, lambda: None, under_way.clear])
-    server.scheduler.waiting_queue = []
-    server.scheduler.running_batch = SimpleNamespace(is_empty=lambda: True)
-    server.cache.ongoing_write_through, server.cache.ongoing_backup = {}, under_way
-    server.cache.check_hicache_events = lambda: next(rounds)()
-    idle_backups._asked(server.scheduler, [ReleaseMemoryOccupationReqInput()])
-    assert not under_way
-
-    under_way[8] = "another one, and a request"
-    server.scheduler.waiting_queue = ["a request"]
-    idle_backups._ended(server.scheduler)
-    assert under_way
-
-
-def test_idle_backups_requests_that_want_an_idle_server_are_sglangs() -> None:
-    """They are told by name: one that SGLang renames would no longer wait."""
-    assert all(hasattr(io_struct, name) for name in idle_backups._WANT_IDLE)
