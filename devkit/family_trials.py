@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
-_CUSTOMIZE: Final = """from cornplug.engine_common import validated_families
+_CUSTOMIZE: Final = """from cornplug.checkpoints import validated_families
 
 validated_families.VALIDATED = {{
     engine: names | {families!r} for engine, names in validated_families.VALIDATED.items()

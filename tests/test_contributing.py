@@ -54,7 +54,7 @@ def test_contributing_new_family_file_is_found_by_itself(scratch: Path) -> None:
 
 def test_engine_family_is_shared_once_compared_there(scratch: Path) -> None:
     """The list that script/docs writes from results of tests/integration/test_families.py."""
-    listed = scratch / "cornplug" / "engine_common" / "validated_families.py"
+    listed = scratch / "cornplug" / "checkpoints" / "validated_families.py"
     text = listed.read_text()
     assert '"gemma3"' in text
     listed.write_text(re.sub(r'\n\s+"gemma3"[^\n]*', "", text, count=1))

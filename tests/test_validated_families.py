@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from reference_docs import validated_families as generated
 
-from cornplug.engine_common.validated_families import VALIDATED
+from cornplug.checkpoints.validated_families import VALIDATED
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit.family_trials import trial_environment
@@ -34,7 +34,7 @@ def written(tmp_path: Path, results: Sequence[tuple[str, str, str, bool]]) -> di
     return found
 
 
-def test_validated_family_has_passed_and_failed_nowhere(tmp_path: Path) -> None:
+def test_validated_families_have_passed_and_failed_nowhere(tmp_path: Path) -> None:
     results = [
         ("vllm", "0.32.0", "llava", True),
         ("vllm", "0.33.0", "llava", True),
@@ -52,7 +52,9 @@ def test_validated_families_are_the_rooms() -> None:
 
 
 @pytest.mark.parametrize("families", [(), ("paligemma",)])
-def test_trial_shares_a_family_in_its_processes_only(families: tuple[str, ...], tmp_path: Path) -> None:
+def test_trial_environment_shares_a_family_in_its_processes_only(
+    families: tuple[str, ...], tmp_path: Path
+) -> None:
     ask = "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES as v; print(*sorted(v))"
     paths = os.pathsep.join(filter(None, [str(TREE), os.environ.get("PYTHONPATH")]))
     trial = trial_environment(tmp_path, families)

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from cornplug.engine_common.validated_families import VALIDATED
+from cornplug.checkpoints.validated_families import VALIDATED
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("sglang.cornplug")

@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_common.validated_families import VALIDATED
+from cornplug.checkpoints.validated_families import VALIDATED
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("vllm.cornplug")

@@ -29,6 +29,6 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "sglang-kinds.md": sglang_kinds.page,
     "support-matrix.md": support_matrix.page,
     "troubleshooting.md": troubleshooting.page,
-    "../cornplug/engine_common/validated_families.py": validated_families.page,
+    "../cornplug/checkpoints/validated_families.py": validated_families.page,
 }
 """File of docs/, or a module of data, by its path from there -> its text."""

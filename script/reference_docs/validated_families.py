@@ -1,4 +1,4 @@
-"""cornplug/engine_common/validated_families.py, from the results of tests in docs/support-matrix.json."""
+"""cornplug/checkpoints/validated_families.py, from the results of tests in docs/support-matrix.json."""
 
 from __future__ import annotations
 

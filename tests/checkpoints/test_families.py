@@ -91,6 +91,14 @@ def test_families_feature_layer_outside_the_tower_is_refused(layer: int | list[i
     assert caught.value.reason == "bad_config"
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_description_fits_all_but_llava_over_another_tower(name: str) -> None:
+    """That one is computed by transformers' class (`families.generic`)."""
+    other = {"model_type": name, "vision_config": {"model_type": "pixtral"}}
+    assert FAMILIES[name].fits(other) == (name != "llava")
+    assert FAMILIES[name].fits({"model_type": name})
+
+
 def test_llava_other_tower_is_refused_not_guessed() -> None:
     with pytest.raises(CheckpointError, match="pixtral") as caught:
         LLAVA.tower_spec(_llava(vision={"model_type": "pixtral"}))

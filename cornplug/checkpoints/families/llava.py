@@ -19,6 +19,11 @@ def _preprocess(preprocessor: Json) -> Spec:
     return sized_pixels(preprocessor, "CLIPImageProcessor", _CLIP_PIXELS)
 
 
+def _fits(config: Json) -> bool:
+    # Families that build on this description have towers that it does not know.
+    return config.get("model_type") != "llava" or _CUT.knows_tower(config)
+
+
 FAMILY: Final = ModelFamily(
     name="llava",
     tower_class="llava:Llava",
@@ -40,5 +45,5 @@ FAMILY: Final = ModelFamily(
     projector_spec=llava_projector,
     preprocess_spec=_preprocess,
     before_cut=_CUT.before_cut,
-    fits=_CUT.knows_tower,
+    fits=_fits,
 )

@@ -33,7 +33,7 @@ def reached(recorder: DecoderRecorder, **inputs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_recorder_rows_are_those_put_between_tokens(dtype: torch.dtype) -> None:
+def test_decoder_recorder_rows_are_those_put_between_tokens(dtype: torch.dtype) -> None:
     recorder, embeds = merged(dtype)
     rows = reached(
         recorder,
@@ -45,14 +45,14 @@ def test_recorder_rows_are_those_put_between_tokens(dtype: torch.dtype) -> None:
     assert rows.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_recorder_row_of_nan_is_a_row() -> None:
+def test_decoder_recorder_row_of_nan_is_a_row() -> None:
     """A tower that overflows is told apart from a token."""
     recorder, embeds = merged()
     embeds[0, 2] = float("nan")
     assert reached(recorder, inputs_embeds=embeds).shape == (2, WIDTH)
 
 
-def test_recorder_levels_lie_beside_their_rows() -> None:
+def test_decoder_recorder_levels_lie_beside_their_rows() -> None:
     recorder, embeds = merged()
     levels = [torch.full((2, WIDTH), 8.0), torch.full((2, WIDTH), 9.0)]
     rows = reached(recorder, inputs_embeds=embeds, visual_pos_masks=PLACES, **{LEVELS: levels})
@@ -69,7 +69,7 @@ def test_recorder_levels_lie_beside_their_rows() -> None:
         ({LEVELS: [torch.zeros(2, WIDTH)]}, "levels"),
     ],
 )
-def test_recorder_decoder_that_takes_more_is_refused(more: dict[str, Any], problem: str) -> None:
+def test_decoder_recorder_decoder_that_takes_more_is_refused(more: dict[str, Any], problem: str) -> None:
     recorder, embeds = merged()
     with pytest.raises(CheckpointError, match=problem) as caught:
         recorder(inputs_embeds=embeds, **more)
@@ -77,14 +77,14 @@ def test_recorder_decoder_that_takes_more_is_refused(more: dict[str, Any], probl
 
 
 @pytest.mark.parametrize("scale", [2.0, 0.5])
-def test_recorder_scaled_embeddings_are_refused_not_taken_for_rows(scale: float) -> None:
+def test_decoder_recorder_scaled_embeddings_are_refused_not_taken_for_rows(scale: float) -> None:
     """Every position would look like the medium's."""
     recorder, embeds = merged()
     with pytest.raises(CheckpointError, match="cannot be told"):
         recorder(inputs_embeds=embeds * scale)
 
 
-def test_recorder_prompt_without_a_medium_is_refused() -> None:
+def test_decoder_recorder_prompt_without_a_medium_is_refused() -> None:
     recorder = DecoderRecorder(WIDTH, torch.float32)
     with pytest.raises(CheckpointError, match="cannot be told"):
         recorder(inputs_embeds=recorder.embed_tokens(torch.zeros(1, 3, dtype=torch.int64)))
@@ -97,7 +97,7 @@ def test_removed_part_that_is_called_is_an_error() -> None:
         RemovedPart()(torch.zeros(1))
 
 
-def test_token_mark_weight_takes_no_memory() -> None:
+def test_decoder_recorder_token_weights_take_no_memory() -> None:
     weight = DecoderRecorder(WIDTH, torch.bfloat16).embed_tokens.weight
     assert weight.shape[1] == WIDTH
     assert weight.untyped_storage().nbytes() <= 2 * WIDTH
