@@ -20,6 +20,8 @@ class PlannedNodes(PlanRecord):
     count: int
     price_per_hour: float
     """Of one."""
+    spot: bool = False
+    """The provider may take all of them back at once."""
     idle_gpus: float = 0.0
     """Of all of them: paid for, and free for other work."""
     hosts: list[str] = Field(default_factory=list)
@@ -197,6 +199,22 @@ class PlanExplanation(PlanRecord):
     notes: list[str] = Field(default_factory=list)
 
 
+class TimesCorrection(PlanRecord):
+    """How much slower the replicas of a service are than their profile, by their engines' metrics."""
+
+    service: str
+    engine: str
+    gpu: str
+    tp: int
+    pp: int
+    share: float
+    quantisation: str
+    prefill: float = 1.0
+    """Factor on the profile's times of encoding and prefill; below 1: faster than the profile."""
+    decode: float = 1.0
+    """The same of decode iterations."""
+
+
 class Plan(PlanRecord):
     format: Literal[1] = FORMAT
     name: str
@@ -211,6 +229,8 @@ class Plan(PlanRecord):
     reservations: list[QosReservation] = Field(default_factory=list)
     proof: OptimalityProof
     explanation: PlanExplanation = PlanExplanation()
+    corrections: list[TimesCorrection] = Field(default_factory=list)
+    """Of profiles, that `cornplug replan` found; a re-plan from this plan goes by them."""
     input_digest: str
     """SHA-256 of the input file's bytes."""
     cornplug: str

@@ -29,13 +29,22 @@ class VLLM:
         self.prompt = histogram("vllm:request_prompt_tokens", BUCKETS)
         self.output = histogram("vllm:request_generation_tokens", BUCKETS)
         self.ttft = histogram("vllm:time_to_first_token_seconds", (0.01, 0.1, 0.5, 1, 5))
+        self.tpot = histogram("vllm:request_time_per_output_token_seconds", (0.01, 0.05, 0.1, 0.5))
         self.queries = counter("vllm:prefix_cache_queries")
         self.hits = counter("vllm:prefix_cache_hits")
         self.waiting = Gauge("vllm:num_requests_waiting", "", names, registry=self.registry).labels(*labels)
         self.running = Gauge("vllm:num_requests_running", "", names, registry=self.registry).labels(*labels)
 
     def serve(
-        self, n: int, prompt: float, output: float, *, cached: float = 0.0, ttft_s: float = 0.2, seed: int = 0
+        self,
+        n: int,
+        prompt: float,
+        output: float,
+        *,
+        cached: float = 0.0,
+        ttft_s: float = 0.2,
+        tpot_s: float = 0.02,
+        seed: int = 0,
     ) -> None:
         """`n` requests with lengths about these means."""
         rng = random.Random(seed)
@@ -45,6 +54,7 @@ class VLLM:
             self.prompt.observe(tokens)
             self.output.observe(max(int(rng.gauss(output, output / 10)), 1))
             self.ttft.observe(ttft_s)
+            self.tpot.observe(tpot_s)
             self.queries.inc(tokens)
             self.hits.inc(cached * tokens)
 

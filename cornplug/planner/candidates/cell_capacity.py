@@ -20,12 +20,14 @@ from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.service_times import service_times
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.candidates.stage_bounds import stage_bound
+from cornplug.planner.candidates.time_corrections import Place, corrected, place
 from cornplug.planner.candidates.timed_configs import (
     FAVOURED,
     TimedConfig,
     undominated,
     without_needless_estimates,
 )
+from cornplug.planner.inputs import component_shapes
 from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import (
     GpuSpec,
@@ -36,6 +38,7 @@ from cornplug.planner.inputs.schema import (
     Workload,
 )
 from cornplug.planner.perf_model.capacity import capacity
+from cornplug.planner.plan import TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
@@ -60,6 +63,8 @@ class CellBuilder:
     bases: Mapping[str, CacheScenario]
     """Request class -> its smallest caches; capacities are computed with their hit rates."""
     samples: Samples
+    corrections: Mapping[Place, TimesCorrection] = field(default_factory=dict)
+    """Of profiles' times, by their engines' metrics."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Reason -> cells that were left out for it."""
     config: dict[str, list[TimedConfig]] = field(default_factory=dict)
@@ -119,6 +124,7 @@ class CellBuilder:
         if hardware is None:
             self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
             return []
+        hardware = corrected(hardware, self.corrections.get(place(service, footprint)))
         self._reference.setdefault(service.name, hardware)
         return [TimedConfig(service, footprint, hardware)]
 
@@ -163,7 +169,8 @@ class CellBuilder:
         preference = self._prior(footprint, users) if service.llm and not hardware.measured else 0.0
         # Of two promises that cost the same the looser one is enough.
         preference += NEEDLESSLY_TIGHT * (MOST - tier.rank)
-        cell = make_cell(service, footprint, tier, rates, preference, timed=True)
+        start_s = self._start_s(service, footprint, users)
+        cell = make_cell(service, footprint, tier, rates, preference, timed=True, start_s=start_s)
         return CellSpec(
             cell, service, footprint, tier, hardware.source, hardware, settings, self.rules.router
         )
@@ -237,9 +244,23 @@ class CellBuilder:
             return
         preference = self._prior(footprint, users) if service.llm else 0.0
         tier = tiers.tiers[0]
-        cell = make_cell(service, footprint, tier, rates, preference, timed=False)
+        start_s = self._start_s(service, footprint, users)
+        cell = make_cell(service, footprint, tier, rates, preference, timed=False, start_s=start_s)
         source = "; ".join(dict.fromkeys(p.source for p in profiles.values()))
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
+
+    def _start_s(self, service: Service, footprint: ReplicaConfig, users: Users) -> float:
+        """Of a further replica: the engine's own start, and its weights; unknown shapes weigh nothing.
+
+        0 where no user grows: it would only keep apart cells that are alike.
+        """
+        if not any(of.online and of.request.growth_per_minute for of in users.values()):
+            return 0.0
+        shapes = (c.shape for c in service.components)
+        total = sum(
+            component_shapes.weights_bytes(s, footprint.quantisation) for s in shapes if s is not None
+        )
+        return self.rules.start_s + total / (footprint.nodes.weights_gb_s * 1e9)
 
     def _items(self, of: RequestClass) -> dict[str, float]:
         return service_demand.items_to_encode(of, self.bases[of.name], self.samples.encoders)

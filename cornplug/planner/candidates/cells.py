@@ -71,6 +71,7 @@ def make_cell(
     preference: float,
     *,
     timed: bool,
+    start_s: float,
 ) -> Cell:
     """Its name holds the tier's place in the service's chain, the tightest 0."""
     suffix = f":t{tier.rank}" if timed else ""
@@ -84,6 +85,7 @@ def make_cell(
         capacity=_positive(capacity),
         role=service.tasks,
         preference=preference,
+        start_s=start_s,
     )
 
 

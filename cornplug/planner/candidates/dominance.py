@@ -39,6 +39,7 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
     return (
         copies >= 1
         and one.cell.tier <= other.cell.tier
+        and one.cell.start_s <= other.cell.start_s
         and one.cell.preference <= other.cell.preference + TIGHTNESS
         and all(copies * one.cell.capacity.get(u, 0.0) >= rate for u, rate in other.cell.capacity.items())
     )

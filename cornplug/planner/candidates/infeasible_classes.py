@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -44,7 +44,7 @@ def note(
     request_paths: Iterable[RequestPath],
     timed_configs: Mapping[str, list[TimedConfig]],
     dropped: Mapping[str, int],
-    samples: Mapping[str, list[SampledRequest]],
+    samples: Mapping[str, Sequence[SampledRequest]],
 ) -> str:
     """The failing stage of the path that is nearest to being feasible, in words.
 
@@ -106,7 +106,7 @@ def _worst_stage(
     of: RequestClass,
     request_path: RequestPath,
     timed_configs: Mapping[str, list[TimedConfig]],
-    samples: Mapping[str, list[SampledRequest]],
+    samples: Mapping[str, Sequence[SampledRequest]],
 ) -> Fit:
     fits = [
         _best_fit(p, timed_configs.get(p.service.name, []), samples[p.service.name], of.slo)
@@ -118,7 +118,7 @@ def _worst_stage(
 def _best_fit(
     stage_budget: StageBudget,
     timed_configs: list[TimedConfig],
-    samples: list[SampledRequest],
+    samples: Sequence[SampledRequest],
     slo: Slo,
 ) -> Fit:
     bounds = stage_bound(slo, stage_budget.seconds, stage_budget.tpot_s, idle_replica.means(samples))
@@ -140,7 +140,7 @@ def _without_room(service: str, dropped: Mapping[str, int]) -> str:
     return f"{service} has no cell ({'; '.join(reasons) or 'no footprint'}). Add a larger GPU or a profile"
 
 
-def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, list[SampledRequest]]) -> str:
+def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, Sequence[SampledRequest]]) -> str:
     """Times would do, so room does not: each request must fit the KV cache by itself."""
     longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
     return (
@@ -155,7 +155,7 @@ def _times(value: float, allowed: float | None) -> float:
 
 
 def _isolated_latency(
-    station: Station, samples: list[SampledRequest], bound: LatencyBound
+    station: Station, samples: Sequence[SampledRequest], bound: LatencyBound
 ) -> tuple[float, float]:
     """Of isolated requests, at the bound's percentile: to the first token, and a token."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0

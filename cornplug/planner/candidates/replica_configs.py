@@ -84,7 +84,13 @@ def footprints(
     main = service.components[0]
     settings = workloads if service.llm else workloads[:1]
     choices = product(
-        engines(service), nodes, _tensor_parallel(service), main.pp, main.shares, main.quantisations, settings
+        engines(service),
+        nodes,
+        _tensor_parallel(service),
+        main.pp,
+        main.shares,
+        main.quantisations_for(service.tasks),
+        settings,
     )
     for engine, node, tp, pp, share, quantisation, workload in choices:
         footprint = ReplicaConfig(engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload)

@@ -6,7 +6,7 @@ path's promise is safe when its stages keep theirs and the transfers between the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import inf
@@ -103,7 +103,7 @@ def _encoder_parts(path: PathTemplate, division: SloDivision) -> tuple[float, ..
 
 
 def _divisions(
-    of: RequestClass, path: PathTemplate, sampled: list[SampledRequest], kv_edge_s: float
+    of: RequestClass, path: PathTemplate, sampled: Sequence[SampledRequest], kv_edge_s: float
 ) -> Iterator[SloDivision]:
     slo = of.slo
     idle = idle_replica.means(sampled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -12,7 +12,7 @@ from cornplug.planner.candidates.cache_sizes import CacheScenario
 from cornplug.planner.candidates.idle_replica import IdleReplicas
 from cornplug.planner.candidates.services import Service
 from cornplug.planner.inputs import request_sampling
-from cornplug.planner.inputs.request_classes import RequestClass, SampledRequest
+from cornplug.planner.inputs.request_classes import RequestClass, RequestSamples, SampledRequest
 from cornplug.planner.inputs.schema import Component, TowerShape
 from cornplug.planner.inputs.slo import Percentile
 
@@ -38,22 +38,18 @@ class Samples:
     seed: int
     idle: IdleReplicas | None = None
     """Needed where an SLO bounds a slowdown."""
-    _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], list[SampledRequest]] = field(
-        default_factory=dict
-    )
+    _cached: dict[tuple[str, tuple[str, ...], frozenset[str]], RequestSamples] = field(default_factory=dict)
 
     def of(
         self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None = None
-    ) -> list[SampledRequest]:
+    ) -> RequestSamples:
         """With `encoders` given, only these encoders' items have patches."""
         key = (request_class.name, encoders or ("*",), scenario.names)
         if key not in self._cached:
-            self._cached[key] = self._sample(request_class, scenario, encoders)
+            self._cached[key] = RequestSamples(self._sample(request_class, scenario, encoders))
         return self._cached[key]
 
-    def at(
-        self, service: Service, request_class: RequestClass, scenario: CacheScenario
-    ) -> list[SampledRequest]:
+    def at(self, service: Service, request_class: RequestClass, scenario: CacheScenario) -> RequestSamples:
         """The requests as a service's replica sees them: with the patches of that service's towers only."""
         return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
@@ -96,11 +92,11 @@ class Samples:
         }
 
 
-def output_tokens(sampled: list[SampledRequest], percentile: Percentile) -> float:
+def output_tokens(sampled: Sequence[SampledRequest], percentile: Percentile) -> float:
     return _percentile([d.output_tokens for d in sampled], percentile)
 
 
-def prompt_tokens(sampled: list[SampledRequest], percentile: Percentile) -> float:
+def prompt_tokens(sampled: Sequence[SampledRequest], percentile: Percentile) -> float:
     return _percentile([d.prompt_tokens for d in sampled], percentile)
 
 

@@ -93,4 +93,4 @@ def _fits(profile: Profile, service: Service, component: Component, f: ReplicaCo
 
 def _quantisation(component: Component, f: ReplicaConfig) -> str:
     """A tower or generator beside an LLM keeps its own precision."""
-    return f.quantisation if f.quantisation in component.quantisations else "none"
+    return f.quantisation if f.quantisation in component.any_quantisations else "none"

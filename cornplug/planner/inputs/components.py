@@ -223,6 +223,10 @@ class Component(InputTable):
     """Encoder only: the LLM component whose checkpoint holds this tower."""
     quantisations: list[Quantisation] = Field(default=["none"])
     """Of the weights, among which the plan chooses."""
+    prefill_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
+    """Of the weights of engines that only prefill (P + D). Left out: `quantisations`."""
+    decode_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
+    """Of the weights of engines that only decode (P + D). Left out: `quantisations`."""
     tp: list[Count] = Field(default=[1, 2, 4, 8], json_schema_extra=_chain("tp"))
     """Tensor-parallel degrees among which the plan chooses."""
     pp: list[Count] = Field(default=[1], json_schema_extra=_chain("pp"))
@@ -257,6 +261,19 @@ class Component(InputTable):
             raise wrong("shape", f"a shape of kind {said!r} on a component of kind {table['kind']!r}", remedy)
         return {**table, "shape": {"kind": kind, **table["shape"]}}
 
+    def quantisations_for(self, tasks: str) -> list[Quantisation]:
+        """Those of a service with these tasks of "EPDG"."""
+        if "P" in tasks and "D" not in tasks:
+            return self.prefill_quantisations or self.quantisations
+        if "D" in tasks and "P" not in tasks:
+            return self.decode_quantisations or self.quantisations
+        return self.quantisations
+
+    @property
+    def any_quantisations(self) -> set[Quantisation]:
+        """Those of some service."""
+        return {q for tasks in ("PD", "P", "D") for q in self.quantisations_for(tasks)}
+
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         for error in self._errors():
@@ -271,6 +288,9 @@ class Component(InputTable):
             yield wrong(
                 "tower_of", f"{self.name!r} is no encoder", 'Leave it out, or write kind = "encoder".'
             )
+        for key in ("prefill_quantisations", "decode_quantisations"):
+            if self.kind != "llm" and getattr(self, key) is not None:
+                yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Leave it out.")
         for key, allowed in _SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):

@@ -132,12 +132,16 @@ def _says_all(profile: Profile, kind: Kind) -> bool:
 def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
     """A checkpoint that is quantised already cannot be served in another quantisation."""
     method = str((config.get("quantization_config") or {}).get("quant_method", ""))
-    if component.kind == "llm" and method in ("awq", "gptq", "fp8") and component.quantisations != [method]:
-        yield InputError(
-            (*place, "quantisations"),
-            f"{component.quantisations} for a checkpoint whose weights are {method}",
-            f'Write quantisations = ["{method}"].',
-        )
+    if component.kind != "llm" or method not in ("awq", "gptq", "fp8"):
+        return
+    for key in ("quantisations", "prefill_quantisations", "decode_quantisations"):
+        chosen = getattr(component, key)
+        if chosen is not None and chosen != [method]:
+            yield InputError(
+                (*place, key),
+                f"{chosen} for a checkpoint whose weights are {method}",
+                f'Write {key} = ["{method}"].',
+            )
 
 
 def _profile(

@@ -79,6 +79,12 @@ class NodeClass(InputTable):
     """Memory of one machine that caches may take, GiB."""
     nic_gb_s: Positive | None = None
     """Of the whole machine's network card, 10^9 bytes a second. Left out: gpus times the GPU's part."""
+    spot: Flag = False
+    """The provider may take all of them back at once: online work is on them up to rules.spot_share only.
+    Give `price_per_hour`: the price table has prices on demand."""
+    weights_gb_s: Positive = 2.0
+    """10^9 bytes a second at which a machine reads weights from its disk or the network, for
+    `growth_per_minute` of requests."""
     host: str | None = None
     """Its address, for command lines. Left out: `cornplug launch --address HOST_n=...` sets it."""
 

@@ -47,6 +47,17 @@ def request_classes(applications: Iterable[Application]) -> dict[str, RequestCla
     return {c.name: c for c in classes}
 
 
+class RequestSamples(tuple["SampledRequest", ...]):
+    """Draws of a class. Their hash, by which capacities are remembered, is computed once."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 @dataclass(frozen=True, slots=True)
 class SampledRequest:
     """Sizes of one request, drawn from its class's distributions."""

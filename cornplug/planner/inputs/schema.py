@@ -142,6 +142,9 @@ class RequestSpec(InputTable):
     it is done, and for how many dollars."""
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
     """The plan is made for rate x peak."""
+    growth_per_minute: NonNegative = 0.0
+    """Share by which its rate may grow within a minute. Until further replicas have read their weights and
+    started, those that run must carry it; with 0, no reserve is kept for that. Online only."""
     burst: Positive = 1.0
     """Squared coefficient of variation of the times between arrivals; 1: Poisson."""
     prompt: Length = 512
@@ -233,6 +236,11 @@ class PlanRules(InputTable):
     n_plus_one: Flag | Literal["node"] = True
     """An online application survives the loss of one replica of each of its services; "node": of any one
     node, with all replicas on it."""
+    spot_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
+    """Share of each online request class's work that spot machines may do: so much of it may stop at once."""
+    start_s: NonNegative = 60.0
+    """Seconds in which a replica starts, beside those for reading its weights, for `growth_per_minute` of
+    requests."""
     use_idle_gpus: Flag = True
     """Further replicas fill GPUs of rented nodes that would be idle; false: they stay free for other work."""
     network_utilisation: Share = 0.7

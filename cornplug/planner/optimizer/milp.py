@@ -59,6 +59,8 @@ def constrain(model: PoolModel) -> None:
     flow(model)
     slices(model)
     capacity(model)
+    growth(model)
+    spot(model)
     packing(model)
     stock(model)
     network(model)
@@ -129,6 +131,26 @@ def capacity(model: PoolModel) -> None:
         if len(online) < len(everyone) or limits.online_share >= limits.max_utilisation:
             room = limits.max_utilisation * model.x[cell.name]
             model.add(f"capacity[{cell.name}]", model.load(cell, everyone) <= room)
+
+
+def growth(model: PoolModel) -> None:
+    """What runs carries the growth of online work until further replicas have started."""
+    for cell in model.pool.cells:
+        grown = {u: 1 + model.demands[u].growth_per_s * cell.start_s for u in model.online(cell)}
+        if any(times > 1 for times in grown.values()):
+            load = lpSum(model.f[u, cell.name] * (times / cell.capacity[u]) for u, times in grown.items())
+            room = model.pool.limits.max_utilisation * model.x[cell.name]
+            model.add(f"growth[{cell.name}]", load <= room)
+
+
+def spot(model: PoolModel) -> None:
+    """Of an online demand's work at a service, machines that may be taken back do a share at most."""
+    limit = model.pool.limits.spot_share
+    for u, service in model.needs:
+        work = {c.name: model.f[u, c.name] for c in model.cells_of[service] if (u, c.name) in model.f}
+        lost = [f for name, f in work.items() if model.nodes[model.cells[name].nodes].spot]
+        if lost and limit < 1 and model.demands[u].online:
+            model.add(f"spot[{u},{service}]", lpSum(lost) <= limit * lpSum(work.values()))
 
 
 def packing(model: PoolModel) -> None:

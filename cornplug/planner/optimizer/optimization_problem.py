@@ -24,6 +24,8 @@ class MachineClass:
     nic: float = float("inf")
     dram: float = float("inf")
     """Bytes for caches."""
+    spot: bool = False
+    """All of them may be taken back at once."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Cell:
     """Replicas of cells that differ in their role only may be switched (re-planning)."""
     switches_with: tuple[str, ...] = ()
     """Cells that a running replica of this one can become without a restart."""
+    start_s: float = 0.0
+    """From the decision for a further replica to its first request."""
     preference: float = 0.0
     """Tie-break, share of its price, at most 0.03: the larger the worse."""
 
@@ -82,6 +86,8 @@ class RateDemand:
     """Planned for (with its peak factor)."""
     online: bool = True
     weight: float = 1.0
+    growth_per_s: float = 0.0
+    """Share by which its rate may grow within a second, until further replicas have started."""
     slices: int | None = None
     """Its rate is divided among cells in multiples of rate / slices; None: at will."""
 
@@ -110,6 +116,8 @@ class PoolLimits:
     max_utilisation: float = 0.95
     online_share: float = 0.8
     network_utilisation: float = 0.7
+    spot_share: float = 0.0
+    """Of an online demand's work at each service, that spot machines may do."""
     spare: frozenset[str] = frozenset()
     """Services that must carry their online work with one replica, the largest, lost."""
     by_node: bool = False

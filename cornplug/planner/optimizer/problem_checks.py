@@ -23,6 +23,8 @@ def check(pool: OptimizationProblem) -> None:
     _cells(pool)
     _demands(pool)
     _variants(pool)
+    share = pool.limits.spot_share
+    _require(0 <= share <= 1, "limits.spot_share", f"is {share}", "Give a share from 0 to 1.")
     _running(pool)
 
 
@@ -86,6 +88,7 @@ def _demands(pool: OptimizationProblem) -> None:
     for u in pool.demands:
         field = f"demands[{u.name}]"
         _require(u.rate >= 0 and isfinite(u.rate), f"{field}.rate", f"is {u.rate}", "Give requests a second.")
+        _require(u.growth_per_s >= 0, f"{field}.growth_per_s", f"is {u.growth_per_s}", "Give 0 or more.")
         _require(u.weight > 0, f"{field}.weight", f"is {u.weight}", "Give more than 0.")
         _require(u.slices is None or u.slices >= 1, f"{field}.slices", f"is {u.slices}", "Give 1 or more.")
 

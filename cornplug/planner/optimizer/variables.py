@@ -129,8 +129,14 @@ class PoolModel:
     def _useful(self, cell: Cell) -> int:
         work = {u: self._work(u, cell) for u in cell.capacity if (u, cell.service) in self.needs}
         limits = self.pool.limits
-        online = sum(amount for u, amount in work.items() if self.demands[u].online)
-        whole = max(sum(work.values()) / limits.max_utilisation, online / limits.online_share)
+        online = {u: amount for u, amount in work.items() if self.demands[u].online}
+        grown = sum(
+            amount * (1 + self.demands[u].growth_per_s * cell.start_s) for u, amount in online.items()
+        )
+        whole = max(
+            max(sum(work.values()), grown) / limits.max_utilisation,
+            sum(online.values()) / limits.online_share,
+        )
         if not limits.spare:
             return ceil(whole - 1e-9)
         # Spare replicas: as many as stand in for one of the largest sibling, or for a node full of them.

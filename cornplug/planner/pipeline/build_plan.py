@@ -51,6 +51,7 @@ def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: st
         caches=_caches(problem, solution),
         reservations=_reservations(problem, plan_routes),
         proof=_proof(problem, solution),
+        corrections=problem.corrections,
         input_digest=digest,
         cornplug=__version__,
     )
@@ -69,6 +70,7 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution) -> list[PlannedNo
             gpus=n.gpus,
             count=solution.nodes[n.name],
             price_per_hour=n.price_per_hour or 0.0,
+            spot=n.spot,
             idle_gpus=idle[n.name],
             hosts=[n.host] if n.host else [],
         )

@@ -53,11 +53,11 @@ def adopt_current(
     replicas: dict[str, int] = defaultdict(int)
     below_min_dwell: dict[str, int] = defaultdict(int)
     for g in plan.groups:
-        home = _home(g, cells.values())
-        if home is not None:
-            replicas[home] += g.replicas
+        spec = home(g, cells.values())
+        if spec is not None:
+            replicas[spec.cell.name] += g.replicas
             if g.since is not None and now - g.since < change.min_dwell_s:
-                below_min_dwell[home] += g.replicas
+                below_min_dwell[spec.cell.name] += g.replicas
     switch_cost = max((_dollars(cells[name], nodes, change.role_switch_s) for name in replicas), default=0.0)
     current = CurrentState(
         replicas=dict(replicas),
@@ -83,10 +83,10 @@ def limited_to(current: CurrentState | None, cells: Iterable[str]) -> CurrentSta
     )
 
 
-def _home(g: ReplicaGroup, specs: Iterable[CellSpec]) -> str | None:
+def home(g: ReplicaGroup, specs: Iterable[CellSpec]) -> CellSpec | None:
     """The cell of the group's processes whose promise is nearest to the one they were planned for."""
     same = [spec for spec in specs if of_cell(spec) == of_group(g)]
-    return min(same, key=lambda spec: _distance(spec, g)).cell.name if same else None
+    return min(same, key=lambda spec: _distance(spec, g)) if same else None
 
 
 def _distance(spec: CellSpec, g: ReplicaGroup) -> float:

@@ -6,6 +6,7 @@ it visits are lowered and the problem is solved again, a few times at most.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -19,7 +20,7 @@ from cornplug.planner.pipeline.formulate import FormulatedProblem, formulate
 from cornplug.planner.pipeline.lose_nodes import with_spare_nodes
 from cornplug.planner.pipeline.use_idle_gpus import use_idle_gpus
 from cornplug.planner.pipeline.validate import SloMiss, validate
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Plan, TimesCorrection
 
 VALIDATION_ROUNDS: Final = 6
 
@@ -43,15 +44,17 @@ def decide(
     digest: str,
     progress: Report | None = None,
     watch: Watch | None = None,
+    corrections: Iterable[TimesCorrection] | None = None,
 ) -> PlanDecision:
     """The cheapest plan (or the one of most goodput) that keeps every SLO.
 
     `digest`: SHA-256 of the input file's bytes. `watch` is told of the solver's incumbents and
-    bounds. Raises PlanInfeasible: there is none with this pool; ConfigError: see `formulate`.
+    bounds; `corrections` as for `formulate`. Raises PlanInfeasible: there is none with this pool;
+    ConfigError: see `formulate`.
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)
-    problem = formulate(plan_input)
+    problem = formulate(plan_input, corrections)
     report("cells", 1.0)
     if not plan_input.rules.simulate:
         problem, solution = _solved(problem, report, watch)

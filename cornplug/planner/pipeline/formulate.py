@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -18,6 +18,7 @@ from cornplug.planner.candidates.latency_tiers import Chain, LatencyTier, chain,
 from cornplug.planner.candidates.request_paths import RequestPath, request_paths
 from cornplug.planner.candidates.samples import Samples
 from cornplug.planner.candidates.services import Service
+from cornplug.planner.candidates.time_corrections import by_place
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_classes import RequestClass, request_classes
 from cornplug.planner.inputs.schema import Component, GpuSpec, NodeClass, PlanInput, PlanRules, SolverOptions
@@ -30,7 +31,7 @@ from cornplug.planner.optimizer.optimization_problem import (
     ServiceDemand,
 )
 from cornplug.planner.pipeline import current_deployment
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Plan, TimesCorrection
 
 GIB: Final = 1 << 30
 GB: Final = 1e9
@@ -53,6 +54,11 @@ class FormulatedProblem:
     samples: Samples
     nodes: tuple[NodeClass, ...]
     cell_builder: CellBuilder
+
+    @property
+    def corrections(self) -> list[TimesCorrection]:
+        """Of profiles' times, by their engines' metrics."""
+        return list(self.cell_builder.corrections.values())
 
     @property
     def dropped(self) -> Counter[str]:
@@ -93,9 +99,12 @@ def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
-def formulate(plan_input: PlanInput) -> FormulatedProblem:
+def formulate(
+    plan_input: PlanInput, corrections: Iterable[TimesCorrection] | None = None
+) -> FormulatedProblem:
     """The optimisation problem of an input.
 
+    `corrections`: of profiles' times; left out, those of the running plan where there is one.
     Raises ConfigError where the input names a GPU, price, checkpoint or trace that does not exist.
     """
     rules = plan_input.rules
@@ -117,7 +126,11 @@ def formulate(plan_input: PlanInput) -> FormulatedProblem:
             classes[name], by_name[classes[name].app.llm], path, scenario, samples, slowest
         )
     ]
-    cell_builder = CellBuilder(rules, nodes, table, bases, samples)
+    change = plan_input.change
+    old = None if change is None else Plan.load(change.plan)
+    if corrections is None:
+        corrections = [] if old is None else old.corrections
+    cell_builder = CellBuilder(rules, nodes, table, bases, samples, by_place(corrections))
     chains = _chains(candidates, len(nodes))
     every = [
         spec
@@ -126,8 +139,6 @@ def formulate(plan_input: PlanInput) -> FormulatedProblem:
             service, users, chains[service.name], _loosest_tiers(service, candidates, chains)
         )
     ]
-    change = plan_input.change
-    old = None if change is None else Plan.load(change.plan)
     specs = prune(every) if old is None else current_deployment.keep_current(every, prune(every), old)
     pool = OptimizationProblem(
         nodes=tuple(_nodes(n, table[n.gpu]) for n in nodes),
@@ -197,12 +208,14 @@ def _nodes(nodes: NodeClass, gpu: GpuSpec) -> MachineClass:
         nodes.stock,
         nic_bytes_s(nodes, gpu),
         nodes.dram_gib * GIB,
+        spot=nodes.spot,
     )
 
 
 def _demand(of: RequestClass, rules: PlanRules) -> RateDemand:
     slices = rules.slices if rules.split == "slices" else None
-    return RateDemand(of.name, of.rate, of.online, of.request.weight, slices)
+    growth_per_s = of.request.growth_per_minute / 60
+    return RateDemand(of.name, of.rate, of.online, of.request.weight, growth_per_s, slices)
 
 
 def _variant(
@@ -233,6 +246,7 @@ def _limits(rules: PlanRules, candidates: list[RequestPath]) -> PoolLimits:
         rules.max_utilisation,
         rules.online_share,
         rules.network_utilisation,
+        rules.spot_share,
         frozenset(online) if rules.n_plus_one else frozenset(),
         by_node=rules.n_plus_one == "node",
     )

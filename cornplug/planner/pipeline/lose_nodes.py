@@ -87,12 +87,17 @@ def survives(pool: OptimizationProblem, solution: PoolSolution, lost: Mapping[st
     """
     online = {u.name for u in pool.demands if u.online}
     limits = replace(
-        pool.limits, online_share=pool.limits.max_utilisation, spare=frozenset(), by_node=False, crowded=()
+        pool.limits,
+        online_share=pool.limits.max_utilisation,
+        spot_share=1.0,
+        spare=frozenset(),
+        by_node=False,
+        crowded=(),
     )
     rest = replace(
         pool,
         nodes=tuple(replace(n, nic=inf) for n in pool.nodes),
-        demands=tuple(replace(u, slices=None) for u in pool.demands if u.name in online),
+        demands=tuple(replace(u, growth_per_s=0.0, slices=None) for u in pool.demands if u.name in online),
         variants=tuple(replace(v, levels=frozenset()) for v in pool.variants if v.demand in online),
         levels=(),
         limits=limits,

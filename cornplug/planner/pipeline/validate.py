@@ -66,7 +66,7 @@ def validate(problem: FormulatedProblem, solution: PoolSolution, plan: Plan) -> 
     rates = {n: sum(r.rate for r in routes if _name(r) == n) for n in problem.classes if n in whole}
     classes = {name: _class(problem, solution, problem.classes[name], rate) for name, rate in rates.items()}
     found = end_to_end.simulate_plan(
-        stations, routes, classes, _delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
+        stations, routes, classes, delays(problem), requests=REQUESTS, seed=problem.rules.seed + 2
     )
     forecasts = [_with_times(f, found.times) for f in plan.latency_forecasts]
     groups = [_with_queue(g, found.queues.get(g.name)) for g in plan.groups]
@@ -95,7 +95,7 @@ def _class(
     return end_to_end.TrafficClass(of.name, rate, of.request.burst, samples, priority)
 
 
-def _delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
+def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
     """Seconds between two stages: an embedding's fetch, or the KV's transfer."""
     table = problem.cell_builder.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)

@@ -89,7 +89,7 @@ def shares(
     """Shares of class `name`. `rates`: class -> the input's rate. `windows`: scope -> its observed window."""
     tasks = _tasks(plan)
     for scope, window in windows.items():
-        expected = _expected(plan, scope, rates)
+        expected = rates_at(plan, scope, rates)
         if expected.get(name, 0.0) > 0:
             whole = sum(expected.values())
             parts = {other: rate / whole for other, rate in expected.items()}
@@ -97,17 +97,30 @@ def shares(
 
 
 def planned_rates(plan: Plan, scope: str) -> dict[str, float]:
-    """Class -> requests a second that the plan sends to the scope's engines, if they prefill."""
-    if "P" not in _tasks(plan).get(scope, "P"):
-        return {}
-    return _expected(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
+    """Class -> requests a second that the plan sends to the scope's engines."""
+    return rates_at(plan, scope, {f"{o.app}/{o.request}": o.served for o in plan.latency_forecasts})
+
+
+def does(plan: Plan, scope: str, task: str) -> bool:
+    """Whether the scope's engines do this task ("P", "D"); those of several groups do all."""
+    return task in _tasks(plan).get(scope, task)
+
+
+def sole_group(plan: Plan, scope: str, task: str) -> str | None:
+    """The group that does this task for all of the scope's requests; None: there are several, or none."""
+    if scope in _tasks(plan):
+        return scope if does(plan, scope, task) else None
+    inside = scopes(plan)[scope]
+    stages = [stage for r in plan.routes if class_of(r) in inside for stage in r.stages]
+    found = {group for stage in stages if task in stage.tasks for group in stage.groups}
+    return found.pop() if len(found) == 1 else None
 
 
 def _tasks(plan: Plan) -> dict[str, str]:
     return {g.name: g.tasks for g in plan.groups}
 
 
-def _expected(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
+def rates_at(plan: Plan, scope: str, rates: Mapping[str, float]) -> dict[str, float]:
     """Class -> requests a second that the scope would see of it, were the input right."""
     planned: dict[str, float] = {}
     seen: dict[str, float] = {}

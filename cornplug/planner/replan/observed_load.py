@@ -33,6 +33,10 @@ WAITING: Final = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 PROMPT: Final = ("vllm:request_prompt_tokens", "sglang:prompt_tokens_histogram")
 OUTPUT: Final = ("vllm:request_generation_tokens", "sglang:generation_tokens_histogram")
 TTFT: Final = ("vllm:time_to_first_token_seconds", "sglang:time_to_first_token_seconds")
+TPOT: Final = (
+    "vllm:request_time_per_output_token_seconds",
+    "sglang:request_time_per_output_token_seconds",
+)
 CACHED: Final = (
     "vllm:prefix_cache_hits_total",
     "vllm:external_prefix_cache_hits_total",
@@ -42,7 +46,8 @@ LOOKED_UP: Final = ("vllm:prefix_cache_queries_total", "sglang:prompt_tokens_tot
 EMBEDDINGS: Final = "cornplug_encoder_answers_total"
 
 _TIMEOUT_S: Final = 10.0
-_HISTOGRAMS: Final = tuple(f"{name}{end}" for name in PROMPT + OUTPUT + TTFT for end in ("_bucket", "_sum"))
+_COUNTED: Final = PROMPT + OUTPUT + TTFT + TPOT
+_HISTOGRAMS: Final = tuple(f"{name}{end}" for name in _COUNTED for end in ("_bucket", "_sum"))
 _KEPT: Final = frozenset(FINISHED + REJECTED + PRESENT + CACHED + LOOKED_UP + (EMBEDDINGS,) + _HISTOGRAMS)
 
 
@@ -93,6 +98,10 @@ class ObservedWindow:
     """Tokens, of media too."""
     output: HistogramCounts | None = None
     ttft: HistogramCounts | None = None
+    tpot: HistogramCounts | None = None
+    """One value a request."""
+    restarted: bool = False
+    """An engine of them began to count again: its process is a new one."""
     cached_share: float | None = None
     """Of prompt tokens."""
     embedding_hits: Mapping[str, float] | None = None
@@ -152,6 +161,12 @@ def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
         prompt=_counts(grown, PROMPT),
         output=_counts(grown, OUTPUT),
         ttft=_counts(grown, TTFT),
+        tpot=_counts(grown, TPOT),
+        restarted=any(
+            value < before.values.get(series, 0.0)
+            for series, value in after.values.items()
+            if series[0] in FINISHED
+        ),
         cached_share=_sum(grown, CACHED) / looked_up if looked_up else None,
         embedding_hits=_embedding_hits(grown),
     )

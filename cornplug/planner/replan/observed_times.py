@@ -1,6 +1,6 @@
-"""First tokens that come later than planned, at no more than the planned load.
+"""Times that engines' metrics tell, beside those of the plan.
 
-No other plan helps then: its times are not those of the engines that run, and a plan made again with the
+No other plan helps where the plan's times are not those of the engines that run: a plan made again with the
 same times is as wrong.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from cornplug.planner.plan import Plan
+from cornplug.planner.plan import Plan, ReplicaGroup
 from cornplug.planner.replan import attribution
-from cornplug.planner.replan.observed_load import ObservedWindow
+from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 from cornplug.planner.report import formatting
 
 SLOWER: Final = 1.5
@@ -21,6 +21,9 @@ LEAST_REQUESTS: Final = 100
 """Of a window; fewer may be those of a cold start."""
 MORE_LOAD: Final = 1.1
 """Times the planned rate: beyond it the load explains slow tokens."""
+
+Phase = Literal["prefill", "decode"]
+TASK: Final[dict[Phase, str]] = {"prefill": "P", "decode": "D"}
 
 
 @dataclass(frozen=True)
@@ -44,18 +47,96 @@ class SlowEngines:
         )
 
 
+@dataclass(frozen=True)
+class ObservedTime:
+    """Mean time of one group's requests in a window, and that of the plan's simulation."""
+
+    group: str
+    scope: str
+    """Whose requests: the group's, or some of its classes'."""
+    phase: Phase
+    seconds: float
+    """Of TTFT (prefill) or TPOT (decode)."""
+    planned_s: float
+    requests: float
+
+    @property
+    def ratio(self) -> float:
+        return self.seconds / self.planned_s
+
+
 def slow_engines(plan: Plan, windows: Mapping[str, ObservedWindow]) -> Iterator[SlowEngines]:
     """Scopes whose engines are `SLOWER` than the plan's simulation.
 
     The plan's TTFT holds a request's encoding elsewhere, too, so that the comparison errs towards silence.
     """
-    means = {f"{o.app}/{o.request}": o.ttft.mean for o in plan.latency_forecasts}
     for scope, window in windows.items():
-        rates = attribution.planned_rates(plan, scope)
-        known = {name: rate for name, rate in rates.items() if means.get(name) is not None}
-        if window.ttft is None or window.ttft.number < LEAST_REQUESTS or known.keys() != rates.keys():
+        planned_s = _planned_s(plan, scope, "prefill") if attribution.does(plan, scope, "P") else None
+        if planned_s is None or window.ttft is None or not _comparable(plan, scope, window, window.ttft):
             continue
-        whole = sum(rates.values())
-        planned_s = sum((means[name] or 0.0) * rate for name, rate in rates.items()) / whole if whole else 0.0
-        if planned_s and window.rate <= MORE_LOAD * whole and window.ttft.mean > SLOWER * planned_s:
+        if window.ttft.mean > SLOWER * planned_s:
             yield SlowEngines(scope, window.ttft.mean, planned_s)
+
+
+def of_groups(
+    plan: Plan, windows: Mapping[str, ObservedWindow], *, now: float, least_age_s: float
+) -> list[ObservedTime]:
+    """Times that are a single group's, at no more than the planned load; of several sources the busiest.
+
+    Cold engines are left out: those of a group that is younger than `least_age_s` at `now` (Unix time), those
+    that started in the window, and those with few requests. So are first tokens that wait for another
+    service's encoding.
+    """
+    groups = {g.name: g for g in plan.groups}
+    found: dict[tuple[str, Phase], ObservedTime] = {}
+    for scope, window in windows.items():
+        for phase, counts in (("prefill", window.ttft), ("decode", window.tpot)):
+            one = _of_group(plan, scope, window, phase, counts)  # type: ignore[arg-type]
+            if one is None or _young(groups[one.group], now, least_age_s):
+                continue
+            if (best := found.get((one.group, one.phase))) is None or best.requests < one.requests:
+                found[one.group, one.phase] = one
+    return list(found.values())
+
+
+def _of_group(
+    plan: Plan, scope: str, window: ObservedWindow, phase: Phase, counts: HistogramCounts | None
+) -> ObservedTime | None:
+    group = attribution.sole_group(plan, scope, TASK[phase])
+    if group is None or counts is None or window.restarted:
+        return None
+    if phase == "prefill" and _encoded_elsewhere(plan, scope):
+        return None
+    planned_s = _planned_s(plan, scope, phase)
+    if planned_s is None or not _comparable(plan, scope, window, counts):
+        return None
+    return ObservedTime(group, scope, phase, counts.mean, planned_s, counts.number)
+
+
+def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: HistogramCounts) -> bool:
+    """Enough requests, and no more of them a second than planned."""
+    planned = sum(attribution.planned_rates(plan, scope).values())
+    return counts.number >= LEAST_REQUESTS and window.rate <= MORE_LOAD * planned
+
+
+def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
+    """Mean of the scope's classes in the plan's simulation; None: of one it is not known."""
+    rates = attribution.planned_rates(plan, scope)
+    forecasts = {f"{f.app}/{f.request}": f for f in plan.latency_forecasts}
+    total = 0.0
+    for name, rate in rates.items():
+        times = forecasts[name].ttft if phase == "prefill" else forecasts[name].tpot
+        if times.mean is None:
+            return None
+        total += times.mean * rate
+    return total / sum(rates.values()) if total else None
+
+
+def _encoded_elsewhere(plan: Plan, scope: str) -> bool:
+    inside = attribution.scopes(plan)[scope]
+    routes = [r for r in plan.routes if attribution.class_of(r) in inside]
+    return any(stage.tasks == "E" for r in routes for stage in r.stages)
+
+
+def _young(group: ReplicaGroup, now: float, least_age_s: float) -> bool:
+    return group.since is not None and now - group.since < least_age_s

@@ -19,22 +19,36 @@ from rich.console import Console
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
 from cornplug.planner import plan_command
-from cornplug.planner.inputs.schema import ChangeRules, PlanInput
+from cornplug.planner.candidates.time_corrections import merged, place_of
+from cornplug.planner.inputs.schema import Application, ChangeRules, PlanInput
 from cornplug.planner.pipeline.current_deployment import of_group
 from cornplug.planner.pipeline.decide import PlanDecision, decide
-from cornplug.planner.plan import Plan
-from cornplug.planner.replan import attribution, observed_load, replan_state, workload_update
+from cornplug.planner.pipeline.formulate import formulate
+from cornplug.planner.plan import Plan, TimesCorrection
+from cornplug.planner.replan import (
+    attribution,
+    learned_times,
+    observed_load,
+    replan_state,
+    verdict_text,
+    workload_update,
+)
+from cornplug.planner.replan.calibration import calibrated
 from cornplug.planner.replan.decision import ReplanDecision, judge
+from cornplug.planner.replan.load_history import DailyRates
 from cornplug.planner.replan.observed_load import MetricsSnapshot, ObservedWindow
-from cornplug.planner.replan.observed_times import slow_engines
-from cornplug.planner.replan.plan_diff import PlanStep
+from cornplug.planner.replan.observed_times import of_groups, slow_engines
+from cornplug.planner.replan.replan_state import ReplanState
+from cornplug.planner.replan.verdict_text import WindowFindings
 from cornplug.planner.replan.workload_update import FigureDifference
 from cornplug.planner.report import plan_folder, progress
 
 CHANGE: Final = 3
 """Exit status: a change is advised."""
 AS_PLANNED: Final = ReplanDecision(False, "the load is what the running plan was made for", (), 0.0, 0.0)
+RATES: Final = ("rate", workload_update.SOON)
 _WINDOW_S: Final = 60.0
+_AHEAD_S: Final = 1800.0
 _STALE: Final = 10
 """Windows: an older snapshot is of another time of the day."""
 
@@ -51,40 +65,95 @@ def main(argv: list[str]) -> int:
     last = {name: stored.snapshot for name, stored in state.snapshots.items()}
     before, after = _snapshots([address for _, address in sources], last, args.window)
     if before is None:
-        replan_state.save(state_path, known, after, ())
+        replan_state.save(state_path, state.model_copy(update={"wanted": [], "times": {}}), after)
         print("First snapshot kept: run again when the metrics' files are newer.")
         return 0
+    wanted, state = tuple(state.wanted), state.model_copy(update={"wanted": []})
     windows = _windows(sources, before, after)
     slow = [engines.text for engines in slow_engines(old, windows)]
-    applications, differences = workload_update.updated(plan_input.applications, old, windows)
-    planned_for = _digest(digest, differences)
-    if planned_for == old.input_digest:
-        replan_state.save(state_path, known, after, ())
-        return _say(args, old, old, differences, AS_PLANNED, slow, agreed=False)
     change = _change_rules(plan_input.change, args.plan)
+    at_s = max(snapshot.at_s for snapshot in after.values())
+    state, applications, differences = _load(plan_input, old, windows, state, at_s, args.ahead)
     seen = plan_input.model_copy(update={"applications": applications, "change": change})
+    state, corrections = _times(seen, change, old, windows, state, keep=args.keep_times)
+    told = WindowFindings(
+        tuple(differences), tuple(slow), tuple(c for c in corrections if c not in old.corrections)
+    )
+    planned_for = _digest(digest, differences, corrections)
+    if planned_for == old.input_digest:
+        replan_state.save(state_path, state, after)
+        return _say(args, old, old, told, AS_PLANNED, agreed=False)
     try:
-        decision = _decided(seen, planned_for, quiet=args.json)
+        decision = _decided(seen, planned_for, corrections, quiet=args.json)
     except (PlanInfeasible, PlanUnfinished) as e:
-        replan_state.save(state_path, known, after, ())
+        replan_state.save(state_path, state, after)
         return plan_command.refused("replan", e)
-    same_work = all(d.what == "rate" for d in differences)
+    same_work = all(d.what in RATES for d in differences) and corrections == old.corrections
     verdict = judge(old, decision, change, same_work=same_work)
-    agreed = verdict.act and verdict.signature == tuple(state.wanted)
-    replan_state.save(state_path, known, after, verdict.signature)
+    agreed = verdict.act and verdict.signature == wanted
+    state = state.model_copy(update={"wanted": list(verdict.signature)})
+    replan_state.save(state_path, state, after)
     if agreed and args.output is not None:
         plan_folder.write(aged(old, decision.plan, time.time()), args.output)
-    return _say(args, old, decision.plan, differences, verdict, slow, agreed=agreed)
+    return _say(args, old, decision.plan, told, verdict, agreed=agreed)
 
 
-def _digest(of_file: str, differences: Sequence[FigureDifference]) -> str:
+def _load(
+    plan_input: PlanInput,
+    old: Plan,
+    windows: Mapping[str, ObservedWindow],
+    state: ReplanState,
+    at_s: float,
+    ahead_s: float,
+) -> tuple[ReplanState, list[Application], list[FigureDifference]]:
+    """The state with this window's rates, the applications with their load, and its differences."""
+    given = plan_input.applications
+    applications, differences = workload_update.updated(given, old, windows)
+    rates = workload_update.observed_rates(given, old, windows)
+    history = dict(state.history)
+    soon = {}
+    for name, rate in rates.items():
+        history[name] = history.get(name, DailyRates()).seen(rate, at_s)
+        if ahead_s and (expected := history[name].soon(rate, at_s, ahead_s)) is not None:
+            soon[name] = expected
+    applications, sooner = workload_update.with_rates_soon(applications, soon)
+    return state.model_copy(update={"history": history}), applications, [*differences, *sooner]
+
+
+def _times(
+    seen: PlanInput,
+    change: ChangeRules,
+    old: Plan,
+    windows: Mapping[str, ObservedWindow],
+    state: ReplanState,
+    *,
+    keep: bool,
+) -> tuple[ReplanState, list[TimesCorrection]]:
+    """The state with this window's times, and the corrections of profiles; with `keep` none, old or new."""
+    if keep:
+        return state.model_copy(update={"times": {}, "corrections": None, "explained": {}}), []
+    known = old.corrections if state.corrections is None else state.corrections
+    observed = of_groups(old, windows, now=time.time(), least_age_s=change.min_dwell_s)
+    ratios = learned_times.ratios(observed)
+    update: dict[str, object] = {"times": ratios}
+    if off := learned_times.agreed(observed, state.times, state.explained):
+        found = calibrated(formulate(seen, known), old, off)
+        known = learned_times.without_neutral(merged(known, found))
+        update |= {"corrections": known, "explained": {**state.explained, **ratios}}
+    return state.model_copy(update=update), known
+
+
+def _digest(
+    of_file: str, differences: Sequence[FigureDifference], corrections: Sequence[TimesCorrection]
+) -> str:
     """Digest of a plan's input: the file's own, or one with the observed figures.
 
     To two digits: the same plan is not made again for a load that is a little different.
     """
-    if not differences:
+    if not differences and not corrections:
         return of_file
     seen = [f"{d.demand} {d.what} {d.observed:.2g}" for d in differences]
+    seen += [f"{' '.join(map(str, place_of(c)))} {c.prefill:.2g} {c.decode:.2g}" for c in corrections]
     return hashlib.sha256("\n".join([of_file, *seen]).encode()).hexdigest()
 
 
@@ -153,68 +222,33 @@ def _change_rules(in_file: ChangeRules | None, plan: Path) -> ChangeRules:
     return ChangeRules(plan=plan) if in_file is None else in_file.model_copy(update={"plan": plan})
 
 
-def _decided(plan_input: PlanInput, digest: str, *, quiet: bool) -> PlanDecision:
+def _decided(
+    plan_input: PlanInput, digest: str, corrections: Sequence[TimesCorrection], *, quiet: bool
+) -> PlanDecision:
     with progress.shown(Console(stderr=True), quiet=quiet) as line:
-        return decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
+        return decide(
+            plan_input, digest=digest, progress=line.phase, watch=line.watch, corrections=corrections
+        )
 
 
 def _say(
     args: argparse.Namespace,
     old: Plan,
     new: Plan,
-    differences: Sequence[FigureDifference],
+    told: WindowFindings,
     verdict: ReplanDecision,
-    slow: Sequence[str],
     *,
     agreed: bool,
 ) -> int:
     if args.json:
-        print(json.dumps(as_json(differences, verdict, slow, agreed=agreed), indent=1))
+        print(json.dumps(verdict_text.as_json(told, verdict, agreed=agreed), indent=1))
     else:
-        print("\n".join([*lines(old, new, differences, verdict, agreed=agreed), *slow]))
+        print("\n".join(verdict_text.lines(old, new, told, verdict, agreed=agreed)))
     return CHANGE if agreed else 0
 
 
-def lines(
-    old: Plan, new: Plan, differences: Sequence[FigureDifference], verdict: ReplanDecision, *, agreed: bool
-) -> list[str]:
-    """The lines to print: one when nothing is to be done."""
-    if not verdict.act:
-        return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}."]
-    if not agreed:
-        return [f"This window asks for a change ({verdict.reason}). Waiting for the next one to agree."]
-    said = [f"Change: {verdict.reason}."]
-    said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in differences]
-    said += [f"{n}. {step.text}" for n, step in enumerate(verdict.steps, 1)]
-    said.append(f"Cost: ${old.cost_per_hour:,.2f}/h → ${new.cost_per_hour:,.2f}/h")
-    return said
-
-
-def as_json(
-    differences: Sequence[FigureDifference],
-    verdict: ReplanDecision,
-    slow: Sequence[str] = (),
-    *,
-    agreed: bool,
-) -> dict[str, object]:
-    return {
-        "act": agreed,
-        "waiting": verdict.act and not agreed,
-        "reason": verdict.reason,
-        "saves_per_hour": verdict.saves_per_hour,
-        "switching_cost": verdict.switching_cost,
-        "observed": [vars(d) for d in differences],
-        "slow": list(slow),
-        "steps": [_step(s) for s in verdict.steps] if verdict.act else [],
-    }
-
-
-def _step(step: PlanStep) -> dict[str, str]:
-    return {"kind": step.kind, "text": step.text}
-
-
-def _figure(value: float) -> str:
-    return f"{value:.3g}"
+def _seconds(text: str) -> float:
+    return 0.0 if text == "0" else plan_command.positive(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -238,6 +272,20 @@ def _parser() -> argparse.ArgumentParser:
         type=plan_command.positive,
         metavar="S",
         help="measure for so long now; default: since the last run",
+    )
+    parser.add_argument(
+        "--ahead",
+        type=_seconds,
+        default=_AHEAD_S,
+        metavar="S",
+        help="plan for the highest rate that this time of the day brought within S seconds on earlier days, "
+        "scaled to today's; 0: for the observed rate (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--keep-times",
+        action="store_true",
+        help="believe the profiles, whatever first tokens and tokens take; default: correct them where two "
+        "windows agree",
     )
     parser.add_argument("--state", type=Path, metavar="FILE", help="default: beside plan.json")
     parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="write the new plan there")

@@ -11,6 +11,8 @@ from pydantic import Field, ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.planner.latency_forecast import PlanRecord
+from cornplug.planner.plan import TimesCorrection
+from cornplug.planner.replan.load_history import DailyRates
 from cornplug.planner.replan.observed_load import MetricsSnapshot
 
 
@@ -30,6 +32,14 @@ class ReplanState(PlanRecord):
     snapshots: dict[str, KeptSnapshot] = Field(default_factory=dict)
     wanted: list[str] = Field(default_factory=list)
     """Signature of the change that the last window asked for; empty: none."""
+    times: dict[str, float] = Field(default_factory=dict)
+    """Group and phase -> observed over planned mean time of the last window."""
+    corrections: list[TimesCorrection] | None = None
+    """Of profiles' times, that hold now; None: those of the plan."""
+    explained: dict[str, float] = Field(default_factory=dict)
+    """As `times`, of the window in which they were found."""
+    history: dict[str, DailyRates] = Field(default_factory=dict)
+    """Request class -> its rates by the time of day. They outlive the plan."""
 
 
 def load(path: Path, plan: str) -> ReplanState:
@@ -42,18 +52,18 @@ def load(path: Path, plan: str) -> ReplanState:
         raise ConfigError(
             f"--state {path}", f"is no state of replan ({e})", "Remove it, or name another."
         ) from e
-    return state if state.plan == plan else ReplanState(plan=plan)
+    return state if state.plan == plan else ReplanState(plan=plan, history=state.history)
 
 
-def save(path: Path, plan: str, snapshots: Mapping[str, MetricsSnapshot], wanted: tuple[str, ...]) -> None:
-    """Replace the file at once: a run that is cut off leaves the old one."""
+def save(path: Path, state: ReplanState, snapshots: Mapping[str, MetricsSnapshot]) -> None:
+    """Replace the file at once: a run that is cut off leaves the old one. `snapshots`: the newest ones."""
     stored = {
         source: KeptSnapshot(
             at_s=s.at_s, values=[(name, list(labels), v) for (name, labels), v in s.values.items()]
         )
         for source, s in snapshots.items()
     }
-    state = ReplanState(plan=plan, snapshots=stored, wanted=list(wanted))
+    state = state.model_copy(update={"snapshots": stored})
     beside = path.with_name(f"{path.name}.new")
     beside.write_text(state.model_dump_json() + "\n", encoding="utf-8")
     os.replace(beside, path)

@@ -21,6 +21,7 @@ from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindo
 TOLERANCE: Final = 0.05
 """A difference below it, or below twice its own standard error, changes no input."""
 LENGTH_TOLERANCE: Final = 0.1
+SOON: Final = "rate soon"
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class FigureDifference:
 
     demand: str
     what: str
-    """rate, prompt, output, prefix or embedding."""
+    """rate, prompt, output, prefix or embedding; "rate soon" where this time of day makes it grow."""
     planned: float
     observed: float
 
@@ -59,6 +60,43 @@ def updated(
     return apps, tuple(differences)
 
 
+def observed_rates(
+    applications: Sequence[Application], plan: Plan, windows: Mapping[str, ObservedWindow]
+) -> dict[str, float]:
+    """Request class -> requests a second, of classes whose engines' metrics are there."""
+    known = {f"{a.name}/{r.name}": r for a in applications for r in a.requests}
+    rates = {name: r.rate for name, r in known.items()}
+    found = {}
+    for name, rate in rates.items():
+        shares = [s for s in attribution.shares(name, plan, rates, windows) if s.answers]
+        if shares:
+            found[name] = rate * _growth(shares)
+    return found
+
+
+def with_rates_soon(
+    applications: Sequence[Application], soon: Mapping[str, float]
+) -> tuple[list[Application], tuple[FigureDifference, ...]]:
+    """The applications with the higher rates that are to be expected, and those that are higher."""
+    differences, apps = list[FigureDifference](), []
+    for app in applications:
+        requests = []
+        for request in app.requests:
+            name = f"{app.name}/{request.name}"
+            rate = soon.get(name, 0.0)
+            if rate > request.rate * (1 + TOLERANCE):
+                differences.append(FigureDifference(name, SOON, request.rate, rate))
+                request = request.model_copy(update={"rate": rate})
+            requests.append(request)
+        apps.append(app.model_copy(update={"requests": requests}))
+    return apps, tuple(differences)
+
+
+def _growth(shares: Sequence[ClassShare]) -> float:
+    """Observed over expected rate."""
+    return sum(s.window.rate * s.part for s in shares) / sum(s.rate for s in shares)
+
+
 def _changes(
     app: str,
     name: str,
@@ -82,11 +120,9 @@ def _changes(
 def _rate(
     name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
-    seen = sum(s.window.rate * s.part for s in shares)
-    expected = sum(s.rate for s in shares)
     # Arrivals as random as Poisson's spread by the root of their number.
     number = max(sum(s.window.requests * s.part for s in shares), 1.0)
-    rate = request.rate * seen / expected
+    rate = request.rate * _growth(shares)
     if rate <= 0 or abs(rate / request.rate - 1) <= max(TOLERANCE, 2 * sqrt(request.burst / number)):
         return {}
     found.append(FigureDifference(name, "rate", request.rate, rate))

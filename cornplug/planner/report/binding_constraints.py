@@ -30,6 +30,8 @@ class RelaxedConstraint:
 def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     yield from _stock(pool, solution)
     yield from _limits(pool, solution)
+    yield from _growth(pool, solution)
+    yield from _spot(pool, solution)
     yield from _network(pool, solution)
     yield from _changes(pool, solution)
     yield from _demand(pool)
@@ -70,6 +72,23 @@ def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relax
         yield RelaxedConstraint(
             CounterfactualQuestion("capacity", text, relaxed), _least_slack(solution, "capacity[")
         )
+
+
+def _growth(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
+    if any(d.online and d.growth_per_s for d in pool.demands):
+        relaxed = replace(pool, demands=tuple(replace(d, growth_per_s=0.0) for d in pool.demands))
+        text = "what runs carries the growth of online work until further replicas have started"
+        slack = _least_slack(solution, "growth[")
+        yield RelaxedConstraint(CounterfactualQuestion("growth", text, relaxed), slack)
+
+
+def _spot(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
+    slacks = [slack for row, slack in solution.slack.items() if row.startswith("spot[")]
+    if slacks:
+        relaxed = replace(pool, limits=replace(pool.limits, spot_share=1.0))
+        most = formatting.percent(pool.limits.spot_share)
+        text = f"spot machines do {most} of each online class's work at most (rules.spot_share)"
+        yield RelaxedConstraint(CounterfactualQuestion("spot", text, relaxed), min(slacks))
 
 
 def _network(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:

@@ -239,6 +239,13 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
         )
     if any(g.engine == "sglang" and "P" in g.tasks for g in guessed):
         yield "Estimates are fitted to vLLM: published first tokens of SGLang took 1.5 to 7 times as long."
+    spot = [n.name for n in decision.plan.nodes if n.spot]
+    if spot:
+        most = formatting.percent(decision.pool.limits.spot_share)
+        yield (
+            f"{', '.join(spot)}: spot machines, which may all be taken back at once. They do {most} of each "
+            "online class's work at most; what can wait then waits."
+        )
     if asked.timed_out:
         yield f"The solver's time limit ended {_names(asked.timed_out)}: another run may answer otherwise."
     if asked.skipped:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner.pools import EXACT, NO_RESERVE, one_service
 
+from cornplug.errors import ConfigError
 from cornplug.planner.optimizer import milp
 from cornplug.planner.optimizer.milp import solve
 from cornplug.planner.optimizer.optimization_problem import (
@@ -69,6 +70,64 @@ def test_work_that_can_wait_may_use_what_is_kept_free_for_peaks() -> None:
     waits = tuple(replace(u, online=u.name == "on") for u in pool.demands)
     assert solve(replace(pool, demands=waits), EXACT).nodes == {"g": 1}
     assert solve(pool, EXACT).nodes == {"g": 2}, "both online: 0.95 of one replica is too full"
+
+
+@pytest.mark.parametrize(
+    ("growth_per_s", "start_s", "replicas"),
+    [(0.0, 600.0, 4), (0.001, 60.0, 4), (0.005, 100.0, 5), (0.005, 400.0, 10)],
+)
+def test_solve_growth_until_replicas_start_is_carried(
+    growth_per_s: float, start_s: float, replicas: int
+) -> None:
+    """3 requests/s fill 80 % of 4 replicas; those that come in `start_s` may fill them to 95 %."""
+    pool = one_service({"g": {"u": 1.0}}, {"g": 1.0}, {"u": 3.0}, limits=PoolLimits(0.95, 0.8))
+    pool = replace(
+        pool,
+        cells=tuple(replace(c, start_s=start_s) for c in pool.cells),
+        demands=tuple(replace(u, growth_per_s=growth_per_s) for u in pool.demands),
+    )
+    assert solve(pool, EXACT).replicas == {"s@g": replicas}
+    waits = tuple(replace(u, online=False) for u in pool.demands)
+    assert solve(replace(pool, demands=waits), EXACT).replicas == {"s@g": 4}, "work that can wait has none"
+
+
+def test_solve_growth_prefers_cell_that_starts_sooner() -> None:
+    """As much for a little less money, with weights that take ten times as long to read."""
+    pool = one_service({"slow": {"u": 1.0}, "quick": {"u": 1.0}}, {"slow": 1.0, "quick": 1.1}, {"u": 3.3})
+    start = {"slow": 600.0, "quick": 60.0}
+    pool = replace(pool, cells=tuple(replace(c, start_s=start[c.nodes]) for c in pool.cells))
+    assert solve(pool, EXACT).nodes == {"slow": 4}
+    grows = replace(pool, demands=tuple(replace(u, growth_per_s=0.002) for u in pool.demands))
+    assert solve(grows, EXACT).nodes == {"quick": 4}, "3.3 x 1.12; 3.3 x 2.2 on slow ones"
+
+
+def spot_pool(share: float) -> OptimizationProblem:
+    """10 online and 4 other requests/s; a replica carries one, and spot machines cost a quarter."""
+    pool = one_service(
+        {"spot": {"on": 1.0, "off": 1.0}, "own": {"on": 1.0, "off": 1.0}},
+        {"spot": 1.0, "own": 4.0},
+        {"on": 10.0, "off": 4.0},
+        limits=replace(NO_RESERVE, spot_share=share),
+    )
+    return replace(
+        pool,
+        nodes=tuple(replace(n, spot=n.name == "spot") for n in pool.nodes),
+        demands=tuple(replace(u, online=u.name == "on") for u in pool.demands),
+    )
+
+
+@pytest.mark.parametrize(("share", "spot", "own"), [(0.0, 4, 10), (0.5, 9, 5), (0.25, 6, 8), (1.0, 14, 0)])
+def test_solve_spot_machines_do_their_share_of_online_work(share: float, spot: int, own: int) -> None:
+    """At most 2.5 of 10 there: 8 replicas on the others, which then carry 8."""
+    plan = solve(spot_pool(share), EXACT)
+    assert (plan.nodes.get("spot", 0), plan.nodes.get("own", 0)) == (spot, own)
+    online = sum(f.rate for f in plan.flows if (f.demand, f.cell) == ("on", "s@spot"))
+    assert online <= share * 10 + 1e-6
+
+
+def test_solve_spot_share_that_is_none_is_refused() -> None:
+    with pytest.raises(ConfigError, match="spot_share"):
+        solve(spot_pool(1.5), EXACT)
 
 
 @pytest.mark.parametrize(("rate", "alone", "spared"), [(0.7, 1, 2), (2.3, 3, 4), (7.5, 10, 10)])

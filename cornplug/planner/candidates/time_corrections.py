@@ -1,0 +1,57 @@
+"""Profiles corrected by the times that engines' metrics tell: a factor on prefill, and one on decode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from cornplug.planner.candidates.replica_configs import ReplicaConfig
+from cornplug.planner.candidates.services import Service
+from cornplug.planner.plan import ReplicaGroup, TimesCorrection
+from cornplug.planner.simulator.step_times import CellHardware
+
+Place = tuple[str, str, str, int, int, float, str]
+"""Service, engine, GPU, TP, PP, share, quantisation: replicas with one profile."""
+
+
+def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
+    return of.service, of.engine, of.gpu, of.tp, of.pp, of.share, of.quantisation
+
+
+def place(service: Service, config: ReplicaConfig) -> Place:
+    """Of a service's replicas on a footprint."""
+    f = config
+    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.share, f.quantisation
+
+
+def at_place(at: Place) -> TimesCorrection:
+    """One that corrects nothing."""
+    service, engine, gpu, tp, pp, share, quantisation = at
+    return TimesCorrection(
+        service=service, engine=engine, gpu=gpu, tp=tp, pp=pp, share=share, quantisation=quantisation
+    )
+
+
+def by_place(corrections: Iterable[TimesCorrection]) -> dict[Place, TimesCorrection]:
+    return {place_of(one): one for one in corrections}
+
+
+def merged(earlier: Iterable[TimesCorrection], later: Iterable[TimesCorrection]) -> list[TimesCorrection]:
+    """All of them, one a place: the later one, whose factors are of the profile, too."""
+    return list({**by_place(earlier), **by_place(later)}.values())
+
+
+def corrected(hardware: CellHardware, correction: TimesCorrection | None) -> CellHardware:
+    """The profile's times by the factors; a tower's in the engine go with prefill's. Memory stays."""
+    if correction is None:
+        return hardware
+    steps = hardware.steps
+    if steps is not None:
+        steps = replace(
+            steps,
+            prefill=steps.prefill.scaled(correction.prefill),
+            decode=steps.decode.scaled(correction.decode),
+            kv_token_s=steps.kv_token_s * correction.decode,
+        )
+    encode = hardware.encode and hardware.encode.scaled(correction.prefill)
+    return replace(hardware, steps=steps, encode=encode)

@@ -1,0 +1,189 @@
+"""Factors on profiles' times with which the running plan's simulation has the observed times.
+
+A first token that takes twice as long does not mean that prefill does: it also waits, and waits grow faster
+than the work. So the plan is simulated with the observed load, and the factors that explain its metrics are
+sought, all groups at once: in logarithms a time is nearly a straight line of its factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import exp, inf, log
+from typing import Final
+
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.candidates.engine_settings import PRIORITY
+from cornplug.planner.candidates.time_corrections import (
+    Place,
+    at_place,
+    by_place,
+    corrected,
+    place,
+    place_of,
+)
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.pipeline.current_deployment import home
+from cornplug.planner.pipeline.formulate import FormulatedProblem
+from cornplug.planner.pipeline.validate import delays
+from cornplug.planner.plan import Plan, PlanRoute, TimesCorrection
+from cornplug.planner.replan import attribution
+from cornplug.planner.replan.attribution import class_of
+from cornplug.planner.replan.observed_times import ObservedTime, Phase
+from cornplug.planner.simulator import end_to_end
+from cornplug.planner.simulator.end_to_end import Delays, SimulatedTimes, TrafficClass
+from cornplug.planner.simulator.simulator import Station
+
+ROUNDS: Final = 6
+CLOSE: Final = 0.03
+"""Of the logarithm: an observed time that is so near is explained."""
+EXPLAINED: Final = 0.1
+"""Beyond it, after all rounds, no factor explains the time, and none is believed."""
+SERVED: Final = 0.93
+"""Of the requests: with fewer done while they come, a simulation is overloaded."""
+NOTICEABLE: Final = 0.05
+"""A factor nearer to 1 corrects nothing."""
+FLATTEST, STEEPEST = 0.5, 8.0
+"""Slopes of a time over its factor, in logarithms: where other things take time, and near saturation."""
+MOST: Final = log(5.0)
+REQUESTS: Final = 4000
+"""Of one simulation."""
+
+
+@dataclass
+class _Unknown:
+    """A factor's logarithm, and what simulations told of it."""
+
+    of: ObservedTime
+    log_factor: float = 0.0
+    left: float = inf
+    """Logarithm of observed over simulated."""
+    slope: float = 1.0
+    overloaded: bool = False
+    """With such a factor the queue grows for as long as the simulation lasts: its times tell nothing."""
+    _last: tuple[float, float] | None = None
+    """An earlier factor's logarithm, and what was left with it."""
+
+    def learn(self, simulated_s: float) -> None:
+        if simulated_s <= 0:
+            return
+        self.left = log(self.of.seconds / simulated_s)
+        if self._last is not None and abs(self.log_factor - self._last[0]) > 1e-6:
+            slope = (self._last[1] - self.left) / (self.log_factor - self._last[0])
+            self.slope = min(max(slope, FLATTEST), STEEPEST)
+        self._last = (self.log_factor, self.left)
+
+    def step(self) -> None:
+        if self.left == inf:
+            return
+        self.log_factor = min(max(self.log_factor + self.left / self.slope, -MOST), MOST)
+
+
+def calibrated(
+    problem: FormulatedProblem, running: Plan, observed: Sequence[ObservedTime]
+) -> list[TimesCorrection]:
+    """Corrections of the profiles of the observed groups; none of those that no factor explains.
+
+    `problem`: of the observed load, with the corrections that hold so far.
+    """
+    simulation = _Simulation.of(problem, running)
+    unknowns = [_Unknown(one) for one in observed if simulation.tells(one)]
+    for i in range(ROUNDS if unknowns else 0):
+        if i:
+            for one in unknowns:
+                one.step()
+        simulation.teach(unknowns)
+        if all(abs(one.left) <= CLOSE for one in unknowns):
+            break
+    return _corrections(problem, running, unknowns)
+
+
+def _corrections(
+    problem: FormulatedProblem, running: Plan, unknowns: Sequence[_Unknown]
+) -> list[TimesCorrection]:
+    groups = {g.name: g for g in running.groups}
+    earlier, found = by_place(problem.corrections), dict[Place, dict[str, float]]()
+    for one in sorted(unknowns, key=lambda one: -one.of.requests):
+        if one.overloaded or abs(one.left) > EXPLAINED or abs(one.log_factor) < NOTICEABLE:
+            continue
+        at = place_of(groups[one.of.group])
+        before = getattr(earlier[at], one.of.phase) if at in earlier else 1.0
+        # Of two groups with one profile, that with more requests tells its factor
+        found.setdefault(at, {}).setdefault(one.of.phase, round(before * exp(one.log_factor), 3))
+    return [earlier.get(at, at_place(at)).model_copy(update=factors) for at, factors in found.items()]
+
+
+@dataclass(frozen=True)
+class _Simulation:
+    """The running plan with the observed load."""
+
+    running: Plan
+    cells: Mapping[str, CellSpec]
+    """Group -> its cell, of groups whose times are known."""
+    routes: Sequence[PlanRoute]
+    """Of classes that visit such groups only."""
+    classes: Mapping[str, TrafficClass]
+    delays: Delays
+    seed: int
+
+    @classmethod
+    def of(cls, problem: FormulatedProblem, running: Plan) -> _Simulation:
+        specs = {g.name: home(g, problem.cells.values()) for g in running.groups}
+        cells = {name: spec for name, spec in specs.items() if spec is not None and spec.timed}
+        routes_of: dict[str, list[PlanRoute]] = {}
+        for r in running.routes:
+            routes_of.setdefault(class_of(r), []).append(r)
+        routes = [
+            r
+            for name, mine in routes_of.items()
+            if name in problem.classes and all(g in cells for r in mine for s in r.stages for g in s.groups)
+            for r in mine
+        ]
+        names = dict.fromkeys(map(class_of, routes))
+        classes = {name: _traffic(problem, running, problem.classes[name]) for name in names}
+        return cls(running, cells, routes, classes, delays(problem), problem.rules.seed + 3)
+
+    def tells(self, one: ObservedTime) -> bool:
+        """Whether it has such a time: of that group, and of all its scope's classes."""
+        inside = attribution.scopes(self.running)[one.scope]
+        return one.group in self.cells and inside <= self.classes.keys()
+
+    def teach(self, unknowns: Sequence[_Unknown]) -> None:
+        """Simulate with the factors as they are, and tell each the time that it has."""
+        factors: dict[str, dict[str, float]] = {name: {} for name in self.cells}
+        for one in unknowns:
+            factors[one.of.group][one.of.phase] = exp(one.log_factor)
+        replicas = {g.name: g.replicas for g in self.running.groups}
+        stations = {name: _station(spec, replicas[name], factors[name]) for name, spec in self.cells.items()}
+        times = end_to_end.simulate_plan(
+            stations, self.routes, self.classes, self.delays, requests=REQUESTS, seed=self.seed, most_runs=1
+        ).times
+        rates = {name: of.rate for name, of in self.classes.items()}
+        for one in unknowns:
+            parts = attribution.rates_at(self.running, one.of.scope, rates)
+            total = sum(rate * _mean(times[name], one.of.phase) for name, rate in parts.items())
+            one.overloaded = any(times[name].finished < SERVED * rates[name] for name in parts)
+            one.learn(total / sum(parts.values()))
+
+
+def _station(spec: CellSpec, replicas: int, factors: Mapping[str, float]) -> Station:
+    assert spec.hardware is not None
+    correction = at_place(place(spec.service, spec.footprint)).model_copy(update=factors)
+    return replace(spec, hardware=corrected(spec.hardware, correction)).station(replicas)
+
+
+def _traffic(problem: FormulatedProblem, running: Plan, of: RequestClass) -> TrafficClass:
+    """The class's observed load, with the hits of the plan's caches."""
+    gib = {c.name: c.gib for c in running.caches}
+    levels = {level.name for level in problem.levels if level.gib == gib.get(level.cache, 0.0)}
+    base = problem.cell_builder.bases[of.name]
+    known = [w.scenario for w in problem.request_paths.values() if w.of.name == of.name]
+    scenario = next((one for one in known if one.names <= levels), base)
+    samples = problem.samples.of(of, scenario)
+    priority = PRIORITY[of.app.workload]
+    return TrafficClass(of.name, of.request.rate, of.request.burst, samples, priority)
+
+
+def _mean(times: SimulatedTimes, phase: Phase) -> float:
+    found = times.ttft.mean if phase == "prefill" else times.tpot.mean
+    return found or 0.0

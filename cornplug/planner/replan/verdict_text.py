@@ -1,0 +1,59 @@
+"""What `cornplug replan` prints: the verdict, and what was observed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cornplug.planner.plan import Plan, TimesCorrection
+from cornplug.planner.replan import learned_times
+from cornplug.planner.replan.decision import ReplanDecision
+from cornplug.planner.replan.plan_diff import PlanStep
+from cornplug.planner.replan.workload_update import FigureDifference
+
+
+@dataclass(frozen=True)
+class WindowFindings:
+    """What the metrics of a window say."""
+
+    differences: tuple[FigureDifference, ...]
+    slow: tuple[str, ...]
+    """Sentences on engines that are slower than the plan says."""
+    corrections: tuple[TimesCorrection, ...] = ()
+    """Of profiles' times, that the running plan was not made with."""
+
+
+def lines(old: Plan, new: Plan, told: WindowFindings, verdict: ReplanDecision, *, agreed: bool) -> list[str]:
+    """The lines to print: one when nothing is to be done and no time is off."""
+    times = [*told.slow, *map(learned_times.text, told.corrections)]
+    if not verdict.act:
+        return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]
+    if not agreed:
+        waiting = f"This window asks for a change ({verdict.reason}). Waiting for the next one to agree."
+        return [waiting, *times]
+    said = [f"Change: {verdict.reason}."]
+    said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in told.differences]
+    said += [f"{n}. {step.text}" for n, step in enumerate(verdict.steps, 1)]
+    said.append(f"Cost: ${old.cost_per_hour:,.2f}/h → ${new.cost_per_hour:,.2f}/h")
+    return [*said, *times]
+
+
+def as_json(told: WindowFindings, verdict: ReplanDecision, *, agreed: bool) -> dict[str, object]:
+    return {
+        "act": agreed,
+        "waiting": verdict.act and not agreed,
+        "reason": verdict.reason,
+        "saves_per_hour": verdict.saves_per_hour,
+        "switching_cost": verdict.switching_cost,
+        "observed": [vars(d) for d in told.differences],
+        "slow": list(told.slow),
+        "corrections": [c.model_dump() for c in told.corrections],
+        "steps": [_step(s) for s in verdict.steps] if verdict.act else [],
+    }
+
+
+def _step(step: PlanStep) -> dict[str, str]:
+    return {"kind": step.kind, "text": step.text}
+
+
+def _figure(value: float) -> str:
+    return f"{value:.3g}"
