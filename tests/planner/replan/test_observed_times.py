@@ -81,7 +81,7 @@ def test_of_groups_pair_divides_its_times() -> None:
     assert {(one.group, one.phase) for one in found} == {("p", "prefill"), ("d", "decode")}
 
 
-def test_restarted_engine_is_noticed() -> None:
+def test_between_restarted_engine_is_noticed() -> None:
     old, new = VLLM(), VLLM()
     old.serve(300, 400, 60)
     before = observed_load.parse(old.text, 0, "")
