@@ -35,9 +35,9 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import Reservation
 from cornplug.store.client import PoolStore
-from cornplug.vllm_connector.kv.layout import WriteOp
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
+from cornplug.vllm_connector.kv_copies.layout import WriteOp
 from devkit.processes import StoreProcess
 
 _HEADS, _DIM, _PAGE_TOKENS = 32, 128, 64

@@ -1,6 +1,6 @@
 """The KV mover's copies on a GPU. Needs torch with CUDA and numpy, no engine and nothing else.
 
-Strides are those of vLLM 0.32's layouts; `tests/vllm_connector/kv/test_block_copies.py` makes the same
+Strides are those of vLLM 0.32's layouts; `tests/vllm_connector/kv_copies/test_block_copies.py` makes the same
 caches by vLLM's own code, on a CPU.
 """
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.vllm_connector.kv.block_copies import BlockCopies, kernel_table
-from cornplug.vllm_connector.kv.copy_sides import CudaSide
-from cornplug.vllm_connector.kv.layout import derive
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, kernel_table
+from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
+from cornplug.vllm_connector.kv_copies.layout import derive
 
 pytestmark = pytest.mark.gpu
 

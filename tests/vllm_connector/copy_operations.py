@@ -26,11 +26,11 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.store.base import PayloadLocation
 from cornplug.store.leases import Leases, place
-from cornplug.vllm_connector.kv import block_copies
-from cornplug.vllm_connector.kv.block_copies import BlockCopies
-from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
 from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave, PageWrite
 from cornplug.vllm_connector.kv.worker import KVWorker
+from cornplug.vllm_connector.kv_copies import block_copies
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
 
 LAYERS, HEADS, BLOCK, PAGE = 32, 8, 16, 64
 """Llama 3 8B's cache at TP 1."""

@@ -31,8 +31,8 @@ from cornplug.metrics import Tally
 from cornplug.store.base import Store
 from cornplug.vllm_connector import kv_connector
 from cornplug.vllm_connector.kv import tracked_requests
-from cornplug.vllm_connector.kv.block_copies import BlockCopies
 from cornplug.vllm_connector.kv_connector import CornplugConnector
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
 
 from .late_device import LateDevice
 

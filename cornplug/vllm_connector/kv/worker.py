@@ -27,22 +27,22 @@ from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavail
 from cornplug.store.base import Lease
 from cornplug.store.leases import Leases
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.block_copies import BlockCopies, Slab, Table, kernel_table
-from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide
-from cornplug.vllm_connector.kv.layout import (
-    BlockLayout,
-    derive,
-    latent_write_op,
-    require_unit_scales,
-    write_op,
-)
 from cornplug.vllm_connector.kv.metadata import (
     CornplugKVWorkerMetadata,
     PageLoad,
     PageSave,
     PageWrite,
 )
-from cornplug.vllm_connector.kv.mover import Job, KVMover
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab, Table, kernel_table
+from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
+from cornplug.vllm_connector.kv_copies.layout import (
+    BlockLayout,
+    derive,
+    latent_write_op,
+    require_unit_scales,
+    write_op,
+)
+from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
 
 @dataclass(eq=False, slots=True)

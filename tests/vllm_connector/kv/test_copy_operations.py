@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.vllm_connector.kv import block_copies
+from cornplug.vllm_connector.kv_copies import block_copies
 
 from .. import copy_operations
 from ..copy_operations import BLOCK, HEADS, LAYERS, PAGE, Moves, count, count_offloading

@@ -660,7 +660,7 @@ def test_kv_costs_of_queued_load_include_its_wait(engine: Make) -> None:
 def test_kv_load_past_deadline_is_recomputed(
     engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cornplug.vllm_connector.kv.block_copies._DIRECT_TOKENS", 32)  # a page a slab
+    monkeypatch.setattr("cornplug.vllm_connector.kv_copies.block_copies._DIRECT_TOKENS", 32)  # a page a slab
     engine().run("a", PROMPT)
     second = engine(load_when="pays")
     slow_views(monkeypatch, second, 0.2)

@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cornplug.vllm_connector.kv.copy_sides import CopySide, CpuSide, CudaSide
-from cornplug.vllm_connector.kv.layout import BlockLayout, BlockPlane, TokenPlaces
+from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide, CudaSide
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, BlockPlane, TokenPlaces
 
 Table = NDArray[np.int64]
 _DIRECT_TOKENS = 128

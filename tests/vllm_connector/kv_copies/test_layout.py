@@ -12,8 +12,8 @@ from vllm.v1.attention.backends import cpu_attn
 from vllm.v1.attention.backends.mla import cpu_mla
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv.block_copies import BlockCopies
-from cornplug.vllm_connector.kv.layout import (
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.layout import (
     BlockLayout,
     WriteOp,
     derive,

@@ -22,11 +22,11 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv import layout as kv_layout
-from cornplug.vllm_connector.kv.block_copies import BlockCopies, kernel_table
-from cornplug.vllm_connector.kv.copy_sides import CudaSide
-from cornplug.vllm_connector.kv.layout import derive
-from cornplug.vllm_connector.kv.mover import KVMover
+from cornplug.vllm_connector.kv_copies import layout as kv_layout
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, kernel_table
+from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
+from cornplug.vllm_connector.kv_copies.layout import derive
+from cornplug.vllm_connector.kv_copies.mover import KVMover
 from devkit.cuda_recorder import CudaRecorder, record_cuda
 
 from ..late_device import STALE, LateDevice

@@ -1,0 +1,1 @@
+"""Copies of KV between vLLM's blocks and pages of the store: where bytes lie, and how they cross."""
