@@ -62,12 +62,6 @@ def checksum(payload: bytes | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def checksums(payload: memoryview, step: int) -> list[int]:
-    """`checksum` of each `step` bytes. A KV page has hundreds: one call does them all."""
-    digest = xxhash.xxh3_64_intdigest
-    return [digest(payload[i : i + step]) for i in range(0, len(payload), step)]
-
-
 def header_checksums(headers: Sequence[bytes]) -> list[int]:
     """The checksum with which each of these headers ends, if it is whole."""
     digest = xxhash.xxh3_64_intdigest

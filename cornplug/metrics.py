@@ -40,6 +40,12 @@ METRICS: Mapping[str, Metric] = {
     "cornplug_saves_total": Metric(
         "counter", "Items offered to the store, by outcome.", ("app", "what", "outcome")
     ),
+    "cornplug_staged_pages_total": Metric(
+        "counter",
+        "KV pages that a CPU copied on their way to or from a GPU of vLLM, as its driver did not reach the "
+        "store's memory; a growing store has some.",
+        ("app",),
+    ),
     "cornplug_saved_tokens_total": Metric(
         "counter", "Prompt tokens whose prefill was skipped thanks to pages.", ("app",)
     ),

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 
-from cornplug.codec import checksums as checksums_of
 from cornplug.engine_common.page_envelope import read_page_header
 from cornplug.errors import CodecError, CornplugError
 from cornplug.kv_page import PageGeometry, RankSlice
@@ -42,6 +42,23 @@ class RankPages:
         """(heads, layers, planes, tokens, dim) of this rank's part of a page."""
         return len(self.held.heads), len(self.held.layers), *self.page.shape[2:]
 
+    def has_whole(self, runs: int) -> bool:
+        """Whether segments with this rank's layers have no others, in a page with `runs` of them a head."""
+        mine, size = self.held.runs(self.page, runs), self.page.layers // runs
+        return range(mine.start * size, mine.stop * size) == self.held.layers
+
+    def numbers(self, runs: int) -> list[int]:
+        """The segments of this rank's part of a page with `runs` of them a head, in its order."""
+        return [number for of_head in self._segments(runs) for number in of_head]
+
+    def spans(self) -> list[tuple[int, int, int]]:
+        """(place in a page, place in this rank's part of it, bytes) of each run of bytes."""
+        step, layers, heads = self.page.layer_bytes, self.held.layers, self.held.heads
+        head, size = self.page.layers * step, len(layers) * step
+        if size == head:
+            return [(heads.start * head, 0, len(heads) * head)]
+        return [(at * head + layers.start * step, i * size, size) for i, at in enumerate(heads)]
+
     def memory(self) -> torch.Tensor:
         """Host memory of `shape`."""
         return torch.empty(self.shape, dtype=getattr(torch, self.page.dtype))
@@ -56,37 +73,37 @@ class RankPages:
 
     def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
         """`read`, with the checksums of the page's header. Raises CodecError("corrupt"), StoreUnavailable."""
-        page, held = self.page, self.held
+        page, held, digest = self.page, self.held, xxhash.xxh3_64_intdigest
         runs = len(checksums) // page.heads
-        size = page.layers // runs
-        mine = held.runs(page, runs)
-        summed = range(mine.start * size, mine.stop * size)
-        step = size * page.layer_bytes
-        arena = self._arena(self.store.view(location), summed)
-        for segments, here, there in zip(self._segments(runs), _rows(into), arena, strict=True):
-            copied = here
-            if summed == held.layers:
-                np.copyto(here, there)
-            else:
-                # The writer's stages were others: verified are all layers of its segments.
-                copied = there.copy()
-                first = (held.layers.start - summed.start) * page.layer_bytes
-                np.copyto(here, copied[first : first + here.size])
-            if list(checksums[segments.start : segments.stop]) != checksums_of(copied.data, step):
-                raise CodecError("a page is corrupt", reason="corrupt")
+        arena = self._arena(self.store.view(location), runs)
+        here = _rows(into)
+        whole = self.has_whole(runs)
+        # Else the writer's stages were others: verified are all layers of its segments.
+        copied = here.reshape(arena.shape) if whole else np.empty(arena.shape, np.uint8)
+        for numbers, heads_copied, head in zip(self._segments(runs), copied, arena, strict=True):
+            for number, one, source in zip(numbers, heads_copied, head, strict=True):
+                one[:] = source
+                if digest(one) != checksums[number]:
+                    raise CodecError("a page is corrupt", reason="corrupt")
+        if not whole:
+            first = held.layers.start % (page.layers // runs) * page.layer_bytes
+            here[:] = copied.reshape(len(here), -1)[:, first : first + here.shape[1]]
 
-    def write(self, source: torch.Tensor, location: PayloadLocation) -> Mapping[int, int]:
+    def write(self, source: torch.Tensor, location: PayloadLocation) -> dict[int, int]:
         """Copy this rank's part of a page, of `shape`, into reserved room.
 
         Returns segment -> checksum of the source: a fault of the copy is found by readers.
         Raises StoreUnavailable.
         """
         sums: dict[int, int] = {}
-        runs, step = self.page.layer_runs, self.page.segment_bytes
-        arena = self._arena(self.store.view(location, writable=True), self.held.layers)
-        for segments, here, there in zip(self._segments(runs), _rows(source), arena, strict=True):
-            sums |= zip(segments, checksums_of(here.data, step), strict=True)
-            np.copyto(there, here)
+        digest, runs = xxhash.xxh3_64_intdigest, self.page.layer_runs
+        arena = self._arena(self.store.view(location, writable=True), runs)
+        here = _rows(source).reshape(arena.shape)
+        # A segment is summed and copied while it is in a cache of the CPU.
+        for numbers, head, target in zip(self._segments(runs), here, arena, strict=True):
+            for number, one, room in zip(numbers, head, target, strict=True):
+                sums[number] = digest(one)
+                room[:] = one
         return sums
 
     def discard(self, keys: Sequence[bytes], *, deadline_s: float) -> None:
@@ -103,12 +120,12 @@ class RankPages:
         mine = self.held.runs(self.page, runs)
         return [range(head * runs + mine.start, head * runs + mine.stop) for head in self.held.heads]
 
-    def _arena(self, payload: memoryview, layers: range) -> Bytes:
-        """This rank's heads of a page in the store, shape (heads, bytes of `layers`)."""
-        step = self.page.layer_bytes
-        whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, -1)
-        heads = whole[self.held.heads.start : self.held.heads.stop]
-        return heads[:, layers.start * step : layers.stop * step]
+    def _arena(self, payload: memoryview, runs: int) -> Bytes:
+        """The segments with this rank's heads and layers, of a page in the store with `runs` of them a head:
+        shape (heads, runs, bytes)."""
+        heads, mine = self.held.heads, self.held.runs(self.page, runs)
+        whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, runs, -1)
+        return whole[heads.start : heads.stop, mine.start : mine.stop]
 
 
 def _rows(part: torch.Tensor) -> Bytes:

@@ -267,3 +267,14 @@ class PurgeableStore(Protocol):
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
         """End the entries that were there when this call began and that the rule names. Leased ones are
         absent from now on, and keep their bytes until their leases end. `deadline_s` is of each portion."""
+
+
+@runtime_checkable
+class MappedStore(Protocol):
+    """What a store may offer besides: its memory as a whole, for a device that copies payloads by itself."""
+
+    def mapped(self, arena_id: bytes) -> memoryview | None:
+        """All memory that locations of this arena lie in, writable; None where it is another arena's.
+
+        Behind the locations that the store has given it may have no pages yet: touch nothing there. The rules
+        of `view` hold for each location: a lease to read, a look at `view` right before a write."""

@@ -205,6 +205,13 @@ class PoolStore:
             raise StoreUnavailable("location of another arena", reason="stale_location")
         return arena.view(location, writable=writable)
 
+    def mapped(self, arena_id: bytes) -> memoryview | None:
+        """As `MappedStore.mapped`."""
+        arena = self._link.arena
+        if arena is None or arena.id != arena_id:
+            return None
+        return arena.bytes_at(0, arena.capacity_bytes, writable=True)
+
     def close(self) -> None:
         self._link.close()
 

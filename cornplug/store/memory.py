@@ -129,6 +129,10 @@ class MemoryConnection:
         view = self.raw(location)
         return view if writable else view.toreadonly()
 
+    def mapped(self, arena_id: bytes) -> memoryview | None:
+        """As `MappedStore.mapped`."""
+        return memoryview(self._store.arena) if arena_id == self._store.index.arena_id else None
+
     def raw(self, location: PayloadLocation) -> memoryview:
         """The bytes of a location, writable, without the checks of `view`: for tests of damage."""
         return memoryview(self._store.arena)[location.offset : location.offset + location.size]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import (
+    MappedStore,
     PayloadLocation,
     Reservation,
     ReserveRefusal,
@@ -81,6 +82,14 @@ class FaultyStore:
     def stat(self, *, deadline_s: float) -> StoreStat:
         self._fault("stat", deadline_s)
         return self.inner.stat(deadline_s=deadline_s)
+
+    def mapped(self, arena_id: bytes) -> memoryview | None:
+        """As `MappedStore.mapped`: a device's copies would see no fault of `view`."""
+        return (
+            None
+            if self.corrupt_reads or not isinstance(self.inner, MappedStore)
+            else self.inner.mapped(arena_id)
+        )
 
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
         self.calls["view"] = self.calls.get("view", 0) + 1

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, kernel_table
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.cache_blocks import kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.layout import derive
 

@@ -8,6 +8,8 @@ are CPU tensors, and every tensor that `CountingSide.host` did not make counts a
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import sys
 import threading
 from array import array
@@ -81,6 +83,9 @@ class CountingSide(TorchDispatchMode):
     def begun(self) -> int:
         return 0
 
+    def done(self, end: int) -> bool:
+        return True
+
     def wait(self, end: int) -> None:
         self._counts.waits += 1
 
@@ -134,7 +139,7 @@ class Moves:
         held = RankSlice(heads=range(HEADS), layers=range(LAYERS), writes=True)
         self._page, self._step = geometry, geometry.page_bytes
         self._memory = memoryview(bytearray(pages * requests * self._step))
-        store: Any = SimpleNamespace(view=self._view, close=lambda: None)
+        store: Any = SimpleNamespace(view=self._view, mapped=lambda _: self._memory, close=lambda: None)
         self.worker = KVWorker(RankPages(geometry, held, store), BLOCK, 5.0)
         whole = torch.randn(LAYERS, 2 * blocks, BLOCK, HEADS, 2 * DIM).to(torch.bfloat16)
         self.caches = list(whole.permute(0, 1, 3, 2, 4))
@@ -195,6 +200,94 @@ class Moves:
     def _begin(self, call: Callable[[], None]) -> None:
         call()
         self.worker.drain()
+
+
+class CountingBatch:
+    """vLLM's `swap_blocks_batch`, by `memmove`; what happens in here is no call of the engine's."""
+
+    def __init__(self, counts: Operations) -> None:
+        self._counts = counts
+
+    def __call__(self, sources: torch.Tensor, targets: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
+        profile = sys.getprofile()
+        sys.setprofile(None)
+        self._counts.launches += 1
+        for source, target, size in zip(*(one.tolist() for one in (sources, targets, sizes)), strict=True):
+            self._counts.crossings += 1
+            self._counts.crossed_bytes += size * _REAL_DIM // DIM
+            ctypes.memmove(target, source, size)
+        sys.setprofile(profile)
+
+
+class NoChecksums:
+    """Launches of `DeviceChecksums`, whose sums are all alike."""
+
+    def __init__(self, counts: Operations) -> None:
+        self._counts = counts
+
+    def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
+        self._counts.launches += 2
+        with torch.utils._python_dispatch._disable_current_modes():
+            return torch.zeros(data.nbytes // segment_bytes, 8, dtype=torch.int64)
+
+
+def count_arena(pages: int, requests: int) -> dict[str, Operations]:
+    """As `count`, of a worker whose GPU copies to and from the store's memory by itself. Its crossings are
+    those of the batches, and two small copies a slab each way of indices and checksums."""
+    found = {}
+    for profiled in (False, True):
+        moves, counts = Moves(pages, requests), Operations()
+        _with_arena(moves, counts, CpuSide() if profiled else CountingSide(counts))
+        for name in ("save", "load"):
+            getattr(moves, name)()
+            before = asdict(counts)
+
+            def note(frame: Any, event: str, arg: Any, counts: Operations = counts) -> None:
+                counts.engine_calls += event in ("call", "c_call")
+
+            def begin(call: Callable[[], None], moves: Moves = moves, note: Any = note) -> None:
+                sys.setprofile(note)
+                call()
+                moves.worker.drain()
+                sys.setprofile(None)
+
+            if profiled:
+                moves._begin = begin  # type: ignore[method-assign]
+            getattr(moves, name)()
+            if profiled:
+                found[name].engine_calls = counts.engine_calls - before["engine_calls"]
+                del moves._begin
+            else:
+                found[name] = Operations(
+                    **{key: value - before[key] for key, value in asdict(counts).items()}
+                )
+        moves.worker.close()
+    return found
+
+
+def _with_arena(moves: Moves, counts: Operations, side: CopySide) -> None:
+    """Have a worker's GPU copy by itself; no byte may take the other way."""
+    from cornplug.vllm_connector.kv.arena_moves import ArenaMoves  # wants Triton
+    from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+    from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
+
+    from .late_arena import HostRanges
+
+    worker: Any = moves.worker
+    ranges, blocks = HostRanges(), worker._out.blocks
+    copies = [
+        ArenaCopies(blocks, side, NoChecksums(counts), CountingBatch(counts))  # type: ignore[arg-type]
+        for _ in range(2)
+    ]
+    memory = RegisteredMemory(worker._pages.store, ranges.register, ranges.unregister, lambda: None)
+    memory._least_bytes = 1
+    memory.reaches(bytes(16), len(moves._memory))
+    memory._thread.submit(lambda: None).result()
+    worker._arena = ArenaMoves(
+        worker._pages, worker._reports, memory, *copies, block_size=BLOCK, slots=BLOCK,
+        discard=worker._discard_now,
+    )  # fmt: skip
+    worker._mover.submit = None
 
 
 def count(pages: int, requests: int) -> dict[str, Operations]:
@@ -339,6 +432,10 @@ def count_offloading(pages: int, tp: int = 1) -> Operations:
 def small_slabs() -> None:
     """Slabs hold as many of these pages as of an 8B model's."""
     block_copies._STAGED_BYTES = block_copies._STAGED_BYTES * DIM // _REAL_DIM
+    with contextlib.suppress(ImportError):  # no Triton
+        from cornplug.vllm_connector.kv_copies import arena_copies
+
+        arena_copies._SLAB_BYTES = arena_copies._SLAB_BYTES * DIM // _REAL_DIM
 
 
 def main() -> None:
@@ -347,6 +444,9 @@ def main() -> None:
     for pages, requests in ((1, 1), (100, 1), (1, 64)):
         for name, found in count(pages, requests).items():
             print(f"{name} of {pages} pages of {requests} requests: {found}")
+    for pages, requests in ((1, 1), (100, 1), (1, 64)):
+        for name, found in count_arena(pages, requests).items():
+            print(f"GPU's own {name} of {pages} pages of {requests} requests: {found}")
     for pages, tp in ((1, 1), (100, 1), (100, 2)):
         found = count_offloading(pages, tp)
         print(f"vLLM's offloading worker, save of {pages} pages, a rank of {tp}: {found}")

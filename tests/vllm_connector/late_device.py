@@ -26,6 +26,7 @@ class LateDevice(TorchDispatchMode):
         self._hosts: list[torch.Tensor] = []
         self._pending: list[tuple[int, Callable[[], Any]]] = []
         self._ends = 0
+        self._asked: set[int] = set()
         self.pageable = 0
         """Copies that PyTorch led through a temporary."""
 
@@ -57,6 +58,14 @@ class LateDevice(TorchDispatchMode):
         for _, happen in [one for one in self._pending if one[0] < end]:
             happen()
         self._pending = [one for one in self._pending if one[0] >= end]
+
+    def done(self, end: int) -> bool:
+        """False at first."""
+        if end not in self._asked:
+            self._asked.add(end)
+            return False
+        self.wait(end)
+        return True
 
     def finish(self) -> None:
         """The stream has been waited for."""

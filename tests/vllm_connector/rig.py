@@ -209,14 +209,15 @@ class Engine:
         extra_layers: int = 0,
         draft: int = 0,
         kernel_block: int = 0,
-        accelerator: bool = False,
+        accelerator: bool | str = False,
         second_runner: bool = False,
         latent: bool = False,
         **fields: Any,
     ) -> None:
         """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
         numbers from 0 again. `kernel_block`: the caches are in smaller blocks than the engine counts.
-        `accelerator`: the workers copy as on one, with copies that arrive late. `second_runner`: vLLM's V2
+        `accelerator`: the workers copy as on one, with copies that arrive late; "arena": also to and from the
+        store's memory by themselves. `second_runner`: vLLM's V2
         model runner calls the workers, the default on a GPU. `latent`: the model has MLA."""
         self.second_runner, self.latent = second_runner, latent
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
@@ -344,6 +345,10 @@ class Engine:
                 if of is not None:
                     late = BlockCopies(of._caches, of._layouts, of._shape, direct=False, side=LateDevice())
                     setattr(worker, way, late)
+            if self.accelerator == "arena" and worker._out is not None:
+                from .late_arena import late_arena  # wants Triton
+
+                worker._arena = late_arena(worker)
         rank = Rank(connector, heads, layers, caches, self.kernel_block)
         if self.second_runner:
             with (

@@ -27,6 +27,13 @@ from cornplug.vllm_connector.model import loaded_weights, weight_updates
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
 KV = (keys_ahead, provenance, resets)
 WRAPPING = (flags, connector_config, mm_identifiers, *KV, loaded_weights, weight_updates)
+REGISTER = "vllm.v1.kv_offload.cpu.host_register"
+CALLED = (
+    ("vllm._custom_ops", "swap_blocks_batch"),
+    (REGISTER, "host_register"),
+    (REGISTER, "host_unregister"),
+)
+"""Functions of vLLM's own offloading worker that `kv/arena_moves.py` calls."""
 NOT_IN_ALL = {"KVConnectorBase_V1.unregister_kv_caches": "from 0.33 on"}
 """Methods that some releases never call -> since when others do."""
 
@@ -46,6 +53,8 @@ def seams() -> Iterator[str]:
         for home, target, _ in module.WRAPS:
             function = reduce(getattr, target.split("."), importlib.import_module(home))
             yield f"{home}:{target}({arguments(getattr(function, '_cornplug_original', function))})"
+    for home, name in CALLED:
+        yield f"{home}:{name}({arguments(getattr(importlib.import_module(home), name))})"
     for base, ours in ((KVConnectorBase_V1, CornplugConnector), (ECConnectorBase, CornplugECConnector)):
         for name, method in vars(ours).items():
             if not name.startswith("_") and inspect.isfunction(

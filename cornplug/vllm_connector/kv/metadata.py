@@ -82,6 +82,8 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
     loaded_bytes: int = 0
     loading_s: float = 0.0
     """Seconds that the mover spent on them, its queue not counted."""
+    staged_pages: int = 0
+    """Pages that a GPU could not copy by itself."""
     steps: list[int] = field(default_factory=list)
     """Timed steps that have ended."""
     unusable: str = ""
@@ -96,6 +98,7 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
         self.failed_loads |= other.failed_loads
         self.loaded_bytes += other.loaded_bytes
         self.loading_s = max(self.loading_s, other.loading_s)
+        self.staged_pages = max(self.staged_pages, other.staged_pages)
         self.steps += other.steps
         self.unusable = self.unusable or other.unusable
         return self
@@ -107,5 +110,6 @@ class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
             or self.failed_loads
             or self.unusable
             or self.loaded_bytes
+            or self.staged_pages
             or self.steps
         )

@@ -77,6 +77,8 @@ class SchedulerHalf:
             self._offers.failed(tracked, reason)
             if tracked is not None:
                 self._computes_again(tracked)
+        if acks.staged_pages:
+            self._tally.count("cornplug_staged_pages_total", self._app, by=acks.staged_pages)
         if acks.loaded_bytes:
             self._tally.count("cornplug_bytes_total", self._app, KV_PAGE, "load", by=acks.loaded_bytes)
         for saves in self._all_saves:

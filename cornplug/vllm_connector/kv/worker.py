@@ -11,13 +11,10 @@ acknowledged by then are given up, as their bytes may be wrong.
 from __future__ import annotations
 
 import itertools
-import math
-import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,13 +24,10 @@ from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavail
 from cornplug.store.base import Lease
 from cornplug.store.leases import Leases
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv.metadata import (
-    CornplugKVWorkerMetadata,
-    PageLoad,
-    PageSave,
-    PageWrite,
-)
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab, Table, kernel_table
+from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
+from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab
+from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
 from cornplug.vllm_connector.kv_copies.layout import (
     BlockLayout,
@@ -44,25 +38,8 @@ from cornplug.vllm_connector.kv_copies.layout import (
 )
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
-
-@dataclass(eq=False, slots=True)
-class _Saving:
-    """A save that is under way."""
-
-    save: PageSave
-    left: set[int]
-    """Reservation tokens of the pages that are not acknowledged yet."""
-    given_up: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _SavedPage:
-    """A page of a step's saves."""
-
-    saving: _Saving
-    target: PageWrite
-    place: tuple[Table, int]
-    """Some of its request's blocks through `kernel_table`, and the page's place in them."""
+if TYPE_CHECKING:
+    from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
 
 
 class KVWorker:
@@ -85,21 +62,18 @@ class KVWorker:
         self._block_size = block_size
         self._out: BlockCopies | None = None
         self._in: BlockCopies | None = None
+        self._arena: ArenaMoves | None = None
+        """Where the GPU copies by itself."""
+        self._on_gpu = False
         self._slots = block_size
         """Tokens of one block of the caches; one of the engine's may be several of the kernels'."""
         self._share = share
+        self._beside = beside
         self._mover: KVMover = (
             beside._mover if beside is not None else KVMover(lambda: self._side.enter_thread())
         )
         self._side: CopySide = CpuSide()
-        self._lock = threading.Lock()
-        self._acks = CornplugKVWorkerMetadata()
-        self._unsent: dict[int, str] = {}
-        """Reservation token -> request, of the pages in `_acks.written`."""
-        self._loaded: set[str] = set()
-        self._bad_blocks: set[int] = set()
-        self._saving: dict[str, list[_Saving]] = {}
-        self._finishing: set[str] = set()
+        self._reports = MoveReports(pages, block_size)
 
     # -- start ------------------------------------------------------------------------------
 
@@ -141,6 +115,9 @@ class KVWorker:
             for urgent in (False, True)
         )
         self._slots, self._side = layouts[0].block_size, self._out.side
+        self._on_gpu = self._out.blocks.device.type == "cuda"
+        if self._on_gpu:
+            self._arena = self._open_arena(self._out.blocks)
         compat.logger.info(
             "cornplug: KV layout verified by writing it: %d layers, heads %d to %d of %d",
             len(layouts),
@@ -152,7 +129,25 @@ class KVWorker:
     def refuse(self, error: LayoutError) -> None:
         """Report to the scheduler half that this rank's caches cannot be mapped."""
         compat.logger.warning("cornplug: KV of this engine is not shared: %s", error)
-        self._acks.unusable = error.reason
+        self._reports.unusable(error.reason)
+
+    def _open_arena(self, blocks: CacheBlocks) -> ArenaMoves | None:
+        """The other way of pages, by the GPU alone; None where it cannot be."""
+        try:
+            from cornplug.vllm_connector.kv.arena_moves import open_arena
+        except ImportError as e:  # a vLLM without Triton
+            compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
+            return None
+        return open_arena(
+            self._pages,
+            self._reports,
+            blocks,
+            beside=self._beside._arena if self._beside is not None else None,
+            share=self._share,
+            block_size=self._block_size,
+            slots=self._slots,
+            discard=lambda keys: self._mover.submit(self._discard(keys), urgent=False),
+        )
 
     def _slots_of(self, cache: torch.Tensor) -> int:
         """Tokens of one block of a cache: the engine's block size, or a part of it."""
@@ -165,70 +160,63 @@ class KVWorker:
         """Begin loads; their requests run once `finished` names them."""
         mark = self._side.mark() if loads else None
         for load in loads:
-            self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
+            if self._arena is not None and self._arena.reaches_load(load):
+                self._arena.load(load, mark)
+            else:
+                if self._on_gpu:
+                    self._reports.staged(len(load.pages))
+                self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Begin to copy out pages that this step's forward has computed."""
         if not saves:
             return
-        savings = [_Saving(save, {page.token for page in save.pages}) for save in saves]
-        with self._lock:
-            for saving in savings:
-                self._saving.setdefault(saving.save.request_id, []).append(saving)
-        self._mover.submit(self._save(savings, self._side.mark()), urgent=False)
+        mark, staged = self._side.mark(), list(saves)
+        if self._arena is not None and self._mine.writes:
+            reached, staged = self._arena.reached_saves(saves)
+            if reached:
+                self._arena.save(self._reports.saves_begin(reached), mark)
+        if staged:
+            if self._on_gpu and self._mine.writes:
+                self._reports.staged(sum([len(save.pages) for save in staged]))
+            self._mover.submit(self._save(self._reports.saves_begin(staged), mark), urgent=False)
 
     def stepped(self, number: int) -> None:
         """Acknowledge the end of a timed step, with the next acknowledgements."""
-        with self._lock:
-            self._acks.steps.append(number)
+        self._reports.stepped(number)
 
     def finishing(self, request_ids: Sequence[str]) -> None:
         """These requests' blocks stay until `finished` names them as sent."""
-        self._finishing.update(request_ids)
+        self._reports.finishing(request_ids)
 
     def give_up_saves(self, request_ids: Collection[str]) -> None:
-        """Count pages of these requests that are not acknowledged yet as not written. Does not wait.
-
-        Their blocks belong to other requests now, and may have done so before they were read.
-        """
-        with self._lock:
-            for request_id in request_ids:
-                for saving in self._saving.get(request_id, ()):
-                    saving.given_up = True
-            late = [token for token, request_id in self._unsent.items() if request_id in request_ids]
-            for token in late:
-                del self._unsent[token], self._acks.written[token]
-                self._acks.failed_writes[token] = self._pages.segments
+        """Count pages of these requests that are not acknowledged yet as not written. Does not wait."""
+        self._reports.give_up_saves(request_ids)
 
     def drain(self) -> None:
         """Wait until no block is being read or written."""
+        if self._arena is not None:
+            self._arena.drain()
         self._mover.wait()
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(sent, received) request ids since the last call."""
-        with self._lock:
-            sent = {r for r in self._finishing if not self._saving.get(r)}
-            self._finishing -= sent
-            received, self._loaded = self._loaded, set()
-        return sent, received
+        if self._arena is not None:
+            self._arena.poll()
+        return self._reports.finished()
 
     def bad_blocks(self) -> set[int]:
         """Blocks whose load failed; a request is never `finished` before its bad blocks are here."""
-        with self._lock:
-            bad, self._bad_blocks = self._bad_blocks, set()
-        return bad
+        return self._reports.bad_blocks()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
         """The acknowledgements since the last call; None where there are none."""
-        with self._lock:
-            if self._acks.is_empty():
-                return None
-            acks, self._acks = self._acks, CornplugKVWorkerMetadata()
-            self._unsent.clear()
-        return acks
+        return self._reports.acks()
 
     def close(self) -> None:
         """Finish the slabs that are being copied; drop all others."""
+        if self._arena is not None:
+            self._arena.close()
         self._mover.close()
         for copies in (self._out, self._in):
             if copies is not None:
@@ -263,17 +251,17 @@ class KVWorker:
             reason = e.reason
             compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
-                self._pages.discard(load.pages.keys[done:], deadline_s=self._background_timeout_s)
+                self._discard_now(load.pages.keys[done:])
         finally:
             done = done if settled else 0
-            first_bad = min((load.first_page + done) * self._page.page_tokens, load.end)
-            with self._lock:
-                if reason:
-                    self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)
-                    self._acks.failed_loads[load.request_id] = reason
-                self._acks.loaded_bytes += done * self._pages.size_bytes
-                self._acks.loading_s += time.monotonic() - began
-                self._loaded.add(load.request_id)
+            self._reports.load_over(load, done, reason, time.monotonic() - began)
+
+    def _discard(self, keys: Sequence[bytes]) -> Job:
+        self._discard_now(keys)
+        yield
+
+    def _discard_now(self, keys: Sequence[bytes]) -> None:
+        self._pages.discard(keys, deadline_s=self._background_timeout_s)
 
     def _verified(self, pages: Leases, host: torch.Tensor) -> int:
         """Copy this rank's part of pages to `host`. Returns how many were whole, up to the first damaged."""
@@ -289,17 +277,13 @@ class KVWorker:
 
         return sum(1 for _ in itertools.takewhile(bool, map(whole, pages, host)))
 
-    def _save(self, savings: Sequence[_Saving], mark: Any) -> Job:
+    def _save(self, saves: Sequence[OngoingSave], mark: Any) -> Job:
         copies = self._out if self._mine.writes else None
-        pages = itertools.chain.from_iterable(map(self._pages_of, savings))
-        pending = deque[tuple[list[_SavedPage], Slab]]()
+        pages = pages_of(saves, self._page.page_tokens, self._block_size, self._slots)
+        pending = deque[tuple[list[SavedPage], Slab]]()
         try:
             while copies is not None:
-                while len(pending) <= copies.ahead:
-                    wanted = (page for page in pages if not page.saving.given_up)
-                    slab = list(itertools.islice(wanted, copies.slab_pages))
-                    if not slab:
-                        break
+                while len(pending) <= copies.ahead and (slab := take(pages, copies.slab_pages)):
                     pending.append((slab, copies.begin_out([page.place for page in slab], mark)))
                 if not pending:
                     break
@@ -312,53 +296,17 @@ class KVWorker:
                 if copies is not None:
                     copies.settle()
             finally:
-                with self._lock:
-                    for saving in savings:
-                        self._failed(saving.left)
-                        self._over(saving)
+                self._reports.saves_over(saves)
 
-    def _pages_of(self, saving: _Saving) -> Iterator[_SavedPage]:
-        """The pages of one request, with only those of its blocks that hold them: it may have thousands."""
-        save, size = saving.save, self._page.page_tokens
-        # A page and a block both begin at a multiple of it.
-        unit = math.lcm(size, self._block_size)
-        first = min(page.index for page in save.pages) * size // unit * unit
-        last = max(page.index for page in save.pages) * size + size
-        blocks = save.blocks[first // self._block_size : -(-last // self._block_size)]
-        table = kernel_table(blocks, self._block_size, self._slots)
-        for page in save.pages:
-            yield _SavedPage(saving, page, (table, page.index - first // size))
-
-    def _write(self, page: _SavedPage, source: torch.Tensor) -> None:
+    def _write(self, page: SavedPage, source: torch.Tensor) -> None:
         """Copy this rank's part of a page to the store, and acknowledge it."""
-        saving, token = page.saving, page.target.token
         sums: dict[int, int] = {}
         try:
-            if not saving.given_up:
-                sums = dict(self._pages.write(source, page.target.location))
+            if not page.ongoing.given_up:
+                sums = self._pages.write(source, page.target.location)
         except CornplugError as e:
-            compat.logger.debug("cornplug: save of %s failed: %s", saving.save.request_id, e)
-        with self._lock:
-            if sums and not saving.given_up:
-                self._acks.written[token] = sums
-                self._unsent[token] = saving.save.request_id
-            else:
-                self._failed([token])
-            saving.left.discard(token)
-            if not saving.left:
-                self._over(saving)
-
-    def _failed(self, tokens: Collection[int]) -> None:
-        if self._mine.writes:
-            self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
-
-    def _over(self, saving: _Saving) -> None:
-        """Its blocks are not read any more."""
-        of_request = self._saving.get(saving.save.request_id, [])
-        if saving in of_request:
-            of_request.remove(saving)
-            if not of_request:
-                del self._saving[saving.save.request_id]
+            compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.request_id, e)
+        self._reports.page_over(page, sums)
 
     def _mapped(self, copies: BlockCopies | None) -> BlockCopies:
         if copies is None:

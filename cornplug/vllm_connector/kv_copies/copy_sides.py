@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 class CopySide(Protocol):
@@ -29,6 +32,9 @@ class CopySide(Protocol):
 
     def wait(self, end: Any) -> None:
         """Wait until `end`, which `begun` returned, has happened."""
+
+    def done(self, end: Any) -> bool:
+        """Whether `end`, which `begun` returned, has happened."""
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that the device's copies reach by themselves."""
@@ -52,6 +58,9 @@ class CpuSide:
 
     def wait(self, end: None) -> None:
         """Everything has happened."""
+
+    def done(self, end: None) -> bool:
+        return True
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -89,5 +98,34 @@ class CudaSide:
     def wait(self, end: torch.cuda.Event) -> None:
         end.synchronize()
 
+    def done(self, end: torch.cuda.Event) -> bool:
+        return end.query()
+
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+
+class TokenIndex:
+    """Where the tokens of a slab lie, on its way to the device. Made at its first use and kept."""
+
+    def __init__(self, side: CopySide, tokens: int) -> None:
+        """For at most so many tokens."""
+        self._side, self._tokens = side, tokens
+        self._there: torch.Tensor | None = None
+
+    @cached_property
+    def _here(self) -> torch.Tensor:
+        return self._side.host((2 * self._tokens,), torch.int64)
+
+    def send(
+        self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(block, slot) of each token on the device, both of shape (n,). Called within `CopySide.after`; not
+        again before that slab's end."""
+        if self._there is None:
+            self._there = torch.empty_like(self._here, device=to)
+        n, there = len(blocks), self._there
+        here = self._here[: 2 * n]
+        here.copy_(torch.from_numpy(np.concatenate([blocks, slots])))
+        there[: 2 * n].copy_(here, non_blocking=True)
+        return there[:n], there[n : 2 * n]

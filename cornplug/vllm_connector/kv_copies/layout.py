@@ -78,21 +78,6 @@ class BlockPlane:
         else:
             _flat(cache)[self._index(cache, blocks, slots)] = values
 
-    def copy_out(self, cache: torch.Tensor, places: TokenPlaces, host: torch.Tensor) -> None:
-        """Read the tokens at `places` into `host`, shape (heads, n, dim), block by block.
-
-        On a CPU that is 3 times (K transposed) to 10 times (V) as fast as indexing.
-        """
-        view = self._view(cache)
-        for block, slots, tokens in places.runs:
-            host[:, tokens].copy_(view[block, :, slots])
-
-    def copy_in(self, cache: torch.Tensor, places: TokenPlaces, host: torch.Tensor) -> None:
-        """Write `host`, shape (heads, n, dim), where `copy_out` would read it."""
-        view = self._view(cache)
-        for block, slots, tokens in places.runs:
-            view[block, :, slots].copy_(host[:, tokens])
-
     def _view(self, cache: torch.Tensor) -> torch.Tensor:
         assert self.strides is not None
         heads, tokens, dim = self.offsets.shape

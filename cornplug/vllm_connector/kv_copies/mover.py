@@ -1,4 +1,4 @@
-"""One thread that moves KV, a slab at a time: loads, which requests wait for, go before saves."""
+"""Who moves KV, a slab at a time: a thread where a CPU copies, the engine's own polls where a GPU does."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Protocol
 
 from cornplug.vllm_connector import compat
 
@@ -14,7 +15,7 @@ Job = Generator[None, None, None]
 
 
 class KVMover:
-    """Jobs of one urgency run in the order in which they came; one that is not urgent stands
+    """A thread. Jobs of one urgency run in the order in which they came; one that is not urgent stands
     aside at its next `yield` while an urgent one is there."""
 
     def __init__(self, enter_thread: Callable[[], None]) -> None:
@@ -63,6 +64,68 @@ class KVMover:
                     self._changed.notify_all()
                 elif not self._closed:
                     self._one_more()
+
+
+class Crossing(Protocol):
+    """Copies that are under way."""
+
+    def done(self) -> bool:
+        """Whether they have happened."""
+
+    def wait(self) -> None:
+        """Wait until they have happened."""
+
+
+PolledJob = Generator[Crossing, None, None]
+"""Begins copies and yields those that are to have happened before it goes on. Its `finally` reports the end,
+whichever way it ends."""
+
+
+class PolledMover:
+    """Jobs that the engine's own thread carries on between its steps. They wait for no copy."""
+
+    def __init__(self) -> None:
+        self._jobs: list[tuple[PolledJob, Crossing]] = []
+
+    def submit(self, job: PolledJob) -> None:
+        """Begin a job's first copies."""
+        self._resume(job)
+
+    def poll(self) -> None:
+        """Carry on the jobs whose copies have happened."""
+        jobs, self._jobs = self._jobs, []
+        for job, crossing in jobs:
+            if crossing.done():
+                self._resume(job)
+            else:
+                self._jobs.append((job, crossing))
+
+    def is_idle(self) -> bool:
+        """Whether no job is under way."""
+        return not self._jobs
+
+    def wait(self) -> None:
+        """Wait until every job is done."""
+        while self._jobs:
+            job, crossing = self._jobs.pop(0)
+            crossing.wait()
+            self._resume(job)
+
+    def close(self) -> None:
+        """Wait for the copies that are under way, and forget the rest."""
+        jobs, self._jobs = self._jobs, []
+        for job, crossing in jobs:
+            crossing.wait()
+            job.close()
+
+    def _resume(self, job: PolledJob) -> None:
+        try:
+            crossing = next(job, None)
+        except RuntimeError:  # torch's and CUDA's; the job has reported its end
+            compat.logger.exception("cornplug: moving KV failed")
+            return
+        if crossing is not None:
+            self._jobs.append((job, crossing))
 
 
 def _log_failure(future: Future[None]) -> None:

@@ -7,19 +7,27 @@ from typing import Any
 
 import pytest
 
-from cornplug.vllm_connector.kv_copies import block_copies
+from cornplug.vllm_connector.kv_copies import block_copies, cache_blocks
 
 from .. import copy_operations
-from ..copy_operations import BLOCK, HEADS, LAYERS, PAGE, Moves, count, count_offloading
+from ..copy_operations import BLOCK, HEADS, LAYERS, PAGE, Moves, count, count_arena, count_offloading
 
 PAGE_BYTES = HEADS * LAYERS * 2 * PAGE * 128 * 2
 """Of an 8B model"""
 SEGMENTS = HEADS
 
 
+try:
+    from cornplug.vllm_connector.kv_copies import arena_copies
+except ImportError:  # no Triton
+    arena_copies = None  # type: ignore[assignment]
+
+
 @pytest.fixture(autouse=True)
 def _small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_copies, "_STAGED_BYTES", block_copies._STAGED_BYTES)
+    if arena_copies is not None:
+        monkeypatch.setattr(arena_copies, "_SLAB_BYTES", arena_copies._SLAB_BYTES)
     copy_operations.small_slabs()
 
 
@@ -39,10 +47,30 @@ def test_kv_worker_copies_of_step_are_bounded(pages: int, requests: int) -> None
         assert one.pageable == 0
         assert one.hashes == SEGMENTS * every
         assert every * PAGE_BYTES <= one.crossed_bytes <= 1.001 * every * PAGE_BYTES
-    assert save.mover_calls <= (140 if requests == 1 else 165) * every + 200
-    assert load.mover_calls <= (135 if requests == 1 else 290) * every + 200
+    assert save.mover_calls <= (105 if requests == 1 else 125) * every + 200
+    assert load.mover_calls <= (105 if requests == 1 else 245) * every + 200
     assert save.engine_calls <= 5 * requests + 40
     assert load.engine_calls <= 32 * requests
+
+
+@pytest.mark.skipif(arena_copies is None, reason="no Triton here")
+@pytest.mark.parametrize(("pages", "requests"), [(1, 1), (20, 1), (1, 20)])
+def test_kv_worker_whose_gpu_copies_by_itself_touches_no_byte(pages: int, requests: int) -> None:
+    """A run of bytes a page, no other host memory, no checksum on a CPU, and no thread."""
+    every = pages * requests
+    found = count_arena(pages, requests)
+    save, load = found["save"], found["load"]
+    slabs = -(-every // 4)
+    # A gather, its order, two kernels of the checksums and the batch.
+    assert (save.launches, save.crossings) == (5 * slabs, every + 3 * slabs)
+    slabs = requests * -(-pages // 4)
+    assert load.launches <= 5 * slabs
+    assert load.crossings == every + 3 * slabs
+    for one in (save, load):
+        assert one.pageable == one.mover_calls == one.hashes == 0
+        assert every * PAGE_BYTES <= one.crossed_bytes <= 1.001 * every * PAGE_BYTES
+    assert save.engine_calls <= (45 if requests == 1 else 75) * every + 200
+    assert load.engine_calls <= (42 if requests == 1 else 190) * every + 250
 
 
 def test_count_offloading_with_tp_2_is_runs_of_token_rows() -> None:
@@ -102,13 +130,13 @@ def test_kv_save_takes_blocks_of_its_pages_only(monkeypatch: pytest.MonkeyPatch)
     """A decode step of a long request saves one page: its work does not grow with the request."""
     moves = Moves(40, 1)
     tables: list[int] = []
-    original = block_copies.kernel_table
+    original = cache_blocks.kernel_table
 
     def seen(blocks: Any, *args: int) -> Any:
         tables.append(len(blocks))
         return original(blocks, *args)
 
-    monkeypatch.setattr("cornplug.vllm_connector.kv.worker.kernel_table", seen)
+    monkeypatch.setattr("cornplug.vllm_connector.kv.move_reports.kernel_table", seen)
     (save,) = moves.saves()
     moves.worker.start_saves([type(save)(save.request_id, save.pages[37:38], save.blocks)])
     moves.worker.drain()

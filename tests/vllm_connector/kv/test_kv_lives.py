@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis
+import pytest
 from hypothesis import strategies as st
 
 from cornplug.store.memory import MemoryStore
@@ -114,6 +115,18 @@ def test_kv_lives_on_second_runner_leave_nothing(
     steps: list[tuple[str, Any, Any]], tp: int, lag: bool
 ) -> None:
     lives = Lives(tp, lag, second_runner=True, accelerator=True, kernel_block=8)
+    for what, x, y in steps:
+        lives.do(what, x, y)
+    lives.end()
+
+
+@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
+def test_kv_lives_with_copies_by_gpu_leave_nothing(
+    steps: list[tuple[str, Any, Any]], tp: int, lag: bool
+) -> None:
+    pytest.importorskip("triton")
+    lives = Lives(tp, lag, second_runner=True, accelerator="arena", kernel_block=8)
     for what, x, y in steps:
         lives.do(what, x, y)
     lives.end()

@@ -23,7 +23,8 @@ from vllm.v1.worker.utils import allocate_kv_cache
 
 from cornplug.errors import LayoutError
 from cornplug.vllm_connector.kv_copies import layout as kv_layout
-from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, kernel_table
+from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies
+from cornplug.vllm_connector.kv_copies.cache_blocks import kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
 from cornplug.vllm_connector.kv_copies.layout import derive
 from cornplug.vllm_connector.kv_copies.mover import KVMover
@@ -118,7 +119,7 @@ def test_block_copies_round_trip_every_vllm_layout(
 @pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
 def test_block_copies_one_allocation_is_one_part(layout: KVCacheLayout) -> None:
     """vLLM's layers lie evenly in one allocation: not a launch for each of them."""
-    assert len(copies(caches(layout), BLOCK, direct=False)._parts) == 1
+    assert len(copies(caches(layout), BLOCK, direct=False).blocks.parts) == 1
 
 
 @pytest.mark.parametrize("layout", SHARED, ids=lambda one: one.name)
@@ -137,7 +138,7 @@ def test_block_copies_round_trip_latents(layout: KVCacheLayout, direct: bool) ->
         cache.copy_(torch.randn(cache.shape))
     shape, table = (1, LAYERS, 1, PAGE, DIM), np.array(TABLE)
     out = BlockCopies(source, layouts, shape, direct=direct, side=None if direct else LateDevice())
-    assert direct or len(out._parts) == 1
+    assert direct or len(out.blocks.parts) == 1
     host = out.begin_out([(table, 2), (table, 0)], None).arrived().clone()
     blocks = [TABLE[i : i + 2] for i in (4, 0)]
     for page, of in zip(host, blocks, strict=True):
@@ -155,7 +156,7 @@ def test_block_copies_separate_allocations_are_parts() -> None:
     source = [torch.zeros(BLOCKS, HEADS, BLOCK, 2 * DIM) for _ in range(LAYERS)]
     values = fill(source, BLOCK)
     out = copies(source, BLOCK, direct=False)
-    assert len(out._parts) == LAYERS
+    assert len(out.blocks.parts) == LAYERS
     assert torch.equal(out.begin_out([(np.array(TABLE), 1)], None).arrived()[0], page_of(values, 1))
 
 
@@ -245,7 +246,7 @@ def test_block_copies_failed_slab_is_waited_for(monkeypatch: pytest.MonkeyPatch)
     out = copies(caches(KVCacheLayout.LBNHC), BLOCK, direct=False, side=device)
     ends: list[int] = []
     monkeypatch.setattr(device, "wait", ends.append)
-    monkeypatch.setattr(out, "_parts", [None])
+    monkeypatch.setattr(out.blocks, "parts", [None])
     with pytest.raises(AttributeError):
         out.begin_in(out.slab(1), np.array(TABLE), 0, 1, (0, PAGE), None)
     out.settle()

@@ -1,0 +1,265 @@
+"""Loads and saves of a rank whose GPU copies pages to and from the store's memory by itself.
+
+The engine's own thread begins the copies and looks for their ends between steps: there is no other thread,
+no other host memory, and no byte of a page passes a CPU. Pages outside the memory that the device reaches
+take `KVWorker`'s other way.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from triton.errors import TritonError
+from vllm._custom_ops import swap_blocks_batch
+from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
+
+from cornplug.codec import segment_checksums
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv.metadata import PageLoad, PageSave
+from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take
+from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies, ArenaSlab, Run
+from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
+from cornplug.vllm_connector.kv_copies.copy_sides import CudaSide
+from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, DeviceChecksums
+from cornplug.vllm_connector.kv_copies.mover import PolledJob, PolledMover
+from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
+
+_LOADS_AHEAD: Final = 8
+"""Slabs of a load begun before the first has ended: enough to fill the bus until the next step."""
+_SAVES_AHEAD: Final = 4
+"""Of a step's saves, for which nobody waits: each slab costs the engine's thread some launches."""
+
+
+class ArenaMoves:
+    """One per rank and cache group; used by the engine's thread."""
+
+    def __init__(
+        self,
+        pages: RankPages,
+        reports: MoveReports,
+        memory: RegisteredMemory,
+        out: ArenaCopies,
+        into: ArenaCopies,
+        *,
+        block_size: int,
+        slots: int,
+        discard: Callable[[Sequence[bytes]], None],
+    ) -> None:
+        """`slots`: tokens of one block of the caches. `discard` drops these keys' pages and does not wait."""
+        self._pages, self._reports = pages, reports
+        self.memory = memory
+        self._out, self._in = out, into
+        self._block_size, self._slots = block_size, slots
+        self._discard = discard
+        self._mover = PolledMover()
+        memory.join(self._mover.is_idle)
+        self._spans = pages.spans()
+        self._numbers = pages.numbers(pages.page.layer_runs)
+        self._counted_s = 0.0
+        """Until when loads have been timed."""
+
+    # -- the engine's step ------------------------------------------------------------------------
+
+    def reaches_load(self, load: PageLoad) -> bool:
+        """Whether the device reaches all pages of a load, and each has segments that it can sum."""
+        pages = load.pages
+        places = np.frombuffer(pages.places, np.uint64).reshape(-1, 3)
+        if not pages or not self.memory.reaches(pages.arena_id, int((places[:, 0] + places[:, 1]).max())):
+            return False
+        sizes = {0 if meta is None else len(meta) for meta in pages.metas}
+        return len(sizes) == 1 and self._pages.has_whole(self._runs(load))
+
+    def reached_saves(self, saves: Iterable[PageSave]) -> tuple[list[PageSave], list[PageSave]]:
+        """(saves of the pages that the device reaches, saves of the others)"""
+        reached, others = [], []
+        for save in saves:
+            places = [page.location for page in save.pages]
+            end, arenas = max([at.offset + at.size for at in places]), {at.arena_id for at in places}
+            if len(arenas) == 1 and self.memory.reaches(*arenas, end):
+                reached.append(save)
+                continue
+            found = [self.memory.reaches(at.arena_id, at.offset + at.size) for at in places]
+            for some, kept in ((reached, True), (others, False)):
+                pages = tuple(page for page, one in zip(save.pages, found, strict=True) if one is kept)
+                if pages:
+                    some.append(msgspec.structs.replace(save, pages=pages))
+        return reached, others
+
+    def load(self, load: PageLoad, mark: Any) -> None:
+        """Begin a load whose pages the device reaches."""
+        self._mover.submit(self._load(load, mark, time.monotonic()))
+
+    def save(self, saves: Sequence[OngoingSave], mark: Any) -> None:
+        """Begin to copy pages that the device reaches."""
+        self._mover.submit(self._save(saves, mark))
+
+    def poll(self) -> None:
+        """Report the copies that have happened, and begin the next."""
+        self._mover.poll()
+        self.memory.forget_ended()
+
+    def drain(self) -> None:
+        """Wait until no block is being read or written."""
+        self._mover.wait()
+
+    def close(self) -> None:
+        """Wait for copies that are under way, and drop all others."""
+        self._mover.close()
+        self.memory.leave(self._mover.is_idle)
+
+    # -- what is under way ------------------------------------------------------------------------
+
+    def _load(self, load: PageLoad, mark: Any, asked: float) -> PolledJob:
+        # Whatever happens here, the request must be told that its load is over.
+        done, begun, reason = 0, 0, "load_error"
+        pending = deque[tuple[ArenaSlab, list[bytes]]]()
+        try:
+            table = kernel_table(load.blocks, self._block_size, self._slots)
+            runs = self._runs(load)
+            numbers, segment_bytes = self._pages.numbers(runs), self._pages.page.page_bytes // runs
+            segment_bytes //= self._pages.page.heads
+            while done < len(load.pages):
+                while begun < len(load.pages) and len(pending) < _LOADS_AHEAD:
+                    if time.monotonic() > asked + load.deadline_s:
+                        raise StoreUnavailable("a load took too long", reason="load_timeout")
+                    pages = load.pages[begun : begun + self._in.slab_pages]
+                    places = range(load.first_page + begun, load.first_page + begun + len(pages))
+                    offsets = np.frombuffer(pages.places, np.uint64)[::3].tolist()
+                    bytes_of = self._runs_of([(pages.arena_id, offset) for offset in offsets])
+                    slab = self._in.begin_in(
+                        table, places, bytes_of, segment_bytes, (load.start, load.end), mark
+                    )
+                    pending.append((slab, [meta for meta in pages.metas if meta is not None]))
+                    begun += len(pages)
+                yield pending[0][0]
+                slab, metas = pending.popleft()
+                found = slab.checksums()
+                self._in.put_back(slab)
+                for i, meta in enumerate(metas):
+                    # The scheduler half has read the header.
+                    expected = segment_checksums(meta)
+                    if [expected[n] for n in numbers] != found[i * len(numbers) : (i + 1) * len(numbers)]:
+                        raise CodecError(f"page {load.first_page + done} is corrupt", reason="corrupt")
+                    done += 1
+            reason = ""
+        except CornplugError as e:
+            reason = e.reason
+            compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
+            if isinstance(e, CodecError) and e.is_damage:
+                self._discard(load.pages.keys[done:])
+        finally:
+            settled = False
+            try:
+                for slab, _ in pending:
+                    self._in.put_back(slab)
+                settled = True
+            finally:
+                # Loads side by side share the bus: each is told its part of the time.
+                now = time.monotonic()
+                seconds, self._counted_s = now - max(asked, self._counted_s), now
+                self._reports.load_over(load, done if settled else 0, reason, seconds)
+
+    def _save(self, saves: Sequence[OngoingSave], mark: Any) -> PolledJob:
+        page = self._pages.page
+        pages = self._writable(pages_of(saves, page.page_tokens, self._block_size, self._slots))
+        pending = deque[tuple[ArenaSlab, list[SavedPage]]]()
+        try:
+            while True:
+                while len(pending) < _SAVES_AHEAD and (some := take(pages, self._out.slab_pages)):
+                    at = [one.target.location for one in some]
+                    runs = self._runs_of([(one.arena_id, one.offset) for one in at])
+                    places = [one.place for one in some]
+                    pending.append((self._out.begin_out(places, runs, page.segment_bytes, mark), some))
+                if not pending:
+                    break
+                yield pending[0][0]
+                slab, some = pending.popleft()
+                found = slab.checksums()
+                self._out.put_back(slab)
+                for i, one in enumerate(some):
+                    of_page = found[i * len(self._numbers) : (i + 1) * len(self._numbers)]
+                    self._reports.page_over(one, dict(zip(self._numbers, of_page, strict=True)))
+        except CornplugError as e:
+            compat.logger.debug("cornplug: a step's saves failed: %s", e)
+        finally:
+            try:
+                for slab, _ in pending:
+                    self._out.put_back(slab)
+            finally:
+                self._reports.saves_over(saves)
+
+    def _writable(self, pages: Iterator[SavedPage]) -> Iterator[SavedPage]:
+        """Those of the pages whose rooms are reserved still."""
+        for page in pages:
+            try:
+                self._pages.store.view(page.target.location, writable=True)
+            except CornplugError as e:
+                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.request_id, e)
+                self._reports.page_over(page, {})
+            else:
+                yield page
+
+    def _runs_of(self, places: Sequence[tuple[bytes, int]]) -> list[Run]:
+        """The runs of bytes of this rank's part of pages at these (arena, offset).
+
+        Raises StoreUnavailable where the device does not reach them any more."""
+        found: list[Run] = []
+        for i, (arena_id, offset) in enumerate(places):
+            for in_page, in_part, size in self._spans:
+                place = i * self._out.page_bytes + in_part
+                for address, part in self.memory.runs(arena_id, offset + in_page, size):
+                    found.append((place, address, part))
+                    place += part
+        return found
+
+    def _runs(self, load: PageLoad) -> int:
+        """Segments of a head in the pages of a load."""
+        meta = load.pages.metas[0]
+        assert meta is not None
+        return len(segment_checksums(meta)) // self._pages.page.heads
+
+
+def open_arena(
+    pages: RankPages,
+    reports: MoveReports,
+    blocks: CacheBlocks,
+    *,
+    beside: ArenaMoves | None,
+    share: float,
+    block_size: int,
+    slots: int,
+    discard: Callable[[Sequence[bytes]], None],
+) -> ArenaMoves | None:
+    """The moves of a rank whose caches lie on a GPU; None where that cannot copy pages by itself, with a
+    warning that says why.
+
+    `beside`: those of another cache group. `share` of a slab's memory. Other arguments as `ArenaMoves`.
+    """
+    device, page = blocks.device, pages.page
+    try:
+        if page.layer_bytes % BLOCK_BYTES:
+            raise LayoutError(f"{page.layer_bytes} bytes of a layer are no whole KiB", reason="layout")
+        sides = CudaSide(device), CudaSide(device, urgent=True)
+        checksums = DeviceChecksums(device)
+        out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
+        if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
+            raise LayoutError("a page of noise came back otherwise", reason="layout")
+    except (LayoutError, RuntimeError, TritonError) as e:
+        compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
+        return None
+    memory = (
+        beside.memory
+        if beside is not None
+        else RegisteredMemory(pages.store, host_register, host_unregister, sides[0].enter_thread)
+    )
+    return ArenaMoves(
+        pages, reports, memory, out, into,
+        block_size=block_size, slots=slots, discard=discard,
+    )  # fmt: skip

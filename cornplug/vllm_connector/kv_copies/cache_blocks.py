@@ -1,0 +1,196 @@
+"""A rank's KV caches as pages see them: strided views of all layers at once, by block and slot.
+
+Needs torch and nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, BlockPlane, TokenPlaces
+
+Table = NDArray[np.int64]
+PageShape = tuple[int, int, int, int, int]
+"""Of a rank's part of a page: (heads, layers, planes, page_tokens, dim)."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Planes of some layers, addressed by one strided view of shape (layers, blocks, heads,
+    planes, slots, dim). `layers` and `planes` are their places in a page."""
+
+    view: torch.Tensor
+    layers: slice
+    planes: slice
+
+    def gather(self, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Values of n tokens, shape (n, layers, heads, planes, dim)."""
+        return self.view[:, blocks, :, :, slots]
+
+    def scatter(self, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        """Write where `gather` would read."""
+        self.view[:, blocks, :, :, slots] = values
+
+
+@dataclass(frozen=True)
+class _IndexedPart:
+    """One plane of one layer whose places follow no strides."""
+
+    plane: BlockPlane
+    cache: torch.Tensor
+    layers: slice
+    planes: slice
+
+    def gather(self, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        return self.plane.gather(self.cache, blocks, slots)[:, None, :, None]
+
+    def scatter(self, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+        self.plane.scatter(self.cache, blocks, slots, values[:, 0, :, 0])
+
+
+class CacheBlocks:
+    """The caches of one rank, addressed by tables: `blocks` of a request through `kernel_table`."""
+
+    def __init__(
+        self, caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout], shape: PageShape
+    ) -> None:
+        self.shape = shape
+        self.device = caches[0].device
+        self.dtype = caches[0].dtype
+        self.is_affine = all(plane.strides is not None for at in layouts for plane in at.planes)
+        """Whether `read` and `write` can be used: all values lie where strides say."""
+        self.parts = _parts(caches, layouts)
+        self._slots = layouts[0].block_size
+
+    def gather(self, there: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Fill `there`, shape (pages, *shape), with the tokens at (block, slot), both of shape (n,)."""
+        pages, size = there.shape[0], self.shape[3]
+        for one in self.parts:
+            values = one.gather(blocks, slots).unflatten(0, (pages, size))
+            there[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
+
+    def scatter(self, there: torch.Tensor, tokens: slice, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write these `tokens` of `there`, counted from its first page, where `gather` would read them."""
+        for one in self.parts:
+            values = there[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
+            one.scatter(blocks, slots, values[tokens])
+
+    def read(self, table: Table, start: int, host: torch.Tensor) -> None:
+        """Copy the tokens of a request from `start` on to `host`, shape (heads, layers, planes, n, dim).
+
+        Block by block: on a CPU that is 3 times (K transposed) to 10 times (V) as fast as an index.
+        """
+        for one, block, slots, values in self._runs(table, start, host):
+            values.copy_(one.view[:, block, :, :, slots])
+
+    def write(self, table: Table, start: int, host: torch.Tensor) -> None:
+        """Write `host` where `read` would read it."""
+        for one, block, slots, values in self._runs(table, start, host):
+            one.view[:, block, :, :, slots].copy_(values)
+
+    def _runs(
+        self, table: Table, start: int, host: torch.Tensor
+    ) -> Iterator[tuple[_Part, int, slice, torch.Tensor]]:
+        """(part, block, slots in it, their place in `host`) of each block touched."""
+        places = TokenPlaces(table, start, start + host.shape[3], self._slots)
+        for one in self.parts:
+            assert isinstance(one, _Part)
+            values = host[:, one.layers, one.planes].transpose(0, 1)
+            for block, slots, tokens in places.runs:
+                yield one, block, slots, values[:, :, :, tokens]
+
+    def where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
+        """(block, slot) of each token of these pages; neighbours of one request are looked up at once."""
+        size, found = self.shape[3], []
+        for _, group in itertools.groupby(pages, lambda page: id(page[0])):
+            of_request = list(group)
+            starts = np.asarray([page for _, page in of_request], np.int64)[:, None] * size
+            found.append(self.where(of_request[0][0], (starts + np.arange(size)).ravel()))
+        blocks, slots = zip(*found, strict=True)
+        return np.concatenate(blocks), np.concatenate(slots)
+
+    def where(self, table: Table, tokens: NDArray[np.int64]) -> tuple[Table, Table]:
+        """(block, slot) of each token of a request, both of shape (n,)."""
+        return table[tokens // self._slots], tokens % self._slots
+
+
+def kernel_table(blocks: Sequence[int], block_size: int, slots: int) -> NDArray[np.int64]:
+    """Indices into the caches for a request's blocks, in order.
+
+    The engine counts blocks of `block_size` tokens; a backend whose kernels want smaller ones has
+    caches of so many `slots` a block, in which each of the engine's is several neighbours.
+    """
+    parts = block_size // slots
+    ids = np.asarray(blocks, np.int64)
+    return ids if parts == 1 else (ids[:, None] * parts + np.arange(parts)).ravel()
+
+
+def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
+    """As few gathers as can be: all planes together where they lie alike, and all layers together
+    where they lie evenly in one allocation, as vLLM's do."""
+    found: list[_Part | _IndexedPart] = []
+    every = slice(0, len(layouts[0].planes))
+    for i, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
+        layer, step = slice(i, i + 1), _plane_step(layout.planes)
+        if step is not None:
+            view = _strided(cache, layout.planes[0], len(layout.planes), step)
+            found.append(_Part(view, layer, every))
+            continue
+        for j, plane in enumerate(layout.planes):
+            places = slice(j, j + 1)
+            if plane.strides is None:
+                found.append(_IndexedPart(plane, cache, layer, places))
+            else:
+                found.append(_Part(_strided(cache, plane, 1, 0), layer, places))
+    # Planes that do not lie alike, as a CPU's do, are merged apart.
+    kinds: dict[int, list[_Part | _IndexedPart]] = {}
+    for part in found:
+        kinds.setdefault(part.planes.start, []).append(part)
+    merged = []
+    for kind in kinds.values():
+        one = _merged(kind, len(caches))
+        merged += kind if one is None else [one]
+    return merged
+
+
+def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
+    """Elements from one plane to the next, 0 for a single one; None where they do not lie alike."""
+    first, last = planes[0], planes[-1]
+    if first.strides is None or first.strides != last.strides:
+        return None
+    step = last.base - first.base
+    return step if step > 0 or len(planes) == 1 else None
+
+
+def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
+    """A view of so many planes, shape (1, blocks, heads, planes, slots, dim)."""
+    assert first.strides is not None
+    heads, tokens, dim = first.offsets.shape
+    head, token, channel = first.strides
+    return cache.as_strided(
+        (1, cache.shape[0], heads, planes, tokens, dim),
+        (0, cache.stride(0), head, plane_step, token, channel),
+        cache.storage_offset() + first.base,
+    )
+
+
+def _merged(parts: Sequence[_Part | _IndexedPart], layers: int) -> _Part | None:
+    """All layers' parts of some planes as one; None where they are not evenly spaced in one allocation."""
+    views = [part.view for part in parts if isinstance(part, _Part) and part.planes == parts[0].planes]
+    if len(views) < layers or len({(v.shape, v.stride()) for v in views}) > 1:
+        return None
+    # `data_ptr` would not tell the storages of fake tensors apart.
+    if len({v.untyped_storage()._cdata for v in views}) > 1:
+        return None
+    first = views[0].storage_offset()
+    step = views[1].storage_offset() - first if len(views) > 1 else 0
+    if step < 0 or any(v.storage_offset() != first + i * step for i, v in enumerate(views)):
+        return None
+    view = views[0].as_strided((len(views), *views[0].shape[1:]), (step, *views[0].stride()[1:]), first)
+    return _Part(view, slice(0, layers), parts[0].planes)

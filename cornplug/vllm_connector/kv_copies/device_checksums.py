@@ -1,0 +1,149 @@
+"""The store's checksums, XXH3-64, of page segments that lie on a GPU: no byte of a page passes a CPU.
+
+XXH3 cuts a payload into blocks of 1 KiB. What a block adds to its eight accumulators does not depend on
+other blocks; only the short step from block to block does. So one kernel sums all blocks at once, a second
+one goes through the sums of each segment, and the host folds 64 bytes a segment to its checksum. The value
+is `xxhash.xxh3_64_intdigest`'s: readers on a CPU need not know who computed it.
+
+Needs torch, Triton and nothing of vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+import torch
+import triton
+from numpy.typing import NDArray
+from triton import language as tl
+
+BLOCK_BYTES: Final = 1024
+"""Segments are multiples of it, as all but the smallest layers are."""
+STATE: Final = 8
+"""Words that the kernels leave of each segment."""
+_SECRET: Final = bytes.fromhex(
+    "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
+    "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
+    "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
+    "a8fa763fe39c343ff9dcbbc7c70b4f1d8a51e04bcdb45931c89f7ec9d9787364"
+    "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
+    "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
+)
+"""XXH3's own, of its specification."""
+_PRIMES_32: Final = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+_PRIMES_64: Final = (
+    0x9E3779B185EBCA87,
+    0xC2B2AE3D27D4EB4F,
+    0x165667B19E3779F9,
+    0x85EBCA77C2B2AE63,
+    0x27D4EB2F165667C5,
+)
+_STRIPES, _LANES = 16, 8
+_MASK_64: Final = (1 << 64) - 1
+
+
+# Triton's compiler takes no annotations but its own.
+def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Kernel: what each of `total` blocks adds to the accumulators. `blocks`: of a segment."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    lanes = tl.arange(0, 8)
+    inside = (rows < total)[:, None]
+    first = rows.to(tl.int64)[:, None] * 128 + lanes[None, :]
+    # The last stripe of a segment has a key of its own.
+    key_at = tl.where(rows % blocks == blocks - 1, 128, 0)[:, None] + lanes[None, :]
+    added = tl.full((ROWS, 8), 0, tl.uint64)
+    for stripe in range(16):
+        at = first + stripe * 8
+        here = tl.load(data + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
+        # An accumulator also takes the word of the neighbouring lane.
+        beside = tl.load(data + (at ^ 1), mask=inside, other=0).to(tl.uint64, bitcast=True)
+        mixed = here ^ tl.load(keys + key_at + stripe * 8).to(tl.uint64, bitcast=True)
+        added += beside + (mixed & 0xFFFFFFFF) * (mixed >> 32)
+    places = rows.to(tl.int64)[:, None] * 8 + lanes[None, :]
+    tl.store(sums + places, added.to(tl.int64, bitcast=True), mask=inside)
+
+
+def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
+    """Kernel: the accumulators of a segment behind its last block."""
+    lanes = tl.arange(0, 8)
+    row = sums + tl.program_id(0).to(tl.int64) * blocks * 8 + lanes
+    acc = tl.load(keys + 256 + lanes).to(tl.uint64, bitcast=True)
+    scramble = tl.load(keys + 264 + lanes).to(tl.uint64, bitcast=True)
+    prime = tl.load(keys + 272 + lanes).to(tl.uint64, bitcast=True)
+    for block in range(0, blocks - 1):
+        acc += tl.load(row + block * 8).to(tl.uint64, bitcast=True)
+        acc = (acc ^ (acc >> 47) ^ scramble) * prime
+    acc += tl.load(row + (blocks - 1) * 8).to(tl.uint64, bitcast=True)
+    tl.store(state + tl.program_id(0) * 8 + lanes, acc.to(tl.int64, bitcast=True))
+
+
+# Their integers differ from slab to slab: no compilation while requests wait.
+_sum_blocks = triton.jit(sum_blocks, do_not_specialize=["blocks", "total"])
+_chain_blocks = triton.jit(chain_blocks, do_not_specialize=["blocks"])
+
+
+class DeviceChecksums:
+    """Checksums of segments on one device, begun on its current stream."""
+
+    ROWS = 64
+    """Blocks of one program."""
+
+    def __init__(self, device: torch.device, kernels: tuple[Any, Any] = (_sum_blocks, _chain_blocks)) -> None:
+        self._keys = torch.from_numpy(_key_table()).to(device)
+        self._sum, self._chain = kernels
+
+    def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
+        """Words of shape (segments, STATE) on the device, of which `folded` makes the checksums.
+
+        `data` is contiguous and holds segments of so many bytes, a multiple of BLOCK_BYTES.
+        """
+        words = data.flatten().view(torch.int64)
+        blocks = segment_bytes // BLOCK_BYTES
+        total = words.numel() * 8 // BLOCK_BYTES
+        sums = torch.empty(total * _LANES, dtype=torch.int64, device=data.device)
+        state = torch.empty(total // blocks, STATE, dtype=torch.int64, device=data.device)
+        self._sum[(-(-total // self.ROWS),)](words, self._keys, sums, blocks, total, ROWS=self.ROWS)
+        self._chain[(total // blocks,)](sums, self._keys, state, blocks, num_warps=1)
+        return state
+
+
+def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
+    """The checksums of segments of so many bytes; `state` of shape (segments, STATE) is on the host."""
+    mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
+    start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
+    digest = start + _multiplied(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
+    digest ^= digest >> np.uint64(37)
+    digest *= np.uint64(0x165667919E3779F9)
+    found: list[int] = (digest ^ (digest >> np.uint64(32))).tolist()
+    return found
+
+
+def _multiplied(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Low word xor high word of each product of 128 bits."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
+    lowest, cross, other = a0 * b0, a0 * b1, a1 * b0
+    carry = (lowest >> half) + (cross & low) + (other & low)
+    high: NDArray[np.uint64] = a1 * b1 + (cross >> half) + (other >> half) + (carry >> half)
+    return high ^ (a * b)
+
+
+def _secret_words(offsets: Sequence[int]) -> list[int]:
+    return [int.from_bytes(_SECRET[at : at + 8], "little") for at in offsets]
+
+
+def _key_table() -> NDArray[np.int64]:
+    """Keys of the 16 stripes of a block, those of a segment's last block, the accumulators' first values,
+    and twice a word a lane for the step to the next block."""
+    stripes = [_secret_words([8 * (n + lane) for lane in range(_LANES)]) for n in range(_STRIPES)]
+    last = [*stripes[:-1], _secret_words([121 + 8 * lane for lane in range(_LANES)])]
+    p32, p64 = _PRIMES_32, _PRIMES_64
+    first = [p32[2], p64[0], p64[1], p64[2], p64[3], p32[1], p64[4], p32[0]]
+    scramble = _secret_words([128 + 8 * lane for lane in range(_LANES)])
+    rows = [*stripes, *last, first, scramble, [p32[0]] * _LANES]
+    return np.array(rows, np.uint64).ravel().view(np.int64)
+
+
+_MERGE_KEYS: Final = np.array(_secret_words([11 + 8 * i for i in range(STATE)]), np.uint64)

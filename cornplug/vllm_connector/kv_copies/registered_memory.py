@@ -1,0 +1,160 @@
+"""Memory of the store that the device copies by itself: registered with it, as far as the store has pages.
+
+A store's memory is one mapping, of which the daemon sets pages aside as they are needed and leaves the host
+enough to live. Registration makes the kernel find a page for every address, so it follows the daemon: it
+reaches as far as the locations that the store has given. It takes time, about as long as it takes to touch
+each page once, so a thread does it, and what is not registered yet passes staging memory.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import MappedStore, Store
+from cornplug.vllm_connector import compat
+
+LEAST_BYTES: Final = 64 << 20
+"""Registered at once at least: a young store grows by a page of KV at a time."""
+MOST_BYTES: Final = 1 << 30
+"""And at most, so that the first pages are reached soon."""
+
+
+class _Region:
+    """The memory of one arena."""
+
+    def __init__(self, arena_id: bytes, memory: memoryview) -> None:
+        self.arena_id = arena_id
+        self.memory = memory
+        """Keeps the mapping in place."""
+        self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
+        self.wanted = 0
+        """End of the last location that was asked for."""
+        self.ends = [0]
+        """Ends of the registered runs, each begins where the one before ends."""
+        self.failed = False
+        self.busy = False
+
+
+class RegisteredMemory:
+    """One per rank. The engine's thread asks; a thread of its own registers.
+
+    Args:
+        register: makes (address, bytes) of this process known to the device; whether it could.
+        unregister: undoes it for an address.
+        enter_thread: makes the device the thread's own.
+        least_bytes, most_bytes: registered at once.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        register: Callable[[int, int], bool],
+        unregister: Callable[[int], None],
+        enter_thread: Callable[[], None],
+        *,
+        least_bytes: int = LEAST_BYTES,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._store = store
+        self._least_bytes, self._most_bytes = least_bytes, most_bytes
+        self._register, self._unregister = register, unregister
+        self._thread = ThreadPoolExecutor(1, "cornplug-register", initializer=enter_thread)
+        self._region: _Region | None = None
+        self._left: list[_Region] = []
+        """Of stores that have ended."""
+        self._users: list[Callable[[], bool]] = []
+        self._closed = False
+
+    def reaches(self, arena_id: bytes, end: int) -> bool:
+        """Whether the device reaches the bytes of this arena up to `end`; if not, it soon will."""
+        region = self._region
+        if region is None or region.arena_id != arena_id:
+            memory = self._store.mapped(arena_id) if isinstance(self._store, MappedStore) else None
+            if memory is None:
+                return False
+            if region is not None:
+                self._left.append(region)
+            region = self._region = _Region(arena_id, memory)
+        if end <= region.ends[-1]:
+            return True
+        region.wanted = max(region.wanted, end)
+        if not (region.busy or region.failed or self._closed) and self._next_end(region):
+            region.busy = True
+            self._thread.submit(self._extend, region).add_done_callback(_log_failure)
+        return False
+
+    def runs(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
+        """(address, bytes) of the registered runs that hold these bytes: no copy may cross two of them.
+
+        Raises StoreUnavailable for bytes that `reaches` does not reach, or no more."""
+        region = self._region
+        if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:
+            raise StoreUnavailable("location of another arena", reason="stale_location")
+        found, at, ends = [], offset, region.ends
+        while at < offset + size:
+            stop = min(offset + size, ends[bisect_right(ends, at)])
+            found.append((region.address + at, stop - at))
+            at = stop
+        return found
+
+    def join(self, is_idle: Callable[[], bool]) -> None:
+        """One more user, who says whether it has no copy under way."""
+        self._users.append(is_idle)
+
+    def forget_ended(self) -> None:
+        """Unregister the memory of stores that have ended, unless a copy is under way."""
+        if self._left and all(is_idle() for is_idle in self._users):
+            while self._left:
+                self._thread.submit(self._undo, self._left.pop()).add_done_callback(_log_failure)
+
+    def leave(self, is_idle: Callable[[], bool]) -> None:
+        """One user less, whose copies have ended; the last one has everything unregistered."""
+        self._users = [one for one in self._users if one != is_idle]
+        if self._users or self._closed:
+            return
+        self._closed = True
+        if self._region is not None:
+            self._left.append(self._region)
+            self._region = None
+        self.forget_ended()
+        self._thread.shutdown(wait=True)
+
+    # -- its thread -------------------------------------------------------------------------------
+
+    def _extend(self, region: _Region) -> None:
+        try:
+            while not self._closed and (end := self._next_end(region)):
+                start = region.ends[-1]
+                if not self._register(region.address + start, end - start):
+                    region.failed = True
+                    compat.logger.warning(
+                        "cornplug: the device cannot reach the store's memory by itself beyond %d MiB: KV "
+                        "pages pass other host memory there, which is slower",
+                        start >> 20,
+                    )
+                    return
+                region.ends.append(end)
+        finally:
+            region.busy = False
+
+    def _next_end(self, region: _Region) -> int:
+        """Where the next run to register ends; 0 where it is too early for one."""
+        start, wanted = region.ends[-1], region.wanted // mmap.PAGESIZE * mmap.PAGESIZE
+        return min(wanted, start + self._most_bytes) if wanted - start >= self._least_bytes else 0
+
+    def _undo(self, region: _Region) -> None:
+        for start in reversed(region.ends[:-1]):
+            self._unregister(region.address + start)
+
+
+def _log_failure(future: Future[None]) -> None:
+    error = None if future.cancelled() else future.exception()
+    if error is not None:
+        compat.logger.error("cornplug: registering the store's memory failed", exc_info=error)

@@ -1,0 +1,133 @@
+"""A GPU that copies the store's memory by itself, played on CPU tensors with real bytes: copies arrive late.
+
+worker._arena = late_arena(worker)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Any
+
+import numpy as np
+import torch
+
+from cornplug.vllm_connector.kv.arena_moves import ArenaMoves
+from cornplug.vllm_connector.kv_copies import device_checksums
+from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
+from cornplug.vllm_connector.kv_copies.device_checksums import BLOCK_BYTES, STATE
+from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
+
+from .late_device import LateDevice
+
+STALE_BYTE = 0xAA
+
+
+class NumpyChecksums:
+    """`DeviceChecksums` without Triton, whose interpreter takes milliseconds a KiB."""
+
+    def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
+        with torch.utils._python_dispatch._disable_current_modes():
+            words = data.flatten().view(torch.int64).numpy().view(np.uint64)
+        blocks = words.reshape(-1, segment_bytes // BLOCK_BYTES, 16, 8)
+        keys = device_checksums._key_table().view(np.uint64)
+        acc = np.broadcast_to(keys[256:264], (len(blocks), STATE)).copy()
+        low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
+        for i in range(blocks.shape[1]):
+            last = i == blocks.shape[1] - 1
+            mixed = blocks[:, i] ^ keys[128 * last : 128 * last + 128].reshape(16, 8)
+            beside = blocks[:, i].reshape(-1, 16, 4, 2)[..., ::-1].reshape(mixed.shape)
+            acc += (beside + (mixed & low) * (mixed >> half)).sum(axis=1, dtype=np.uint64)
+            if not last:
+                acc = (acc ^ (acc >> np.uint64(47)) ^ keys[264:272]) * keys[272:280]
+        with torch.utils._python_dispatch._disable_current_modes():
+            return torch.from_numpy(acc.view(np.int64))
+
+
+class HostRanges:
+    """Memory that was registered with the device."""
+
+    def __init__(self) -> None:
+        self.ranges: dict[int, int] = {}
+        self.gone: list[int] = []
+
+    def register(self, address: int, size: int) -> bool:
+        self.ranges[address] = size
+        return True
+
+    def unregister(self, address: int) -> None:
+        del self.ranges[address]
+        self.gone.append(address)
+
+    def hold(self, address: int, size: int) -> bool:
+        """Whether one registration has all of these bytes."""
+        return any(start <= address and address + size <= start + n for start, n in self.ranges.items())
+
+
+class EagerMemory(RegisteredMemory):
+    """Registers in no time."""
+
+    def reaches(self, arena_id: bytes, end: int) -> bool:
+        super().reaches(arena_id, end)
+        self._thread.submit(lambda: None).result()
+        return super().reaches(arena_id, end)
+
+
+class BatchCopies:
+    """`swap_blocks_batch`: a copy to registered memory arrives with its slab's end, and leaves stale bytes
+    there until then; one from there must find the same bytes then."""
+
+    def __init__(self, device: LateDevice, ranges: HostRanges) -> None:
+        self._device, self._ranges = device, ranges
+        self.calls: list[list[int]] = []
+        """Sizes of each call's copies."""
+
+    def __call__(
+        self,
+        sources: torch.Tensor,
+        targets: torch.Tensor,
+        sizes: torch.Tensor,
+        is_src_access_order_any: bool = False,
+    ) -> None:
+        columns = [one.tolist() for one in (sources, targets, sizes)]
+        assert {one.dtype for one in (sources, targets, sizes)} == {torch.int64}
+        assert all(one.is_contiguous() for one in (sources, targets, sizes))
+        self.calls.append(columns[2])
+        for source, target, size in zip(*columns, strict=True):
+            data = ctypes.string_at(source, size)
+            if self._at_host(target, size):
+                assert not is_src_access_order_any, "another stream writes into the blocks"
+                ctypes.memset(target, STALE_BYTE, size)
+                self._device._later(lambda at=target, data=data: ctypes.memmove(at, data, len(data)))
+            else:
+                assert self._at_host(source, size), "a copy across two registrations, or of other memory"
+                ctypes.memmove(target, data, size)
+                self._device._later(lambda at=source, data=data: _unchanged(at, data))
+
+    def _at_host(self, address: int, size: int) -> bool:
+        hosts = [(one.data_ptr(), one.nbytes) for one in self._device._hosts]
+        pinned = any(start <= address and address + size <= start + n for start, n in hosts)
+        return pinned or self._ranges.hold(address, size)
+
+
+def _unchanged(address: int, data: bytes) -> None:
+    assert ctypes.string_at(address, len(data)) == data, "the store's memory was changed while it was read"
+
+
+def late_arena(worker: Any, *, ranges: HostRanges | None = None, beside: Any = None) -> ArenaMoves:
+    """The arena's moves of a registered `KVWorker` on the CPU."""
+    ranges, worker._on_gpu = ranges or HostRanges(), True
+    copies = []
+    for _ in range(2):
+        device = LateDevice()
+        batch = BatchCopies(device, ranges)
+        copies.append(ArenaCopies(worker._out.blocks, device, NumpyChecksums(), batch))  # type: ignore[arg-type]
+    memory = beside.memory if beside is not None else EagerMemory(
+        worker._pages.store, ranges.register, ranges.unregister, lambda: None,
+        least_bytes=mmap.PAGESIZE, most_bytes=5 * mmap.PAGESIZE,
+    )  # fmt: skip
+    moves = ArenaMoves(
+        worker._pages, worker._reports, memory, *copies, block_size=worker._block_size, slots=worker._slots,
+        discard=worker._discard_now,
+    )  # fmt: skip
+    return moves
