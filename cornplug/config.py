@@ -183,7 +183,8 @@ class EngineConfig(Section):
     app: str = Field(default="default", min_length=1, max_length=64, pattern=r"^[A-Za-z0-9._-]+$")
     """The name of the app that this engine serves: a label of metrics and of bytes in the store."""
     page_tokens: int = Field(default=64, ge=16, le=1024, multiple_of=16)
-    """Tokens of one KV page. Engines that share must agree."""
+    """Tokens of one KV page. Engines that share must agree. Beside recurrent states it is vLLM's block size
+    instead."""
     share_kv: bool = True
     """The engine loads and saves KV pages."""
     save: Literal["always", "second", "never"] = "second"

@@ -9,7 +9,8 @@ so that a tensor-parallel rank with a contiguous range of heads reads and writes
 bytes, and any TP or PP degree can read pages that another wrote. The unit of integrity is the
 *segment*: one head of all layers, or of as many of them as the writer's pipeline stages leave whole. A
 page has few: each is a call on the way of the page, and 8 bytes in its header. Keys are cached after
-rotary embedding, as both engines do.
+rotary embedding, as both engines do. A page of recurrent states has one row for each layer instead, and a
+rank's part of the state in place of a head: only the same TP degree reads it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from cornplug.codec import ITEM_BYTES
 from cornplug.errors import LayoutError
@@ -30,6 +31,15 @@ QUANTISED = frozenset({"fp8_e4m3", "fp8_e5m2"})
 
 MAX_SEGMENTS = 0xFFFF
 """The kinds of payload that a header can name."""
+
+
+class PageSize(Protocol):
+    """The size of a page, or of one page of each of several kinds."""
+
+    @property
+    def page_tokens(self) -> int: ...
+    @property
+    def page_bytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,9 +66,16 @@ class PageGeometry:
     """Tokens that the layers of such a group attend to; 0: all."""
     quantised: str = ""
     """The format of values that are kept in one byte each, all with the scale 1; "" for those of `dtype`."""
+    state: str = ""
+    """Kind, shapes and dtypes of a recurrent state, where a page holds one state for each layer instead of
+    `page_tokens` rows: `dim` bytes, as they are after the page's last token. Each of the `heads` is a rank's,
+    as it holds its part of the state."""
+    beside: str = ""
+    """`state` of the model's other layers, whose precision is part of these layers' values; "" for none."""
 
     def __post_init__(self) -> None:
-        if self.quantised not in QUANTISED if self.dtype == "uint8" else self.dtype not in ITEM_BYTES:
+        of_bytes = self.dtype == "uint8"
+        if not (self.state or self.quantised in QUANTISED if of_bytes else self.dtype in ITEM_BYTES):
             raise LayoutError(
                 f"kv cache dtype {self.dtype!r} is not shared; {', '.join(ITEM_BYTES)} are",
                 reason="kv_dtype",
@@ -71,9 +88,14 @@ class PageGeometry:
             raise LayoutError(f"a page of no segments: {self}", reason="layout")
 
     @property
+    def rows(self) -> int:
+        """Rows of a layer's planes: one for each token, or one state."""
+        return 1 if self.state else self.page_tokens
+
+    @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """(heads, layers, planes, tokens, dim)."""
-        return self.heads, self.layers, self.planes, self.page_tokens, self.dim
+        """(heads, layers, planes, rows, dim)."""
+        return self.heads, self.layers, self.planes, self.rows, self.dim
 
     @property
     def segments(self) -> int:
@@ -83,7 +105,7 @@ class PageGeometry:
     @property
     def layer_bytes(self) -> int:
         """Of one head of one layer."""
-        return self.planes * self.page_tokens * self.dim * ITEM_BYTES.get(self.dtype, 1)
+        return self.planes * self.rows * self.dim * ITEM_BYTES.get(self.dtype, 1)
 
     @property
     def segment_bytes(self) -> int:
@@ -105,8 +127,10 @@ class PageGeometry:
             "shape": list(self.shape),
             "dtype": self.dtype,
         }
-        named = {"engine": self.engine, "quantised": self.quantised}
+        named = {"engine": self.engine, "quantised": self.quantised, "beside": self.beside}
         fields |= {name: value for name, value in named.items() if value}
+        if self.state:
+            fields["state"] = {"of": self.state, "every": self.page_tokens}
         if self.group:
             fields["group"] = {"layers": list(self.group), "window": self.window}
         return fields

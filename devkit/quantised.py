@@ -1,4 +1,4 @@
-"""A checkpoint's language model in 8 bits, as llm-compressor publishes it; its tower left alone."""
+"""A checkpoint's language model, or its KV cache, in 8 bits, as llm-compressor publishes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _KEPT: Final = ("re:.*visual.*", "re:.*vision_tower.*", "re:.*multi_modal_projec
 
 
 def quantised(source: Path, path: Path | str) -> Path:
-    """`source` with int8 weights, one scale an output channel, in its decoder layers. Returns `path`.
+    """`source` with int8 weights, one scale an output channel, in its decoder layers; its tower left alone.
+    Returns `path`.
 
     The format is compressed-tensors' "int-quantized" (W8A8), which vLLM runs on a CPU too.
     """
@@ -42,6 +43,33 @@ def quantised(source: Path, path: Path | str) -> Path:
         "quantization_status": "compressed",
         "config_groups": {"group_0": _SCHEME},
         "ignore": list(_KEPT),
+    }
+    (target / "config.json").write_text(json.dumps(config, indent=1))
+    return target
+
+
+def with_kv_scales(source: Path, path: Path | str, *, k_scale: float, v_scale: float) -> Path:
+    """`source` with an fp8 KV cache of these scales, times 1 in the first layer, 2 in the next, and so on.
+    Returns `path`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    target = Path(shutil.copytree(source, path))
+    tensors = load_file(source / "model.safetensors")
+    layers = {name.rpartition(".self_attn.")[0] for name in tensors if ".self_attn." in name}
+    for number, layer in enumerate(sorted(layers), 1):
+        for plane, scale in (("k", k_scale), ("v", v_scale)):
+            tensors[f"{layer}.self_attn.{plane}_scale"] = torch.tensor(scale * number)
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": scheme,
     }
     (target / "config.json").write_text(json.dumps(config, indent=1))
     return target

@@ -48,6 +48,13 @@ def test_page_spec_of_one_engine_differs() -> None:
     assert geometry(engine="vllm").shape == geometry().shape
 
 
+def test_page_of_states_is_one_row_a_layer_whatever_its_tokens() -> None:
+    page = geometry(dtype="uint8", planes=1, dim=1000, heads=2, state="GDN", page_tokens=528)
+    assert (page.shape, page.page_bytes) == ((2, 32, 1, 1, 1000), 2 * 32 * 1000)
+    assert page.spec()["state"] == {"of": "GDN", "every": 528}
+    assert geometry(beside="GDN").spec() == {**geometry().spec(), "beside": "GDN"}
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

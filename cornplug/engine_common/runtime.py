@@ -10,7 +10,7 @@ from typing import Final
 
 from cornplug.config import Config
 from cornplug.errors import ConfigError, CornplugError, StoreUnavailable
-from cornplug.kv_page import PageGeometry
+from cornplug.kv_page import PageSize
 from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
@@ -67,9 +67,7 @@ def miss(tally: Tally, app: str, what: str) -> Iterator[None]:
         tally.count("cornplug_misses_total", app, what, e.reason)
 
 
-def log_store_size(
-    runtime: EngineRuntime, page: PageGeometry, own_tokens: int, logger: logging.Logger
-) -> None:
+def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logger: logging.Logger) -> None:
     """Log at an engine's start how many tokens of its model the store holds.
 
     A warning where those are fewer than `own_tokens`, which the engine's own KV cache holds: pages that leave

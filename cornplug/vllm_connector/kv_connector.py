@@ -28,6 +28,8 @@ from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
 from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
+from cornplug.vllm_connector.kv_groups.state_worker import StateWorker
+from cornplug.vllm_connector.model.kv_scales import Scales, checkpoint_scales, of_layers
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
@@ -62,6 +64,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             if not engine.share_kv:
                 raise LayoutError("engine.share_kv is false", reason="disabled")
             kinds = page_kinds(vllm_config, kv_cache_config, engine.page_tokens)
+            quantised = any(kind.geometry.quantised for kind in kinds)
+            scales = checkpoint_scales(vllm_config) if quantised else {}
             if role == KVConnectorRole.SCHEDULER:
                 self._scheduler = (
                     GroupsScheduler(vllm_config, self._runtime, kinds, self._tally)
@@ -72,20 +76,25 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
                 log_store_size(self._runtime, whole_page(kinds), own_tokens, compat.logger)
             else:
-                self._worker = self._make_worker(kinds)
+                self._worker = self._make_worker(kinds, scales)
         except LayoutError as e:
             compat.logger.warning("cornplug: KV of this engine is not shared: %s", e)
             if role == KVConnectorRole.WORKER:
                 self._worker = DisabledKVWorker(vllm_config.cache_config.block_size, e.reason)
 
-    def _make_worker(self, kinds: Sequence[PageKind]) -> KVWorker | GroupsWorker:
+    def _make_worker(self, kinds: Sequence[PageKind], scales: Scales) -> KVWorker | GroupsWorker:
         timeout_s, size = self._runtime.background_timeout_s, whole_page(kinds).page_bytes
         workers: list[KVWorker] = []
         for kind in kinds:
             held = rank_slice(self._vllm_config, self._kv_cache_config, kind.geometry)
             pages = RankPages(kind.geometry, held, self._runtime.store)
             beside, share = workers[0] if workers else None, kind.geometry.page_bytes / size
-            workers.append(KVWorker(pages, kind.block_size, timeout_s, beside=beside, share=share))
+            if kind.geometry.state:
+                workers.append(StateWorker(pages, timeout_s, beside=beside, share=share))
+            else:
+                known = of_layers(scales, kind.layer_names)
+                worker = KVWorker(pages, kind.block_size, timeout_s, beside=beside, share=share, scales=known)
+                workers.append(worker)
         return GroupsWorker(workers, [kind.layer_names for kind in kinds]) if len(kinds) > 1 else workers[0]
 
     # -- worker half ------------------------------------------------------------------------

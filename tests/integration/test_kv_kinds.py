@@ -20,10 +20,10 @@ from integration.stack import PREAMBLE, count
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
 from devkit.processes import at_once
+from devkit.quantised import with_kv_scales
 
 pytestmark = pytest.mark.stress
 
-PAGE: Final = 64
 ASKED: Final = (f"{PREAMBLE} What is a cache?", f"{PREAMBLE} {PREAMBLE} Say it again.")
 
 
@@ -36,6 +36,8 @@ class Kind:
     stock: Sequence[str] | None = None
     """Stock's flags where they are not those: of a draft model the answers do not depend."""
     env: Mapping[str, str] = field(default_factory=dict)
+    page: int = 64
+    """Tokens of a page: of vLLM's block, beside states."""
 
 
 def _windowed(path: Path, windows: int = 1) -> Path:
@@ -46,6 +48,12 @@ def _windowed(path: Path, windows: int = 1) -> Path:
     config["text_config"] |= {"layer_types": kinds, "sliding_window": 256}
     (model / "config.json").write_text(json.dumps(config))
     return model
+
+
+def _scaled(path: Path) -> Path:
+    """A checkpoint that brings scales of its KV cache, and with them its format."""
+    plain = checkpoints.qwen2_text(path.with_name("plain"))
+    return with_kv_scales(plain, path, k_scale=0.05, v_scale=0.01)
 
 
 def _speculates(model: Path) -> Sequence[str]:
@@ -63,6 +71,7 @@ _mla = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
 KINDS: Final[Mapping[str, Kind]] = {
     "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=()),
     "fp8": Kind(checkpoints.qwen2_text, lambda _: ("--kv-cache-dtype", "fp8")),
+    "fp8 with the checkpoint's scales": Kind(_scaled),
     "blocks of 256": Kind(checkpoints.qwen2_text, lambda _: ("--block-size", "256")),
     "windows in one group": Kind(_windowed, lambda _: ("--disable-hybrid-kv-cache-manager",)),
     # A group of full attention and two of windows, which vLLM fills to equal sizes.
@@ -78,7 +87,13 @@ KINDS: Final[Mapping[str, Kind]] = {
         env={**_SEVERAL_WORKERS, "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"},
     ),
     "MLA": Kind(_mla),
+    "MLA of DeepSeek-V3": Kind(partial(_mla, version=3)),
+    "MLA with a draft model": Kind(_mla, _speculates, stock=()),
     "MLA on two ranks": Kind(_mla, lambda _: ("--tensor-parallel-size", "2"), stock=(), env=_SEVERAL_WORKERS),
+    # The CPU's kernels take this dtype only. vLLM makes blocks as large as a state.
+    "states (gated delta nets)": Kind(
+        checkpoints.qwen3_5_text, lambda _: ("--dtype", "bfloat16", "--block-size", "64"), page=128
+    ),
     "two API servers": Kind(checkpoints.qwen2_text, lambda _: ("--api-server-count", "2"), stock=()),
 }
 
@@ -108,11 +123,11 @@ def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
         ours = ("--kv-connector", "cornplug", "--cornplug-app", app, "--cornplug-store", str(sockets / "s"))
         return VllmServer(model, *ours, *flags, log=folder / f"{app}.log", env=which.env)
 
-    plain = flags if which.stock is None else which.stock
+    plain, stock_env = (flags, which.env) if which.stock is None else (which.stock, {})
     first, second = shares("first"), shares("second")
     try:
         with StoreProcess(sockets / "s", size="256MiB", log=folder / "store.log") as store:
-            with VllmServer(model, *plain, log=folder / "stock.log") as stock:
+            with VllmServer(model, *plain, log=folder / "stock.log", env=stock_env) as stock:
                 answers = [stock.chat(words, max_tokens=16) for words in ASKED]
             at_once(first.start, second.start)
             for words, expected in zip(ASKED, answers, strict=True):
@@ -142,8 +157,8 @@ def test_kv_kind_fresh_engine_answers_as_stock_from_the_store(engines: Engines, 
     for words, expected in zip(ASKED, engines.stock, strict=True):
         answer = engines.second.chat(words, max_tokens=16)
         _same(answer, expected)
-        shareable += (answer.prompt_tokens - 1) // PAGE * PAGE
-    if kind == "draft model":
+        shareable += (answer.prompt_tokens - 1) // KINDS[kind].page * KINDS[kind].page
+    if kind.endswith("draft model"):
         # As many as with a draft that has computed all KV itself: each, but for the end of an answer.
         rates = [
             accepted / proposed for accepted, proposed in map(_accepted, (engines.first, engines.second))

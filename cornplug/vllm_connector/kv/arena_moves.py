@@ -78,11 +78,12 @@ class ArenaMoves:
 
     def reached_saves(self, saves: Iterable[PageSave]) -> tuple[list[PageSave], list[PageSave]]:
         """(saves of the pages that the device reaches, saves of the others)"""
-        reached, others = [], []
+        reached: list[PageSave] = []
+        others: list[PageSave] = []
         for save in saves:
             places = [page.location for page in save.pages]
             end, arenas = max([at.offset + at.size for at in places]), {at.arena_id for at in places}
-            if len(arenas) == 1 and self.memory.reaches(*arenas, end):
+            if len(arenas) == 1 and self.memory.reaches(min(arenas), end):
                 reached.append(save)
                 continue
             found = [self.memory.reaches(at.arena_id, at.offset + at.size) for at in places]
@@ -168,7 +169,7 @@ class ArenaMoves:
 
     def _save(self, saves: Sequence[OngoingSave], mark: Any) -> PolledJob:
         page = self._pages.page
-        pages = self._writable(pages_of(saves, page.page_tokens, self._block_size, self._slots))
+        pages = self._writable(pages_of(saves, page.rows, self._block_size, self._slots))
         pending = deque[tuple[ArenaSlab, list[SavedPage]]]()
         try:
             while True:

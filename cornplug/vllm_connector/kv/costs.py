@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import LoadRule
 from cornplug.engine_common.page_publish import PageCost
-from cornplug.kv_page import PageGeometry
+from cornplug.kv_page import PageSize
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 
@@ -35,7 +35,7 @@ class _Loading:
 class LoadCosts:
     """One per scheduler half; used by the engine's thread."""
 
-    def __init__(self, config: StoreConfig, page: PageGeometry) -> None:
+    def __init__(self, config: StoreConfig, page: PageSize) -> None:
         self.rule = LoadRule(config.load_when)
         self.page = PageCost()
         """Of a page's tokens, for the pages that this engine saves."""

@@ -33,20 +33,18 @@ class SavedPage:
     """Some of its request's blocks through `kernel_table`, and the page's place in them."""
 
 
-def pages_of(
-    saves: Iterable[OngoingSave], page_tokens: int, block_size: int, slots: int
-) -> Iterator[SavedPage]:
+def pages_of(saves: Iterable[OngoingSave], rows: int, block_size: int, slots: int) -> Iterator[SavedPage]:
     """The pages of saves, with only those blocks that hold them: a request may have thousands."""
     for ongoing in saves:
         save = ongoing.save
         # A page and a block both begin at a multiple of it.
-        unit = math.lcm(page_tokens, block_size)
-        first = min(page.index for page in save.pages) * page_tokens // unit * unit
-        last = max(page.index for page in save.pages) * page_tokens + page_tokens
+        unit = math.lcm(rows, block_size)
+        first = min(page.index for page in save.pages) * rows // unit * unit
+        last = max(page.index for page in save.pages) * rows + rows
         blocks = save.blocks[first // block_size : -(-last // block_size)]
         table = kernel_table(blocks, block_size, slots)
         for page in save.pages:
-            yield SavedPage(ongoing, page, (table, page.index - first // page_tokens))
+            yield SavedPage(ongoing, page, (table, page.index - first // rows))
 
 
 class MoveReports:
@@ -133,7 +131,7 @@ class MoveReports:
     def load_over(self, load: PageLoad, whole_pages: int, reason: str, seconds: float) -> None:
         """A load has ended with so many whole pages, which took so long; `reason` is empty where these are
         all."""
-        first_bad = min((load.first_page + whole_pages) * self._pages.page.page_tokens, load.end)
+        first_bad = min((load.first_page + whole_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:
                 self._bad_blocks |= load.blocks_from(max(first_bad, load.start), self._block_size)

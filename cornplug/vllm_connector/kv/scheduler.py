@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
-from cornplug.kv_page import PageGeometry
+from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
@@ -34,7 +34,7 @@ class SchedulerHalf:
         page: PageGeometry,
         tally: Tally,
         *,
-        whole: PageGeometry | None = None,
+        whole: PageSize | None = None,
     ) -> None:
         """`page` of full attention, whose keys requests have; `whole`: the pages of all groups as one, in
         bytes."""

@@ -29,13 +29,7 @@ from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, Sa
 from cornplug.vllm_connector.kv_copies.block_copies import BlockCopies, Slab
 from cornplug.vllm_connector.kv_copies.cache_blocks import CacheBlocks, kernel_table
 from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide
-from cornplug.vllm_connector.kv_copies.layout import (
-    BlockLayout,
-    derive,
-    latent_write_op,
-    require_unit_scales,
-    write_op,
-)
+from cornplug.vllm_connector.kv_copies.layout import BlockLayout, verified_layouts
 from cornplug.vllm_connector.kv_copies.mover import Job, KVMover
 
 if TYPE_CHECKING:
@@ -53,9 +47,12 @@ class KVWorker:
         *,
         beside: KVWorker | None = None,
         share: float = 1.0,
+        scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
         """`background_timeout_s`: of the mover's calls of the store. `beside`: the worker of another cache
-        group, whose mover this one uses. `share` of the memory that slabs on an accelerator may take."""
+        group, whose mover this one uses. `share` of the memory that slabs on an accelerator may take.
+        `scales`: of K and V of each layer by name, where pages are quantised."""
+        self._scales = scales or {}
         self._page, self._mine = pages.page, pages.held
         self._pages = pages
         self._background_timeout_s = background_timeout_s
@@ -82,31 +79,14 @@ class KVWorker:
 
         A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
         """
-        page, mine = self._page, self._mine
+        mine = self._mine
         try:
             if len(caches) != len(mine.layers):
                 raise LayoutError(
                     f"{len(caches)} KV caches for {len(mine.layers)} layers: shared or extra layers",
                     reason="layout",
                 )
-            known: dict[tuple[Any, ...], BlockLayout] = {}
-            layouts = []
-            for name, cache in caches.items():
-                if str(cache.dtype).removeprefix("torch.") != page.dtype:
-                    raise LayoutError(f"{name} holds {cache.dtype}, pages {page.dtype}", reason="kv_dtype")
-                layer = layers[name]
-                if page.quantised:
-                    require_unit_scales(name, layer)
-                kind = (type(layer), type(layer.impl), cache.shape, cache.stride(), cache.dtype)
-                if kind not in known:
-                    write = (latent_write_op if page.planes == 1 else write_op)(layer)
-                    slots = self._slots_of(cache)
-                    known[kind] = derive(
-                        cache, len(mine.heads), slots, page.dim, write, page.planes, page.quantised
-                    )
-                layouts.append(known[kind])
-            if len({layout.block_size for layout in layouts}) > 1:
-                raise LayoutError("layers with blocks of several sizes", reason="layout")
+            layouts = self._layouts(caches, layers)
         except LayoutError as e:
             self.refuse(e)
             return
@@ -116,15 +96,22 @@ class KVWorker:
         )
         self._slots, self._side = layouts[0].block_size, self._out.side
         self._on_gpu = self._out.blocks.device.type == "cuda"
-        if self._on_gpu:
+        if self._on_gpu and not self._page.state:  # Rows of states have no tokens to gather.
             self._arena = self._open_arena(self._out.blocks)
         compat.logger.info(
-            "cornplug: KV layout verified by writing it: %d layers, heads %d to %d of %d",
+            "cornplug: KV layout verified: %d layers, heads %d to %d of %d",
             len(layouts),
             mine.heads.start,
             mine.heads.stop - 1,
-            page.heads,
+            self._page.heads,
         )
+
+    def _layouts(
+        self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+    ) -> Sequence[BlockLayout]:
+        """The layout of each cache. Raises LayoutError."""
+        heads = len(self._mine.heads)
+        return verified_layouts(caches, layers, self._page, heads, self._block_size, self._scales)
 
     def refuse(self, error: LayoutError) -> None:
         """Report to the scheduler half that this rank's caches cannot be mapped."""
@@ -148,11 +135,6 @@ class KVWorker:
             slots=self._slots,
             discard=lambda keys: self._mover.submit(self._discard(keys), urgent=False),
         )
-
-    def _slots_of(self, cache: torch.Tensor) -> int:
-        """Tokens of one block of a cache: the engine's block size, or a part of it."""
-        slots = cache.shape[2] if cache.ndim == 4 else 0
-        return slots if slots and self._block_size % slots == 0 else self._block_size
 
     # -- the engine's step ------------------------------------------------------------------
 
@@ -279,7 +261,7 @@ class KVWorker:
 
     def _save(self, saves: Sequence[OngoingSave], mark: Any) -> Job:
         copies = self._out if self._mine.writes else None
-        pages = pages_of(saves, self._page.page_tokens, self._block_size, self._slots)
+        pages = pages_of(saves, self._page.rows, self._block_size, self._slots)
         pending = deque[tuple[list[SavedPage], Slab]]()
         try:
             while copies is not None:

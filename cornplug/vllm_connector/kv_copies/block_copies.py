@@ -109,10 +109,10 @@ class BlockCopies:
     def slab_pages(self) -> int:
         """Pages to move at once."""
         heads, layers, planes, tokens, dim = self._shape
-        if self._direct:
-            return max(1, _DIRECT_TOKENS // tokens)
         page_bytes = heads * layers * planes * tokens * dim * self._dtype.itemsize
-        return max(1, int(_STAGED_BYTES * self._share) // page_bytes)
+        most = max(1, int(_STAGED_BYTES * self._share) // page_bytes)
+        # A page of states has one row, of many bytes.
+        return max(1, min(_DIRECT_TOKENS // tokens, most)) if self._direct else most
 
     @property
     def ahead(self) -> int:

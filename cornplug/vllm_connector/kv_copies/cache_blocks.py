@@ -152,7 +152,7 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
     kinds: dict[int, list[_Part | _IndexedPart]] = {}
     for part in found:
         kinds.setdefault(part.planes.start, []).append(part)
-    merged = []
+    merged: list[_Part | _IndexedPart] = []
     for kind in kinds.values():
         one = _merged(kind, len(caches))
         merged += kind if one is None else [one]

@@ -9,7 +9,7 @@ that is no permutation of the whole block is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PLANES
+from cornplug.kv_page import PLANES, PageGeometry
 
 # (*planes, kv_cache, slot_mapping) -> None; the planes are key and value, or a latent: (tokens, heads, dim).
 WriteOp = Callable[..., None]
@@ -107,6 +107,38 @@ def _flat(cache: torch.Tensor) -> torch.Tensor:
     return cache.as_strided((size,), (1,), cache.storage_offset())
 
 
+def verified_layouts(
+    caches: Mapping[str, torch.Tensor],
+    layers: Mapping[str, Any],
+    page: PageGeometry,
+    heads: int,
+    block_size: int,
+    scales: Mapping[str, tuple[float, float]],
+) -> list[BlockLayout]:
+    """The layout of each cache of a rank with so many heads, by its layer's name. Raises LayoutError.
+
+    `block_size` of the engine; a block of the caches may be a part of one. `scales` as `derive` has them.
+    """
+    known: dict[tuple[Any, ...], BlockLayout] = {}
+    found = []
+    for name, cache in caches.items():
+        if str(cache.dtype).removeprefix("torch.") != page.dtype:
+            raise LayoutError(f"{name} holds {cache.dtype}, pages {page.dtype}", reason="kv_dtype")
+        layer, scaled = layers[name], scales.get(name, (1.0, 1.0))
+        if page.quantised:
+            require_scales(name, layer, scaled)
+        kind = (type(layer), type(layer.impl), cache.shape, cache.stride(), cache.dtype)
+        if kind not in known:
+            write = (latent_write_op if page.planes == 1 else write_op)(layer)
+            slots = cache.shape[2] if cache.ndim == 4 else 0
+            size = slots if slots and block_size % slots == 0 else block_size
+            known[kind] = derive(cache, heads, size, page.dim, write, page.planes, page.quantised, scaled)
+        found.append(known[kind])
+    if len({layout.block_size for layout in found}) > 1:
+        raise LayoutError("layers with blocks of several sizes", reason="layout")
+    return found
+
+
 def write_op(layer: Any) -> WriteOp:
     """The cache-write operation of an attention layer. Raises LayoutError where it has none."""
     update = _update(layer)
@@ -153,12 +185,14 @@ def _update(layer: Any) -> Callable[..., None]:
     return update
 
 
-def require_unit_scales(name: str, layer: Any) -> None:
-    """Raise LayoutError unless a layer keeps fp8 values of K and V with the scale 1, as pages hold them."""
+def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None:
+    """Raise LayoutError unless a layer scales fp8 values of K and V by these, which page keys depend on."""
     kept = [getattr(layer, f"_{plane}_scale{form}", None) for plane in "kv" for form in ("", "_float")]
     scales = [one.flatten().tolist() if isinstance(one, torch.Tensor) else [one] for one in kept]
-    if scales != [[1.0]] * 4:
-        raise LayoutError(f"{name} scales its fp8 values, by {scales}", reason="kv_dtype")
+    if scales != [[scale] for scale in expected for _ in range(2)]:
+        raise LayoutError(
+            f"{name} scales its fp8 values by {scales}, its checkpoint by {expected}", reason="kv_dtype"
+        )
 
 
 def derive(
@@ -169,10 +203,12 @@ def derive(
     write: WriteOp,
     planes: int = PLANES,
     quantised: str = "",
+    scales: tuple[float, float] = (1.0, 1.0),
 ) -> BlockLayout:
     """Find the layout of `cache`, shape (blocks, heads, block_size, planes * dim) in any strides.
 
-    `quantised` is the format of values in a cache of bytes, as `PageGeometry.quantised`.
+    `quantised` is the format of values in a cache of bytes, as `PageGeometry.quantised`; `write` divides K
+    and V by these `scales`.
 
     Works on a scratch tensor with the same strides; `cache` itself is not touched.
     Raises LayoutError("layout") when shape or mapping is not a permutation of the planes (at most two).
@@ -201,14 +237,17 @@ def derive(
     signs = (1, -1)[:planes]
     stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
     values = torch.bfloat16 if quantised else cache.dtype
+    # A little more than a label: vLLM's CPU operation cuts off the digits that a format lacks.
+    factors = [scale * (65 / 64 if quantised else 1) for scale in scales]
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
         position = torch.zeros(cache.shape[1:], dtype=torch.int64)
         scale = 1
         while scale < size or scale == 1:
-            label = (coordinate // scale % digit + 1).to(values).to(cache.device)
+            label = (coordinate // scale % digit + 1).float()
+            written = (label * sign * factor for sign, factor in zip(signs, factors, strict=False))
             raw.zero_()
-            write(*((label * sign).contiguous() for sign in signs), scratch, slots)
+            write(*(one.to(values).to(cache.device).contiguous() for one in written), scratch, slots)
             read = scratch[1].view(stored).float().cpu().round().to(torch.int64)
             if int(torch.count_nonzero(raw)) > int(torch.count_nonzero(read)):
                 raise LayoutError("the backend's cache-write writes beyond its block", reason="layout")
@@ -236,6 +275,11 @@ def derive(
             )
         mapped.append(_plane(offsets))
     return BlockLayout(tuple(mapped), block_size)
+
+
+def whole_rows(dim: int) -> BlockLayout:
+    """The layout of blocks that are one row of `dim` values, as in a cache of shape (blocks, 1, 1, dim)."""
+    return BlockLayout((_plane(torch.arange(dim)[None, None]),), 1)
 
 
 def _plane(offsets: torch.Tensor) -> BlockPlane:

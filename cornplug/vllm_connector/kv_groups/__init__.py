@@ -1,1 +1,2 @@
-"""KV of models whose layers vLLM keeps in several cache groups: sliding windows beside full attention."""
+"""KV of models whose layers vLLM keeps in several cache groups: sliding windows or recurrent states beside
+full attention."""

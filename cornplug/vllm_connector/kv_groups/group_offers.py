@@ -23,13 +23,13 @@ from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequ
 from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
 
-_TRIES: Final = 64
-"""Ends of a hit that are tried, from the longest: each takes a question of all windows before it."""
+_MOST_BEHIND: Final = 64
+"""Ends behind the longest whose windows one question asks for, at the most."""
 
 
 class GroupOffers(LoadOffers):
-    """One per scheduler half. A hit that ends at token n is all pages of full attention before n, and of each
-    windowed group the pages that hold the window before n."""
+    """One per scheduler half. A hit that ends at token n is all pages of full attention before n, of each
+    windowed group the pages that hold the window before n, and of each group of states the one at n."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class GroupOffers(LoadOffers):
         costs: LoadCosts,
         store_ops: DeferredStoreOps,
     ) -> None:
-        self._first = next(i for i, kind in enumerate(kinds) if not kind.window)
+        self._first = next(i for i, kind in enumerate(kinds) if kind.whole)
         super().__init__(runtime, kinds[self._first].geometry, tally, costs, store_ops)
         self._kinds, self._groups = kinds, groups
         self._null_block = 0
@@ -60,10 +60,10 @@ class GroupOffers(LoadOffers):
         wanted = pages_between(offer.computed, request.num_tokens - 1, size)
         end = tracked.keys.pages(request.num_tokens - 1)
         for kind, own in zip(self._kinds, named, strict=True):
-            if not kind.window:
+            if kind.whole:
                 pages = range(wanted.start, max(wanted.start, end))
                 end = wanted.start + len(self._stored(own, request.all_token_ids, pages))
-        end = self._end_with_windows(offer.computed, end, named, request.all_token_ids)
+        end = self._end_with_tails(offer.computed, end, named, request.all_token_ids)
         if (absent := wanted.stop - max(end, wanted.start)) > 0:
             self._count_misses("absent", absent)
         if end > wanted.start:
@@ -74,28 +74,41 @@ class GroupOffers(LoadOffers):
         size = self._page.page_tokens
         return range(max(computed, kind.needed_from(end * size)) // size, end)
 
-    def _end_with_windows(
+    def _end_with_tails(
         self, computed: int, end: int, keys: Sequence[PageKeys], token_ids: Sequence[int]
     ) -> int:
-        """The most pages, at most `end`, before which the store has every group's window; 0 for none."""
+        """The most pages, at most `end`, before which the store has each group's window or state; 0 for none.
+
+        No page is asked for twice. Each question asks for the tails of twice as many shorter hits as the one
+        before: states are stored where an engine's steps ended, which may be many pages apart.
+        """
         end_s = time.monotonic() + self._run.config.store.deadline_s
-        for _ in range(_TRIES):
-            if end * self._page.page_tokens <= computed:
-                return 0
-            pages = [
-                (page, own)
-                for kind, own in zip(self._kinds, keys, strict=True)
-                if kind.window
-                for page in self._pages(kind, computed, end)
-            ]
-            asked = [own.of(token_ids, [page])[0] for page, own in pages]
-            present = self._run.store.contains(asked, deadline_s=max(0.0, end_s - time.monotonic()))
-            # A later end whose window begins behind the first absent page would be behind this one too.
-            absent = [page for (page, _), there in zip(pages, present, strict=True) if not there]
+        present: dict[tuple[int, int], int] = {}
+        behind = 0
+        while end * self._page.page_tokens > computed:
+            needed = self._tails(computed, end)
+            if any(place not in present for place in needed):
+                asked = [place for place in self._tails(computed, end, behind) if place not in present]
+                wanted = [keys[group].of(token_ids, [page])[0] for group, page in asked]
+                there = self._run.store.contains(wanted, deadline_s=max(0.0, end_s - time.monotonic()))
+                present |= zip(asked, there, strict=True)
+                behind = min(2 * behind + 1, _MOST_BEHIND)
+            # A later end whose tail begins behind the first absent page would be behind this one too.
+            absent = [page for group, page in needed if not present[group, page]]
             if not absent:
                 return end
             end = min(absent)
         return 0
+
+    def _tails(self, computed: int, end: int, behind: int = 0) -> list[tuple[int, int]]:
+        """(group, page) of those that a hit of `end` pages, or of up to `behind` fewer, needs of the groups
+        that need only its tail."""
+        return [
+            (group, page)
+            for group, kind in enumerate(self._kinds)
+            if not kind.whole
+            for page in range(self._pages(kind, computed, max(0, end - behind)).start, end)
+        ]
 
     def _lease(self, tracked: TrackedRequest, offer: LeasedPages, end: int, keys: Sequence[PageKeys]) -> None:
         """Lease and offer all pages of a hit of `end` pages, or none."""
@@ -151,7 +164,7 @@ class GroupOffers(LoadOffers):
             return
         tracked.offer, tracked.loading = None, offer
         offer.end = offer.computed + external
-        # The windows before another end are other pages.
+        # The windows and states before another end are other pages.
         whole = offer.end == (offer.first_page + len(offer.pages)) * self._page.page_tokens
         request_id = tracked.request.request_id
         loads = []

@@ -19,6 +19,7 @@ from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_groups.group_offers import GroupOffers
 from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, whole_page
+from cornplug.vllm_connector.kv_groups.state_saves import StateSaves
 from cornplug.vllm_connector.kv_groups.window_saves import WindowSaves
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ class _Group:
     idle: IdleSaves
 
 
+def _saves_of(kind: PageKind) -> type[PageSaves]:
+    if kind.whole:
+        return PageSaves
+    return StateSaves if kind.geometry.state else WindowSaves
+
+
 class GroupsScheduler(SchedulerHalf):
     """One per engine core whose model has several cache groups: their pages are loaded together, and saved
     each group for itself."""
@@ -45,7 +52,7 @@ class GroupsScheduler(SchedulerHalf):
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, kinds: Sequence[PageKind], tally: Tally
     ) -> None:
-        first = next(kind for kind in kinds if not kind.window)
+        first = next(kind for kind in kinds if kind.whole)
         super().__init__(config, runtime, first.geometry, tally, whole=whole_page(kinds))
         self._finishing: list[tuple[str, list[tuple[_Group, TrackedRequest]], Sequence[Sequence[int]]]] = []
         """Requests that are over, with their pages and blocks, until all pages have room or none."""
@@ -61,7 +68,7 @@ class GroupsScheduler(SchedulerHalf):
         requests = GroupRequests(self._requests, kind)
         seen = runtime.config.engine.save == "second"
         publisher = self._publisher(runtime, kind.geometry, share, only_seen=seen)
-        saves = (WindowSaves if kind.window else PageSaves)(
+        saves = _saves_of(kind)(
             runtime, kind.geometry, requests, publisher, DeferredStoreOps(runtime, publisher), share
         )
         unseen = self._publisher(runtime, kind.geometry, share)
@@ -83,9 +90,9 @@ class GroupsScheduler(SchedulerHalf):
             return 0
         end = computed // self._page_tokens * self._page_tokens
         for group in self._groups:
-            # Of the tokens that the engine's own cache holds, a later request needs the window before the
-            # end: the pages before it are not worth a save.
-            if group.kind.window:
+            # Of the tokens that the engine's own cache holds, a later request needs the window, or the state,
+            # before the end: the pages before it are not worth a save.
+            if not group.kind.whole:
                 group.requests.of(tracked).saved_until(group.kind.needed_from(end) // self._page_tokens)
         if request.skip_reading_prefix_cache or not self._requests.sharing:
             return 0

@@ -183,12 +183,20 @@ CACHE: Final = FieldTables(
             "kv_offloading_size kv_offloading_backend simple_cpu_offload_num_blocks",
         ),
         **listed(
+            "in the pages of states, by their shapes, dtypes and tokens",
+            "mamba_page_size_padded mamba_block_size mamba_cache_dtype mamba_ssm_cache_dtype",
+        ),
+        **listed("states are shared in one mode, and refused in the others", "mamba_cache_mode"),
+        **listed(
+            "which states vLLM caches, each by the hash of its tokens",
+            "enable_mamba_shared_prefix_checkpoint",
+        ),
+        **listed(
+            "vLLM takes no KV connector beside it", "use_replayssm use_kda_recoverssm replayssm_buffer_len"
+        ),
+        **listed(
             "KV of models with such layers is refused",
-            """
-            is_attention_free mamba_page_size_padded skip_page_size_padded mamba_block_size
-            mamba_cache_dtype mamba_ssm_cache_dtype mamba_cache_mode replayssm_buffer_len
-            enable_mamba_shared_prefix_checkpoint use_replayssm use_kda_recoverssm swa_bounded_replay
-            """,
+            "is_attention_free skip_page_size_padded swa_bounded_replay",
         ),
     },
     refused={
@@ -196,4 +204,17 @@ CACHE: Final = FieldTables(
         "kv_sharing_fast_prefill": "some layers leave KV out",
     },
     not_in_all=frozenset({"simple_cpu_offload_num_blocks"}),
+)
+
+MAMBA: Final = FieldTables(
+    of="MambaConfig",
+    in_key={
+        "enable_stochastic_rounding": AS_OVERRIDE,
+        "stochastic_rounding_philox_rounds": AS_OVERRIDE,
+        # Another kernel may order a state's numbers otherwise.
+        "backend": AS_OVERRIDE,
+        "ssu_algorithm": AS_OVERRIDE,
+    },
+    harmless={},
+    refused={},
 )

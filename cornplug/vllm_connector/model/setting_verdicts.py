@@ -17,7 +17,14 @@ from cornplug.vllm_connector.model.engine_fields import (
     REFUSED_VARIABLES,
     SPECULATIVE,
 )
-from cornplug.vllm_connector.model.model_fields import CACHE, HARMLESS_LOADER_OPTIONS, LOAD, MODEL, MULTIMODAL
+from cornplug.vllm_connector.model.model_fields import (
+    CACHE,
+    HARMLESS_LOADER_OPTIONS,
+    LOAD,
+    MAMBA,
+    MODEL,
+    MULTIMODAL,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -45,9 +52,10 @@ def of_embeddings(config: VllmConfig) -> SettingsVerdict:
 
 def of_kv(config: VllmConfig) -> SettingsVerdict:
     """The verdict on settings that change KV only."""
-    from vllm.config import CacheConfig, LoRAConfig, SpeculativeConfig
+    from vllm.config import CacheConfig, LoRAConfig, MambaConfig, SpeculativeConfig
 
     cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
+    states = _judged(MAMBA, MambaConfig, getattr(config, "mamba_config", None))
     drafts = _judged(SPECULATIVE, SpeculativeConfig, getattr(config, "speculative_config", None))
     lora = getattr(config, "lora_config", None)
     values = _values(LoRAConfig, lora)
@@ -55,7 +63,7 @@ def of_kv(config: VllmConfig) -> SettingsVerdict:
         values["lora_dtype"] = "auto"
     elif lora is not None:
         values["lora_dtype"] = str(lora.lora_dtype)
-    return cache | drafts | judge(LORA, values, defaults_of(LoRAConfig))
+    return cache | states | drafts | judge(LORA, values, defaults_of(LoRAConfig))
 
 
 def _values(config_class: Any, found: Any) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import (
 
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry
-from cornplug.vllm_connector.kv import cache_geometry
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, page_geometry
+from cornplug.vllm_connector.model import cache_specs
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
 CONFIG: Any = SimpleNamespace(
@@ -69,7 +69,8 @@ BYTES: dict[str, Any] = {**SIZES, "dtype": torch.uint8, "kv_quant_mode": KVQuant
 
 
 @pytest.mark.parametrize(
-    ("name", "quantised"), [("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2")]
+    ("name", "quantised"),
+    [("fp8", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e5m2", "fp8_e5m2"), ("auto", "fp8_e4m3")],
 )
 def test_page_geometry_of_fp8_is_bytes_of_this_engine_alone(name: str, quantised: str) -> None:
     config = SimpleNamespace(**{**vars(CONFIG), "cache_config": SimpleNamespace(cache_dtype=name)})
@@ -81,7 +82,6 @@ def test_page_geometry_of_fp8_is_bytes_of_this_engine_alone(name: str, quantised
 @pytest.mark.parametrize(
     ("name", "fields"),
     [
-        ("auto", {}),  # The checkpoint says it, for some layers perhaps.
         ("fp8_inc", {"dtype": torch.float8_e4m3fn}),
         ("fp8_per_token_head", {"kv_quant_mode": KVQuantMode.FP8_PER_TOKEN_HEAD}),
     ],
@@ -90,15 +90,6 @@ def test_page_geometry_of_other_quantised_caches_is_refused(name: str, fields: d
     config = SimpleNamespace(**{**vars(CONFIG), "cache_config": SimpleNamespace(cache_dtype=name)})
     with pytest.raises(LayoutError) as error:
         page_geometry(config, planned(FullAttentionSpec(**BYTES | fields)), 64)
-    assert error.value.reason == "kv_dtype"
-
-
-def test_page_geometry_of_fp8_with_scales_of_the_checkpoint_is_refused() -> None:
-    model = SimpleNamespace(**vars(CONFIG.model_config))
-    model.hf_config = SimpleNamespace(quantization_config={"kv_cache_scheme": {"num_bits": 8}})
-    found = {"cache_config": SimpleNamespace(cache_dtype="fp8"), "model_config": model}
-    with pytest.raises(LayoutError, match="kv_cache_scheme") as error:
-        page_geometry(SimpleNamespace(**vars(CONFIG) | found), planned(FullAttentionSpec(**BYTES)), 64)
     assert error.value.reason == "kv_dtype"
 
 
@@ -204,16 +195,10 @@ def test_page_geometry_of_latents_with_an_unknown_field_is_refused() -> None:
     unknown = dataclasses.make_dataclass("Unknown", [("rotation", int, 0)]).__dataclass_fields__["rotation"]
     object.__setattr__(spec, "rotation", 1)
     with (
-        mock.patch.object(cache_geometry, "fields", return_value=(*known, unknown)),
+        mock.patch.object(cache_specs, "fields", return_value=(*known, unknown)),
         pytest.raises(LayoutError, match="rotation 1"),
     ):
         page_geometry(CONFIG, planned(spec), 64)
-
-
-def test_page_geometry_knows_every_field_of_latents() -> None:
-    """A field that is none of vLLM's any more leaves the list."""
-    names = {field.name for field in dataclasses.fields(MLAAttentionSpec)}
-    assert set(cache_geometry._OF_LATENTS) - names <= {"is_draft"}  # from 0.33 on
 
 
 def speculating(*, dynamic: bool = False, heads: int = 2, tp: int = 1, pp: int = 1) -> Any:
@@ -252,6 +237,13 @@ def test_page_order_is_the_model_then_its_draft(draft: str) -> None:
     ]
 
 
+def test_page_of_latents_holds_those_of_a_draft_behind_them() -> None:
+    names = [f"{name}.self_attn.attn" for name in (*TARGET, "draft_model.model.layers.0")]
+    group = KVCacheGroupSpec(names, MLAAttentionSpec(**LATENTS))
+    cache = KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[group])
+    assert page_geometry(speculating(), cache, 64).shape == (1, 3, 1, 64, 576)
+
+
 @pytest.mark.parametrize(
     ("config", "cache", "reason"),
     [
@@ -259,7 +251,6 @@ def test_page_order_is_the_model_then_its_draft(draft: str) -> None:
         (speculating(heads=4), named(*TARGET, "model.layers.2"), "speculative"),
         (speculating(tp=2), named(*TARGET, "model.layers.2"), "speculative"),
         (speculating(pp=2), named(*TARGET), "speculative"),
-        (speculating(), planned(MLAAttentionSpec(**LATENTS)), "speculative"),
         (speculating(), named("model.layers.2", *TARGET), "layout"),
         (CONFIG, named(*TARGET, "model.layers.2"), "layout"),
         (CONFIG, named("model.layers.1"), "layout"),

@@ -18,7 +18,7 @@ from cornplug.vllm_connector.kv_copies.layout import (
     WriteOp,
     derive,
     latent_write_op,
-    require_unit_scales,
+    require_scales,
     write_op,
 )
 
@@ -100,23 +100,27 @@ def test_layout_of_vllm_cpu_operation_round_trips(
 
 
 @pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's fp8 on a CPU is for AVX-512")
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.0371, 2.9)])
 @pytest.mark.parametrize(
     ("name", "quantised", "stored"),
     [("fp8", "fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", "fp8_e5m2", torch.float8_e5m2)],
 )
 def test_layout_of_fp8_in_bytes_is_that_of_vllm_cpu_operation(
-    name: str, quantised: str, stored: torch.dtype
+    name: str, quantised: str, stored: torch.dtype, scales: tuple[float, float]
 ) -> None:
     heads, size, dim = 2, 32, 64
     impl = object.__new__(cpu_attn.CPUAttentionBackendImpl)
     impl.attn_type, impl.kv_cache_dtype = cpu_attn.AttentionType.DECODER, name
     isa = cpu_attn._get_attn_isa(torch.bfloat16, size, dim, name)
-    write = write_op(SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0))
+    kept = {"_k_scale_float": scales[0], "_v_scale_float": scales[1]}
+    write = write_op(SimpleNamespace(impl=impl, isa=isa, **kept))
     cache = torch.zeros(3, heads, size, 2 * dim, dtype=torch.uint8)
-    layout = derive(cache, heads, size, dim, write, quantised=quantised)
+    layout = derive(cache, heads, size, dim, write, quantised=quantised, scales=scales)
     values = torch.randint(-8, 9, (2, size, heads, dim)).to(torch.bfloat16)
     slots = torch.arange(size, 2 * size)
-    write(*values, cache, slots)
+    # Cut off, not rounded: a little more stays the same number.
+    more = (plane * scale * (65 / 64) for plane, scale in zip(values, scales, strict=True))
+    write(*more, cache, slots)
     for plane, expected in zip(layout.planes, values, strict=True):
         found = plane.gather(cache, slots // size, slots % size)
         assert torch.equal(found.view(stored).float(), expected.float())
@@ -125,14 +129,20 @@ def test_layout_of_fp8_in_bytes_is_that_of_vllm_cpu_operation(
 @pytest.mark.parametrize(
     "scales", [{"_k_scale": torch.tensor(0.5)}, {"_v_scale": torch.ones(2)}, {"_k_scale_float": 2.0}]
 )
-def test_require_unit_scales_of_scaled_values_is_refused(scales: dict[str, Any]) -> None:
-    """Scales come with the checkpoint, by tensor or by head, and pages hold none."""
+def test_require_scales_other_than_the_checkpoints_are_refused(scales: dict[str, Any]) -> None:
     plain: dict[str, Any] = {"_k_scale": torch.ones(()), "_v_scale": torch.ones(1)}
     plain |= {"_k_scale_float": 1.0, "_v_scale_float": 1.0}
-    require_unit_scales("layer", SimpleNamespace(**plain))
-    with pytest.raises(LayoutError) as refused:
-        require_unit_scales("layer", SimpleNamespace(**plain | scales))
-    assert refused.value.reason == "kv_dtype"
+    require_scales("layer", SimpleNamespace(**plain), (1.0, 1.0))
+    for layer, expected in ((plain | scales, (1.0, 1.0)), (plain, (0.5, 1.0)), (plain, (1.0, 0.5))):
+        with pytest.raises(LayoutError) as refused:
+            require_scales("layer", SimpleNamespace(**layer), expected)
+        assert refused.value.reason == "kv_dtype"
+
+
+def test_require_scales_of_the_checkpoint_are_fine() -> None:
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _k_scale_float=0.5,
+                            _v_scale=torch.tensor(2.0), _v_scale_float=2.0)  # fmt: skip
+    require_scales("layer", layer, (0.5, 2.0))
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD", "cross-layer", "sliced storage"])

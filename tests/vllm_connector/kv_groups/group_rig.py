@@ -2,10 +2,14 @@
 
 The "model" computes KV that is a pure function of the tokens so far. Before a request's tokens are computed,
 every byte that their attention would read is checked; a block that vLLM gives away is overwritten at once.
+With `states` its windowed layers keep a recurrent state instead, in the blocks that vLLM's runners choose
+(`preprocess_mamba` in vllm/v1/worker/mamba_utils.py).
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -25,6 +29,7 @@ from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -41,6 +46,8 @@ from ..rig import DIM, HEADS, POISON, Backend, runtime
 LAYERS = 4
 WINDOWED, FULL, ALSO_WINDOWED = [0, 3], [1], [2]
 """Layers of the cache groups, in vLLM's order."""
+STATES: Any = {"shapes": ((3, 8), (2, 4)), "dtypes": (torch.float32, torch.float32)}
+STATE_BYTES = 4 * (3 * 8 + 2 * 4)
 
 
 class GroupCore:
@@ -56,10 +63,14 @@ class GroupCore:
         block_size: int = 16,
         blocks: int = 96,
         page_tokens: int = 32,
+        states: bool = False,
         backend: Backend | None = None,
         **fields: Any,
     ) -> None:
-        self.config, self.window, self.tp, self.block_size = config, window, tp, block_size
+        self.states, self.config = states, self._aligned(config, block_size) if states else config
+        self.window, self.tp, self.block_size = window, tp, block_size
+        self._state_blocks: dict[str, int] = {}
+        """Request -> place of the block with its running state."""
         self.counts: dict[tuple[str, ...], float] = {}
         fields = {"save": "always", **fields}
         cache = self._cache(window, blocks)
@@ -75,10 +86,10 @@ class GroupCore:
                 with mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=rank):
                     worker = CornplugConnector(ours, KVConnectorRole.WORKER, cache)
                 self.ranks.append(GroupRank(worker, ours, range(rank * HEADS // tp, (rank + 1) * HEADS // tp),
-                                            blocks, block_size, backend or Backend()))  # fmt: skip
+                                            blocks, block_size, backend or Backend(), states))  # fmt: skip
         self.aggregator = KVOutputAggregator(tp)
         self.scheduler = Scheduler(
-            config, cache, StructuredOutputManager(config), block_size=block_size, log_stats=False
+            self.config, cache, StructuredOutputManager(config), block_size=block_size, log_stats=False
         )
         self.scheduler.connector = self.connector
         take = self.connector.get_kv_connector_stats
@@ -92,6 +103,15 @@ class GroupCore:
         self.failed = 0
         self._made: dict[str, tuple[list[int], list[float]]] = {}
 
+    @staticmethod
+    def _aligned(config: Any, block_size: int) -> Any:
+        """The flags of an engine that keeps states at the ends of its blocks."""
+        found = copy.copy(config)
+        found.cache_config = copy.copy(config.cache_config)
+        found.cache_config.mamba_cache_mode = "align"
+        found.cache_config.block_size = found.cache_config.mamba_block_size = block_size
+        return found
+
     def _cache(self, window: int, blocks: int) -> KVCacheConfig:
         sizes: Any = {
             "block_size": self.block_size,
@@ -99,11 +119,10 @@ class GroupCore:
             "head_size": DIM,
             "dtype": torch.float32,
         }
-        kinds = [
-            (WINDOWED, SlidingWindowSpec(**sizes, sliding_window=window)),
-            (FULL, FullAttentionSpec(**sizes)),
-            (ALSO_WINDOWED, SlidingWindowSpec(**sizes, sliding_window=window)),
-        ]
+        kept: Any = SlidingWindowSpec(**sizes, sliding_window=window)
+        if self.states:
+            kept = MambaSpec(block_size=self.block_size, mamba_cache_mode="align", **STATES)
+        kinds = [(WINDOWED, kept), (FULL, FullAttentionSpec(**sizes)), (ALSO_WINDOWED, kept)]
         groups = [
             KVCacheGroupSpec([f"model.layers.{i}.attn" for i in layers], spec) for layers, spec in kinds
         ]
@@ -124,7 +143,7 @@ class GroupCore:
                 tensor_parallel_size=self.tp,
             ),
             speculative_config=None,
-            cache_config=SimpleNamespace(block_size=self.block_size),
+            cache_config=SimpleNamespace(block_size=self.block_size, prefix_match_unit=None),
             compilation_config=SimpleNamespace(static_forward_context={}),
         )
 
@@ -178,8 +197,16 @@ class GroupCore:
         bases = {name: self._base(requests[name]) for name in scheduled}
         starts = {name: ends[name] - count for name, count in scheduled.items()}
         windows = [self.window, 0, self.window]
+        over = {*output.finished_req_ids, *(output.preempted_req_ids or ())}
+        for name in over.union(output.scheduled_cached_reqs.resumed_req_ids):
+            self._state_blocks.pop(name, None)
+        before = {
+            name: self._state_blocks.get(name, (start - 1) // self.block_size)
+            for name, start in starts.items()
+        }
+        self._state_blocks |= {name: (end - 1) // self.block_size for name, end in ends.items()}
         return SimpleNamespace(
-            ends=ends, tables=tables, bases=bases, starts=starts, windows=windows,
+            ends=ends, tables=tables, bases=bases, starts=starts, windows=windows, states=before,
             meta=output.kv_connector_metadata,
         )  # fmt: skip
 
@@ -234,16 +261,20 @@ class GroupRank:
         blocks: int,
         size: int,
         backend: Backend,
+        states: bool,
     ) -> None:
         self.connector, self.heads, self.size = connector, heads, size
-        self.caches = {
-            f"model.layers.{i}.attn": torch.full((blocks, len(heads), size, 2 * DIM), POISON)
-            for i in range(LAYERS)
-        }
+        self.states = {*WINDOWED, *ALSO_WINDOWED} if states else set()
+        self.caches = {f"model.layers.{i}.attn": self._memory(i, blocks) for i in range(LAYERS)}
         config.compilation_config.static_forward_context.update(
-            {name: SimpleNamespace(impl=backend) for name in self.caches}
+            {name: _layer(cache, backend) for name, cache in self.caches.items()}
         )
         connector.register_kv_caches(dict(reversed(self.caches.items())))
+
+    def _memory(self, layer: int, blocks: int) -> torch.Tensor:
+        if layer in self.states:
+            return torch.full((blocks, 1, 1, STATE_BYTES), int(POISON), dtype=torch.int8)
+        return torch.full((blocks, len(self.heads), self.size, 2 * DIM), POISON)
 
     def execute(self, moves: Any) -> KVConnectorOutput:
         connector = self.connector
@@ -272,10 +303,28 @@ class GroupRank:
             read = range(max(0, start - window + 1) if window else 0, start)
             for layer in layers:
                 cache = self.caches[f"model.layers.{layer}.attn"]
+                if layer in self.states:
+                    self._advance(cache, table, moves, name, layer)
+                    continue
                 there = cache[self._places(table, read)]
                 assert torch.equal(there, self._values(base, layer, read)), (name, layer, read)
                 written = range(start, min(end, len(base)))
                 cache[self._places(table, written)] = self._values(base, layer, written)
+
+    def _advance(self, cache: torch.Tensor, table: Sequence[int], moves: Any, name: str, layer: int) -> None:
+        """Compute a state at the end of this step from that at its start."""
+        start, end, base = moves.starts[name], moves.ends[name], moves.bases[name]
+        if start:
+            there = cache[table[moves.states[name]]]
+            assert torch.equal(there, self._state(base, layer, start)), (name, layer, start)
+        block = table[(end - 1) // self.size]
+        assert block, "the block that stands for none"
+        cache[block] = self._state(base, layer, min(end, len(base)))
+
+    def _state(self, base: Sequence[float], layer: int, tokens: int) -> torch.Tensor:
+        """A layer's state behind so many tokens, as the bytes of a block."""
+        where = torch.arange(STATE_BYTES // 4, dtype=torch.float32) + layer * 64 + self.heads.start * 512
+        return (where * 1024 + base[tokens - 1]).view(torch.int8)[None, None]
 
     def _places(self, table: Sequence[int], positions: range) -> Any:
         blocks = [table[position // self.size] for position in positions]
@@ -291,6 +340,18 @@ class GroupRank:
         where = torch.arange(2 * HEADS * DIM, dtype=torch.float32).reshape(HEADS, 2 * DIM) + layer * 64
         tokens = torch.tensor([base[position] for position in positions])[:, None, None]
         return where[self.heads.start : self.heads.stop] * 1024 + tokens
+
+
+def _layer(cache: torch.Tensor, backend: Backend) -> Any:
+    """What vLLM's forward context has of a layer."""
+    if cache.dtype != torch.int8:
+        return SimpleNamespace(impl=backend)
+    states, at = [], 0
+    for shape, dtype in zip(STATES["shapes"], STATES["dtypes"], strict=True):
+        size = math.prod(shape) * dtype.itemsize
+        states.append(cache[:, 0, 0, at : at + size].view(dtype).view(-1, *shape))
+        at += size
+    return SimpleNamespace(kv_cache=tuple(states))
 
 
 def prompts(seed: int, count: int) -> list[list[int]]:

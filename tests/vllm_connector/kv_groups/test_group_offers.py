@@ -17,7 +17,7 @@ def kind(window: int) -> Any:
     def needed_from(end: int) -> int:
         return max(0, end - window + 1) // BLOCK * BLOCK if window else 0
 
-    return SimpleNamespace(window=window, needed_from=needed_from)
+    return SimpleNamespace(whole=not window, needed_from=needed_from)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -31,16 +31,41 @@ def test_group_offers_end_is_the_longest_with_all_windows(seed: int) -> None:
     keys = [SimpleNamespace(of=lambda _, wanted, i=i: [(i, page) for page in wanted]) for i in range(3)]
     offers: Any = object.__new__(GroupOffers)
     offers._kinds, offers._page = kinds, SimpleNamespace(page_tokens=SIZE)
+    asked: list[Any] = []
+
+    def contains(keys: list[Any], deadline_s: float) -> bytes:
+        asked.extend(keys)
+        return bytes(key in stored for key in keys)
+
     offers._run = SimpleNamespace(
-        config=SimpleNamespace(store=SimpleNamespace(deadline_s=1)),
-        store=SimpleNamespace(contains=lambda keys, deadline_s: bytes(key in stored for key in keys)),
+        config=SimpleNamespace(store=SimpleNamespace(deadline_s=1)), store=SimpleNamespace(contains=contains)
     )
 
     def whole(end: int) -> bool:
         needed = (
-            (i, max(computed, k.needed_from(end * SIZE)) // SIZE) for i, k in enumerate(kinds) if k.window
+            (i, max(computed, k.needed_from(end * SIZE)) // SIZE) for i, k in enumerate(kinds) if not k.whole
         )
         return all((i, page) in stored for i, first in needed for page in range(first, end))
 
     longest = max((end for end in range(pages + 1) if end * SIZE > computed and whole(end)), default=0)
-    assert offers._end_with_windows(computed, pages, keys, []) == longest
+    assert offers._end_with_tails(computed, pages, keys, []) == longest
+    assert len(set(asked)) == len(asked)
+
+
+@pytest.mark.parametrize("apart", [1, 10, 60, 1000])
+def test_group_offers_questions_are_few_however_far_states_are_apart(apart: int) -> None:
+    """Of 1000 pages, a state at the end of every so many."""
+    questions: list[int] = []
+
+    def contains(keys: list[int], deadline_s: float) -> bytes:
+        questions.append(len(keys))
+        return bytes(page % apart == 0 for page in keys)
+
+    offers: Any = object.__new__(GroupOffers)
+    offers._kinds, offers._page = [kind(0), kind(2)], SimpleNamespace(page_tokens=SIZE)
+    offers._run = SimpleNamespace(
+        config=SimpleNamespace(store=SimpleNamespace(deadline_s=1)), store=SimpleNamespace(contains=contains)
+    )
+    keys: Any = [SimpleNamespace(of=lambda _, pages: pages)] * 2
+    assert offers._end_with_tails(0, 1000, keys, []) == 999 // apart * apart + 1
+    assert len(questions) <= 7 + apart / 60

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +19,6 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from cornplug.errors import LayoutError
-from cornplug.vllm_connector.kv_groups import page_kinds as module
 from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds, whole_page
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 32, "dtype": torch.bfloat16}
@@ -53,17 +51,26 @@ def config(layers: int = 4, **parallel: int) -> Any:
             }
         ),
         model_config=SimpleNamespace(
-            get_total_num_kv_heads=lambda: 2, get_total_num_hidden_layers=lambda: layers
+            get_total_num_kv_heads=lambda: 2,
+            get_total_num_hidden_layers=lambda: layers,
+            hf_config=SimpleNamespace(),
         ),
+        cache_config=SimpleNamespace(cache_dtype="fp8"),
     )
 
 
 def test_page_kinds_of_windows_and_full_attention_name_layers_and_window() -> None:
     kinds = page_kinds(config(), planned(windowed(), FULL), 64)
-    assert [(kind.geometry.group, kind.window) for kind in kinds] == [((0, 2), 100), ((1, 3), 0)]
+    assert [(kind.geometry.group, kind.geometry.window) for kind in kinds] == [((0, 2), 100), ((1, 3), 0)]
     assert kinds[0].geometry.shape == (2, 2, 2, 64, 32)
     assert kinds[0].geometry.spec()["group"] == {"layers": [0, 2], "window": 100}
     assert whole_page(kinds).page_bytes == 2 * kinds[0].geometry.page_bytes
+
+
+def test_page_kinds_of_fp8_are_bytes() -> None:
+    fields = {"dtype": torch.uint8, "kv_quant_mode": KVQuantMode.FP8_PER_TENSOR}
+    kinds = page_kinds(config(), planned(windowed(**fields), FullAttentionSpec(**{**SIZES, **fields})), 64)
+    assert [(kind.geometry.dtype, kind.geometry.quantised) for kind in kinds] == [("uint8", "fp8_e4m3")] * 2
 
 
 def test_page_kinds_of_one_group_is_the_page_of_the_model() -> None:
@@ -88,15 +95,9 @@ REFUSED = [
     ([windowed(), windowed(sliding_window=50)], "hybrid"),
     ([FULL, ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)], "hybrid"),
     ([FULL, MambaSpec(block_size=16, shapes=((2, 2),), dtypes=(torch.float32,))], "hybrid"),
-    ([FULL, windowed(extra_retained_tokens=2)], "hybrid"),
-    ([FULL, windowed(num_head_slots=4, state_content_bytes=128)], "hybrid"),
-    ([FULL, windowed(tokens_per_state=2)], "hybrid"),
+    ([FULL, windowed(extra_retained_tokens=2)], "attention_kind"),
     ([FULL, windowed(num_kv_heads=4)], "hybrid"),
-    ([FULL, windowed(head_size_v=16)], "hybrid"),
-    ([FULL, windowed(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR)], "kv_dtype"),
-    ([FULL, windowed(dtype=torch.uint8)], "kv_dtype"),
     ([FULL, windowed(block_size=48)], "layout"),
-    ([FullAttentionSpec(**SIZES, non_causal=True), windowed()], "hybrid"),
 ]
 
 
@@ -111,7 +112,6 @@ def test_page_kinds_of_other_groups_are_refused(specs: list[Any], reason: str) -
     ("ours", "reason"),
     [
         (config(pipeline_parallel_size=2), "hybrid"),
-        (config(decode_context_parallel_size=2), "context_parallel"),
         # Layers that read another's cache, or of a draft.
         (config(5), "hybrid"),
         (config(3), "hybrid"),
@@ -130,20 +130,3 @@ def test_page_kinds_of_other_engines_are_refused(ours: Any, reason: str) -> None
 def test_page_kinds_of_a_group_with_a_role_are_refused(of_group: dict[str, Any]) -> None:
     with pytest.raises(LayoutError):
         page_kinds(config(), planned(FULL, windowed(), **of_group), 64)
-
-
-def test_page_kinds_with_an_unknown_field_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    @dataclass(frozen=True, kw_only=True)
-    class Later(SlidingWindowSpec):
-        sinks: int = 0
-
-    monkeypatch.setattr("vllm.v1.kv_cache_interface.SlidingWindowSpec", Later)
-    later = Later(**SIZES, sliding_window=100, sinks=4)
-    with pytest.raises(LayoutError, match="sinks 4"):
-        page_kinds(config(), planned(FULL, later), 64)
-
-
-def test_page_kinds_know_every_field_that_may_differ() -> None:
-    known = {field.name for spec in (FullAttentionSpec, SlidingWindowSpec) for field in fields(spec)}
-    # The next release says of a spec whether it is a draft's.
-    assert set(module._OF_GROUPS) - known <= {"is_draft"}

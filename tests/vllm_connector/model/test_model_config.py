@@ -134,8 +134,8 @@ def test_field_tables_hold_each_field_once(name: str) -> None:
 
 def test_field_tables_cover_all_config_classes() -> None:
     assert set(TABLES) == {
-        "CacheConfig", "LoRAConfig", "LoadConfig", "ModelConfig", "MultiModalConfig", "ParallelConfig",
-        "SpeculativeConfig",
+        "CacheConfig", "LoRAConfig", "LoadConfig", "MambaConfig", "ModelConfig", "MultiModalConfig",
+        "ParallelConfig", "SpeculativeConfig",
     }  # fmt: skip
 
 
