@@ -58,7 +58,9 @@ METRICS: Mapping[str, Metric] = {
 }
 
 STORE_METRICS: Mapping[str, Metric] = {
-    "cornplug_store_capacity_bytes": Metric("gauge", "Upper bound of payload bytes.", ("tier",)),
+    "cornplug_store_capacity_bytes": Metric(
+        "gauge", "Upper bound of payload bytes, on disk of the bytes of files.", ("tier",)
+    ),
     "cornplug_store_memory_bytes": Metric("gauge", "Shared memory that the store has set aside so far.", ()),
     "cornplug_store_used_bytes": Metric(
         "gauge", "Memory that entries, reservations and quarantined rooms have.", ()
@@ -73,7 +75,9 @@ STORE_METRICS: Mapping[str, Metric] = {
         'Room that an app\'s entries and reservations have: of the 256 largest, the others as "(others)".',
         ("app",),
     ),
-    "cornplug_store_entries": Metric("gauge", "Entries.", ("namespace", "tier")),
+    "cornplug_store_entries": Metric(
+        "gauge", "Entries; those in memory and on disk count in both.", ("namespace", "tier")
+    ),
     "cornplug_store_leases": Metric("gauge", "Leases that readers hold.", ()),
     "cornplug_store_open_reservations": Metric("gauge", "Entries that are being written.", ()),
     "cornplug_store_clients": Metric("gauge", "Connected processes.", ()),
@@ -100,6 +104,14 @@ STORE_METRICS: Mapping[str, Metric] = {
     "cornplug_store_eviction_age_seconds": Metric(
         "histogram", "Seconds from an evicted entry's last use to its eviction.", ("namespace", "tier")
     ),
+    "cornplug_store_disk_used_bytes": Metric("gauge", "Bytes of the disk's files.", ()),
+    "cornplug_store_disk_queued": Metric("gauge", "Entries that wait to be written to disk.", ()),
+    "cornplug_store_disk_writes_total": Metric(
+        "counter", "Entries that were to be written to disk, by outcome.", ("write",)
+    ),
+    "cornplug_store_disk_reads_total": Metric(
+        "counter", "Entries that were recalled from disk into memory, by outcome.", ("read",)
+    ),
     "cornplug_store_answer_seconds": Metric(
         "histogram", "Seconds of the store's thread for one answer.", ("request",)
     ),
@@ -117,10 +129,17 @@ LABELS: Mapping[str, str] = {
     "outcome": "The result; docs/troubleshooting.md has every value.",
     "namespace": 'A namespace of the store ([store](store.md#namespaces)); "" where an entry was gone before '
     "the store learned of its reading.",
-    "tier": 'Where the bytes lie: "memory".',
+    "tier": 'Where the bytes lie: "memory", or "disk" of a store that has one. Hits on disk are entries that '
+    "came back into memory; their reads count in memory too.",
+    "write": '"written"; "gone": evicted or deleted before its turn; "dropped": too many waited; '
+    '"too_large"; "disk_full", "disk_readonly", "disk_error": the disk refused it, and writes pause for 5 s.',
+    "read": '"read"; "full", "too_large" or "pending": no room in memory, or a writer has some; "refused": '
+    'too many at once; "damaged": its seal is not right, and it is forgotten; "disk_error"; "late": deleted '
+    "meanwhile.",
     "result": '"found" or "absent".',
     "answer": '"given", "present", "pending", "growing", "first_sight", "full" or "too_large".',
-    "cause": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" (`cornplug store purge`).',
+    "cause": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" (`cornplug store purge`), '
+    '"damaged" (on disk).',
     "request": "The kind of message.",
     "qos": "The class of service.",
     "origin": '"computed" for this request, "coalesced" with another request in flight, or "cached".',

@@ -109,6 +109,12 @@ def view(now: StoreStat, change: StatChange) -> Group:
     head.add_row("lookups", "", f"{change.of('found')} keys found, {change.of('absent')} absent")
     head.add_row("entries", str(now.entries), f"{now.leases} leases, {now.reservations} being written")
     head.add_row("evicted", change.of("evictions"), f"refused {change.of('refusals')}")
+    if (disk := now.disk) is not None:
+        head.add_row(
+            "disk",
+            f"{_size(disk.used_bytes)} of {_size(disk.capacity_bytes)}",
+            f"{disk.entries} entries, {disk.queued} to write, {disk.reads.get('read', 0)} recalled",
+        )
     spaces = Table("namespace", title_justify="left")
     for column in ("used", "share", "ceiling", "entries", "hits", "evicted", "refused"):
         spaces.add_column(column, justify="right")

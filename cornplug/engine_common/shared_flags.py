@@ -22,6 +22,11 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
         "store.size_bytes",
         "Upper bound of the store, in bytes, if this server starts it (default: 1/4 of free memory).",
     ),
+    "--cornplug-store-disk": (
+        "store.disk_path",
+        "Folder on a local disk in which the store keeps its entries over restarts, if this server starts it "
+        "(default: none).",
+    ),
     "--cornplug-encoder": (
         "encoder.socket",
         "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share.",

@@ -66,6 +66,16 @@ class StoreConfig(Section):
     size_bytes: int | None = Field(default=None, gt=0)
     """Upper bound of payload bytes in shared memory. None: a quarter of the memory that the host and the
     container have left when the store starts."""
+    disk_path: Path | None = None
+    """A folder of this user on a local disk, in which the store keeps a sealed copy of its entries: they are
+    there after a restart of the host, and after they left memory. Needs the extra `cornplug[disk]`. None:
+    nothing of the store is on disk."""
+    disk_size_bytes: int | None = Field(default=None, ge=1 << 20)
+    """Upper bound of the files in `disk_path`. None: half of what its file system has free when the store
+    starts, these files included."""
+    disk_write_bytes_s: int | None = Field(default=None, gt=0)
+    """Bytes that the store writes to the disk in a second at most, so that it lives longer. None: as many as
+    it takes."""
     autostart: bool = True
     """An engine starts a store when none answers at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)

@@ -78,6 +78,8 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     command += ["--secret-file", str(config.secret_file.absolute())]
     command += [] if config.size_bytes is None else ["--size", str(config.size_bytes)]
     command += ["--quarantine-s", str(config.quarantine_s), "--idle-exit-s", str(idle_exit_s)]
+    command += [] if config.disk_path is None else ["--disk", str(config.disk_path.absolute())]
+    command += [] if config.disk_size_bytes is None else ["--disk-size", str(config.disk_size_bytes)]
     command += ["--metrics", config.metrics] if config.metrics else []
     path = log_path(config.socket)
     with _log_file(path) as log:

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 OTHER_APPS = "(others)"
+PROMOTED = 1 << 63
+"""Bit of the generation of an entry that came back from disk: when it was written cannot be told from it."""
 
 
 class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
@@ -61,8 +63,8 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     size: int
     """Payload size in bytes."""
     generation: int
-    """Greater than of any earlier reservation in this arena: it changes whenever a room is given to another
-    entry."""
+    """Greater than of any earlier reservation in this arena, but for PROMOTED: it changes whenever a room is
+    given to another entry."""
     fence: int = -1
     """Where the store says whether `generation` may be written still, see `write_fences.py`."""
 
@@ -123,6 +125,38 @@ class NamespaceStat(msgspec.Struct, frozen=True):
     """Cause -> entries: "evicted", "expired" (the namespace's time to live), "deleted", "purged"."""
 
 
+class DiskNamespaceStat(msgspec.Struct, frozen=True):
+    """One namespace of a store's disk; sizes in bytes, counts since the store began."""
+
+    used_bytes: int
+    entries: int
+    hits: int
+    """Entries that were recalled into memory."""
+    removals: dict[str, int]
+    """Cause -> entries: "evicted" with their segment, "expired", "deleted", "purged", "damaged"."""
+
+
+class DiskStat(msgspec.Struct, frozen=True):
+    """The disk of a store; sizes in bytes, counts since the store began."""
+
+    capacity_bytes: int
+    used_bytes: int
+    """Of its files."""
+    entries: int
+    """Also of those that are in memory too."""
+    queued: int
+    """Entries that wait for their writing."""
+    scanning: bool
+    """Entries of an earlier daemon are being looked for."""
+    writes: dict[str, int]
+    """Outcome -> entries: "written", "gone" (evicted or deleted before), "dropped" (too many waited),
+    "too_large", "disk_full", "disk_readonly", "disk_error"."""
+    reads: dict[str, int]
+    """Outcome -> recalled entries: "read", "refused" (too many at once), "damaged", "late" (deleted
+    meanwhile), "disk_error", or the value of a `ReserveRefusal`."""
+    namespaces: dict[str, DiskNamespaceStat]
+
+
 class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
     """A snapshot; all sizes in bytes."""
 
@@ -145,6 +179,8 @@ class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Keys that such lookups did not find."""
     namespaces: dict[str, NamespaceStat] = {}
     """Empty where a store has none."""
+    disk: DiskStat | None = None
+    """None where a store has no disk."""
 
 
 class PurgeRule(msgspec.Struct, frozen=True, array_like=True):
@@ -258,6 +294,32 @@ class UnleasedReads(Protocol):
 
     def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
         """The entry of a key. ABSENT counts as a miss. Raises StoreUnavailable without a store."""
+
+
+class Tier(enum.IntEnum):
+    """Where an entry is."""
+
+    ABSENT = 0
+    MEMORY = 1
+    DISK = 2
+    """On disk only: to `Store` it is absent until it is recalled."""
+
+
+@runtime_checkable
+class TieredReads(Protocol):
+    """What a store may offer besides: entries on disk, read into memory before they can be leased."""
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether entries can be on disk only: without it `tiers` says no more than `contains`."""
+
+    def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        """A `Tier` a key. Otherwise as `contains`."""
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        """Have entries that are on disk only read into memory, the first ones first; returns at once.
+
+        `tiers` tells when that is done. Those that find no room stay on disk."""
 
 
 @runtime_checkable

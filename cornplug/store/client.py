@@ -21,6 +21,7 @@ from cornplug.store.base import (
     Reservation,
     ReserveRefusal,
     StoreStat,
+    Tier,
     Unfound,
     WriterPart,
 )
@@ -94,6 +95,28 @@ class PoolStore:
         for i, answer in zip(unlisted, told, strict=True):
             answers[i] = answer
         return bytes(answers)
+
+    @property
+    def has_disk(self) -> bool:
+        """As `TieredReads.has_disk`."""
+        connection = self._link.connection
+        return connection is not None and connection.table.has_disk
+
+    def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        """As `TieredReads.tiers`."""
+        mask = self.contains(keys, deadline_s=deadline_s)
+        table = self._link.reachable().table
+        if not table.has_disk or Tier.ABSENT not in mask:
+            return mask
+        on_disk = table.on_disk(keys)
+        return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        """As `TieredReads.recall`."""
+        check_keys(keys)
+        connection = self._link.reachable()
+        for some in messages.batches(keys, messages.MAX_KEYS):
+            connection.tell(messages.RecallRequest(b"".join(some)))
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """As `contains`, answered by the daemon."""

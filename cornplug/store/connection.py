@@ -133,6 +133,12 @@ class DaemonConnection:
             self._queue_release(tokens)
             self._flush()
 
+    def tell(self, request: messages.RecallRequest) -> None:
+        """Send a request without an answer, or keep it until the socket takes it. Waits for no daemon."""
+        with self._turns:
+            self._queue(request, 0)
+            self._flush()
+
     def _check_pace(self, timeout_s: float, now_s: float) -> None:
         """Raises "store_slow" where waiting would probably be in vain."""
         if self._is_late(timeout_s, now_s) and not self._reading:
@@ -224,7 +230,7 @@ class DaemonConnection:
         while (answer := self._next_answer()) is not None:
             number, body = answer
             if number == 0:
-                _log.warning("the store did not take a release: %s", self._reply(body))
+                _log.warning("the store did not take a request: %s", self._reply(body))
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None:

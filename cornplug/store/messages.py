@@ -3,10 +3,10 @@
     greetings     one msgpack message, of any version: `ClientHello`, `DaemonWelcome`, `ClientRejected`
     all others    u32 number | one msgpack message; an answer has its request's number
 
-One request, one reply (but for `ReleaseRequest`), in order. A client that no longer waits for an answer
-knows it by its number when it comes. No request and no answer is large: the client cuts its requests
-(`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that no client waits for another's. Keys travel
-joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
+One request, one reply (but for `ReleaseRequest` and `RecallRequest`), in order. A client that no longer waits
+for an answer knows it by its number when it comes. No request and no answer is large: the client cuts its
+requests (`MAX_KEYS`), the daemon its answers (`LeaseReply`), so that no client waits for another's. Keys
+travel joined into one blob: 256 of them decode as one object instead of 256. Bytes of payloads never
 travel; the arena and its tables do, once, as file descriptors beside `DaemonWelcome`.
 """
 
@@ -76,8 +76,8 @@ class CommitRequest(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class ReleaseRequest(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """The one request without an answer: a reader of one entry would wait as long for it as
-    for a quarter of a MiB. The same client's next request sees it done."""
+    """Without an answer: a reader of one entry would wait as long for it as for a quarter of a MiB. The same
+    client's next request sees it done."""
 
     tokens: list[int]
 
@@ -95,6 +95,12 @@ class PurgeRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
     rule: PurgeRule
     begins: bool
+
+
+class RecallRequest(msgspec.Struct, frozen=True, array_like=True, tag=9):
+    """Without an answer: the table of entries shows which ones have come."""
+
+    keys: bytes
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):
@@ -171,6 +177,7 @@ Request = (
     | DeleteRequest
     | StatRequest
     | PurgeRequest
+    | RecallRequest
 )
 Reply = (
     DaemonWelcome

@@ -22,10 +22,12 @@ from cornplug.store.base import (
     Reservation,
     ReserveRefusal,
     Store,
+    Tier,
     Unfound,
     UnleasedEntry,
     UnleasedReads,
 )
+from cornplug.store.recall import has_disk, recalled
 
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
@@ -50,14 +52,26 @@ def copy_checksummed(
 
 
 def get_payload(
-    store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S
+    store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S, recall_s: float | None = None
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
     """The header and a verified copy of a payload, or None when it is absent.
 
-    Asks for a lease only if the store offers no other read, or the other read did not find this entry whole.
+    Where it is on disk only, it is recalled, and waited for until `recall_s` is over: 0 only begins that,
+    None does not. Asks for a lease only if the store offers no other read, or the other read did not find
+    this entry whole.
     Raises CodecError for an entry that does not match its header (it is dropped from the store first),
     StoreUnavailable when the store does not answer.
     """
+    found = _get_copy(store, key, deadline_s, lease_s)
+    if found is not None or recall_s is None or not has_disk(store):
+        return found
+    tiers = recalled(store, [key], within_s=recall_s, deadline_s=deadline_s)
+    return _get_copy(store, key, deadline_s, lease_s) if tiers[0] == Tier.MEMORY else None
+
+
+def _get_copy(
+    store: Store, key: bytes, deadline_s: float, lease_s: float
+) -> tuple[codec.PayloadHeader, bytearray] | None:
     entry = _find_unleased(store, key)
     if isinstance(entry, tuple):
         copied = _verified_copy(*entry)

@@ -41,6 +41,8 @@ _STORE_FLAGS: Final = {
     "store.secret_file": "--secret-file",
     "store.quarantine_s": "--quarantine-s",
     "store.metrics": "--metrics",
+    "store.disk_path": "--disk",
+    "store.disk_size_bytes": "--disk-size",
 }
 _NAMED: Final[tuple[tuple[type[BaseModel], str], ...]] = (
     (config.NamespaceConfig, "store.namespaces.NAME"),

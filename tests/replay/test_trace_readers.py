@@ -13,6 +13,7 @@ from cornplug.errors import ConfigError
 from cornplug.replay.trace import TraceAccess, TraceRequest, distinct_bytes
 from cornplug.replay.trace_readers import TokenCost, read_trace
 from cornplug.store.daemon.access_log import AccessLog
+from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.testing.store import key
 
@@ -52,7 +53,9 @@ def test_read_trace_oracle_general_gives_one_access_each(tmp_path: Path) -> None
 def test_read_trace_log_of_store_gives_reads_and_writes(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = AccessLog(path)
-    index = StoreIndex(bytes(16), 1 << 20, quarantine_s=0.0, grow=lambda missing: missing, log=log)
+    index = StoreIndex(
+        bytes(16), 1 << 20, quarantine_s=0.0, grow=lambda missing: missing, watchers=EntryWatchers(log=log)
+    )
     for name in "ab":
         (room,) = index.reserve(1, [(key(name), 100)], app="chat", now_s=1.0, cost_s=0.25)
         assert index.commit(1, room.token, b"")  # type: ignore[union-attr]
@@ -70,7 +73,9 @@ def test_read_trace_log_of_store_gives_reads_and_writes(tmp_path: Path) -> None:
 def test_access_log_ends_at_its_bound(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     log = AccessLog(path, max_bytes=200)
-    index = StoreIndex(bytes(16), 1 << 20, quarantine_s=0.0, grow=lambda missing: missing, log=log)
+    index = StoreIndex(
+        bytes(16), 1 << 20, quarantine_s=0.0, grow=lambda missing: missing, watchers=EntryWatchers(log=log)
+    )
     for name in range(50):
         (room,) = index.reserve(1, [(key(name), 64)], app="chat", now_s=1.0)
         assert index.commit(1, room.token, b"")  # type: ignore[union-attr]

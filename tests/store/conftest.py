@@ -22,7 +22,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     """Fails unless `condition` becomes true in time."""
     end_s = time.monotonic() + within_s
     while not condition():

@@ -23,10 +23,10 @@ from cornplug.store import messages
 from cornplug.store.base import OTHER_APPS, Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
 from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import NO_PAGE
 from cornplug.store.write_fences import WriteFences
 from cornplug.testing.store import fill, key, lease, reserve

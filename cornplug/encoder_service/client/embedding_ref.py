@@ -104,7 +104,7 @@ def from_store(
     give None too: the caller then asks the service for the bytes.
     """
     try:
-        found = get_payload(store, key, deadline_s=deadline_s)
+        found = get_payload(store, key, deadline_s=deadline_s, recall_s=deadline_s)
         if found is None:
             return None
         header, data = found

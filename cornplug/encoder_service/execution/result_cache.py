@@ -19,8 +19,9 @@ from cornplug.encoder_service.towers.input_checks import from_bytes
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes, to_wire
 from cornplug.errors import CodecError, StoreError
-from cornplug.store.base import Store
+from cornplug.store.base import Store, Tier
 from cornplug.store.payload import get_payload, put_payload
+from cornplug.store.recall import recalled
 from cornplug.store.validation import MAX_COST_S
 
 KEPT_BYTES: Final = 256 << 20
@@ -61,11 +62,12 @@ class ResultCache:
         return self._store is not None
 
     def present(self, key: bytes) -> bool:
-        """Whether the store has this entry."""
+        """Whether the store has this entry in memory, recalled from its disk if need be."""
         if self._store is None:
             return False
         try:
-            return self._store.contains([key], deadline_s=self._deadline_s) == b"\x01"
+            tiers = recalled(self._store, [key], within_s=self._deadline_s, deadline_s=self._deadline_s)
+            return tiers[0] == Tier.MEMORY
         except StoreError as e:
             self.on_failure(e.reason)
             return False
@@ -82,7 +84,7 @@ class ResultCache:
         if self._store is None:
             return None
         try:
-            found = get_payload(self._store, key, deadline_s=self._deadline_s)
+            found = get_payload(self._store, key, deadline_s=self._deadline_s, recall_s=self._deadline_s)
             if found is None:
                 return None
             header, data = found

@@ -33,7 +33,9 @@ from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CornplugError, EncoderError, EncoderRefused, StoreUnavailable
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
+from cornplug.store.base import Tier
 from cornplug.store.payload import put_payload
+from cornplug.store.recall import recalled
 
 _SOURCE: Final = "cornplug_source"
 
@@ -127,7 +129,9 @@ class EmbeddingPrefetcher:
         return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def _stored(self, key: bytes) -> bool:
-        return self._run.store.contains([key], deadline_s=self._run.deadline_s) == b"\x01"
+        deadline_s = self._run.deadline_s
+        tiers = recalled(self._run.store, [key], within_s=deadline_s, deadline_s=deadline_s)
+        return tiers[0] == Tier.MEMORY
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
         """Store an embedding that the service could not store."""

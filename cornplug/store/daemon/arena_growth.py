@@ -14,7 +14,12 @@ import threading
 from typing import Final
 
 from cornplug.store.arena import SharedArena
+from cornplug.store.daemon.placement import EntryPlacement
 
+HEADROOM_BYTES: Final = 64 << 20
+"""Room kept ready beyond the room in use, or a sixteenth of the store when that is more."""
+_MOST_HEADROOM_BYTES: Final = 1 << 30
+_GROW_BY_BYTES: Final = 1 << 20
 _STEP_BYTES: Final = 32 << 20
 RETRY_S: Final = 5.0
 """Pause before the kernel is asked again for memory that had run out."""
@@ -27,6 +32,7 @@ class ArenaGrowth:
 
     def __init__(self, arena: SharedArena) -> None:
         self._arena = arena
+        self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
         self._changed = threading.Condition()
         self._target_bytes = self._made_bytes = 0
         self._stop = False
@@ -38,6 +44,19 @@ class ArenaGrowth:
 
     def fileno(self) -> int:
         return self._ready
+
+    def first(self) -> int:
+        """Make room for the first clients, now. Returns how many bytes that are."""
+        return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
+
+    def grow(self, missing_bytes: int) -> int | None:
+        """The index's question. The memory comes on the thread; where there is none, it evicts."""
+        return 0 if self.exhausted else None
+
+    def keep_ahead(self, placed: EntryPlacement) -> None:
+        """Have the arena grow ahead of its entries."""
+        target = max(placed.used_bytes + self._headroom_bytes, placed.end_bytes + placed.shortfall_bytes)
+        self.want(min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES))
 
     def want(self, target_bytes: int) -> None:
         """Have the arena grow to so many bytes, soon."""

@@ -87,6 +87,10 @@ class EvictionPolicy(Generic[E]):
         """The namespace of an app."""
         return self._name_of_app.get(app, DEFAULT_NAMESPACE)
 
+    def ttl_s(self, app: str) -> float | None:
+        """The time to live of an app's entries; None: it has no end."""
+        return self._of(app).rules.ttl_s
+
     @property
     def names(self) -> list[str]:
         """Of all namespaces."""

@@ -4,9 +4,10 @@ Pure: no clock, no socket, no memory. `now_s` is an argument and growth of the a
 the same rules serve the reference store and the daemon, and tests run years in milliseconds. An `owner` is
 one connection.
 
-    entries      key -> entry    all that lookups see; clients read the table (`entry_table_writer.py`)
+    entries      key -> entry    all that lookups see
     placement                    where entries lie, and room for new ones (`placement.py`)
     open entries                 entries being written (`reservations.py`)
+    watchers                     the table that clients read, the disk (`entry_watchers.py`)
 """
 
 from __future__ import annotations
@@ -18,10 +19,9 @@ from typing import Final
 
 from cornplug.errors import CodecError
 from cornplug.settings.store_settings import NamespaceConfig
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
-from cornplug.store.daemon.access_log import AccessLog
+from cornplug.store.base import PROMOTED, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
 from cornplug.store.daemon.allocator import align_up
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.lease_limits import LeaseGroup, LeaseLimits
 from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
@@ -54,9 +54,8 @@ class StoreIndex:
         reservation_s: float = RESERVATION_S,
         reclaim_s: float = RECLAIM_S,
         fences: WriteFences | None = None,
-        table: EntryTableWriter | None = None,
+        watchers: EntryWatchers | None = None,
         namespaces: Mapping[str, NamespaceConfig] | None = None,
-        log: AccessLog | None = None,
     ) -> None:
         self.arena_id = arena_id
         self.placement = EntryPlacement(capacity_bytes, grow=grow, evict=self._evict, namespaces=namespaces)
@@ -64,7 +63,7 @@ class StoreIndex:
         self.counters = StoreCounters(self._policy.names, self._policy.name_of)
         self.capacity_bytes = self.placement.capacity_bytes
         self._fences = fences or WriteFences()
-        self._table, self._access_log = table, log
+        self._watchers = watchers or EntryWatchers()
         self._sightings = Sightings()
         self._entries: dict[bytes, StoredEntry] = {}
         self._open_entries = OpenEntries(
@@ -79,7 +78,7 @@ class StoreIndex:
         # Tokens of different arenas never meet: one kept over a daemon's restart is unknown, not another's.
         self._last_token = int.from_bytes(arena_id[:5]) << 22
         self._leases = 0
-        self.purges = PurgeJobs(self._entries, self._open_entries, self._drop)
+        self.purges = PurgeJobs(self._entries, self._open_entries, self._drop, self._watchers)
         self._now_s = 0.0
         """Of the latest call that told the time."""
 
@@ -87,6 +86,10 @@ class StoreIndex:
         """One byte a key, 1 where present. Changes nothing."""
         entries = self._entries
         return bytes([key in entries for key in keys])
+
+    def find(self, key: bytes) -> StoredEntry | None:
+        """An entry. Changes nothing."""
+        return self._entries.get(key)
 
     def lease(
         self,
@@ -123,8 +126,7 @@ class StoreIndex:
         token = 0
         if entries:
             token = self._new_token(owner)
-            if self._access_log is not None:
-                self._access_log.note("get", entries, now_s)
+            self._watchers.read(entries, now_s)
             self._reading[token] = LeaseGroup(owner, entries, self._expiries.add(token, now_s + ttl_s))
         self._leases += len(entries)
         metas = [None if entry is None else entry.meta for entry in found]
@@ -142,26 +144,31 @@ class StoreIndex:
         cut_looks: int | None = None,
         only_seen: bool = False,
         cost_s: float = 0.0,
+        promotes: bool = False,
     ) -> list[Reservation | ReserveRefusal]:
         """Room for each (key, size), growing and evicting as needed, or why not; for the first
-        ones only, and at least one, where making room took more than `cut_looks`. `cost_s` is an entry's."""
+        ones only, and at least one, where making room took more than `cut_looks`. `cost_s` is an entry's.
+        `promotes`: the disk asks, for an entry that it has; no writer's request is counted."""
         self.sweep(now_s)
         self.placement.begin_call()
         out: list[Reservation | ReserveRefusal] = []
         for key, size in entries:
             if cut_looks is not None and self.placement.looks > cut_looks:
                 break
-            open_entry = self._join_or_open(key, size, app, part, now_s, only_seen=only_seen, cost_s=cost_s)
+            open_entry = self._join_or_open(
+                key, size, app, part, now_s, only_seen=only_seen, cost_s=cost_s, promotes=promotes
+            )
             if isinstance(open_entry, OpenEntry):
                 out.append(self._open_entries.join(open_entry, owner, self._new_token(owner), part))
             else:
                 out.append(open_entry)
         self.placement.end_call()
-        self.counters.reserved(app, out)
+        if not promotes:
+            self.counters.reserved(app, out)
         return out
 
-    def commit(self, owner: int, token: int, meta: bytes) -> bool:
-        """This owner's part is written; with the last part the entry is published. False when it
+    def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:
+        """This owner's part is written, `age_s` ago; with the last part the entry is published. False when it
         has no reservation by this token (any more), or the parts do not make a whole."""
         open_entry = self._open_entries.put(token, meta) if self._open_entries.owns(owner, token) else None
         if open_entry is None or not open_entry.whole:
@@ -177,15 +184,12 @@ class StoreIndex:
         self._fences.shut(location.fence)
         entry = StoredEntry(
             open_entry.key, meta, open_entry.app, location, open_entry.room, open_entry.cost_s,
-            written_s=self._now_s, used_s=self._now_s,
+            written_s=self._now_s - age_s, used_s=self._now_s,
         )  # fmt: skip
         self._entries[entry.key] = entry
         self.counters.added(entry.app)
-        self.placement.add(entry, now_s=self._now_s)
-        if self._access_log is not None:
-            self._access_log.note("put", [entry], self._now_s)
-        if self._table is not None:
-            self._table.add(entry.key, location, meta)
+        self.placement.add(entry, now_s=entry.written_s)
+        self._watchers.added(entry, self._now_s)
         return True
 
     def release(self, owner: int, tokens: Sequence[int], *, now_s: float) -> None:
@@ -199,14 +203,13 @@ class StoreIndex:
 
     def count_reads(self, reads: NotedReads) -> None:
         """Count copying reads that a client made by the table, and refresh LRU. Its numbers may be any."""
-        keys = [self._table.key_of(record) for record in reads.records] if self._table is not None else []
-        entries = [entry for key in keys if key is not None and (entry := self._entries.get(key)) is not None]
+        keys = self._watchers.keys_of(reads.records)
+        entries = [entry for key in keys if (entry := self._entries.get(key)) is not None]
         self.counters.noted(reads, entries)
         for entry in entries:
             entry.used_s = self._now_s
             self._policy.touch(entry)
-            if self._access_log is not None:
-                self._access_log.note("get", [entry], self._now_s)
+            self._watchers.read([entry], self._now_s)
 
     def delete(self, keys: Sequence[bytes]) -> int:
         """Make entries invisible; their room is free once they have no lease. The number dropped."""
@@ -216,6 +219,8 @@ class StoreIndex:
             if entry is not None:
                 self._drop(entry, "deleted")
                 dropped += 1
+            else:
+                dropped += self._watchers.deleted(key)
         return dropped
 
     def end_owner(self, owner: int, *, now_s: float, limit: int | None = None) -> bool:
@@ -255,11 +260,12 @@ class StoreIndex:
             bytes_by_app=self._app_bytes.largest(), evictions=self.placement.evictions,
             hits=counted.hits, misses=counted.misses, refusals=counted.refusals, found=counted.found,
             absent=counted.absent, namespaces=counted.by_namespace(self._policy),
+            disk=self._watchers.disk_stat(),
         )  # fmt: skip
 
     def _join_or_open(
         self, key: bytes, size: int, app: str, part: WriterPart | None, now_s: float,
-        *, only_seen: bool, cost_s: float,
+        *, only_seen: bool, cost_s: float, promotes: bool,
     ) -> OpenEntry | ReserveRefusal:  # fmt: skip
         """The open entry that this writer may join, begun if need be."""
         if key in self._entries:
@@ -276,7 +282,7 @@ class StoreIndex:
         if isinstance(offset, ReserveRefusal):
             return offset
         # The token of its first writer, which is given next.
-        generation = self._last_token + 1
+        generation = self._last_token + 1 | (PROMOTED if promotes else 0)
         fence = self._fences.open(generation)
         if fence == NO_SLOT:
             self.placement.free(offset, room)
@@ -292,10 +298,9 @@ class StoreIndex:
     def _drop(self, entry: StoredEntry, cause: RemovalCause) -> None:
         del self._entries[entry.key]
         self.counters.removed(entry.app, cause)
-        if self._table is not None:
-            self._table.remove(entry.key)
         self._policy.remove(entry)
         entry.visible = False
+        self._watchers.removed(entry, cause)
         if not entry.readers:
             self._unplace(entry)
 

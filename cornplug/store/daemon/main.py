@@ -15,7 +15,7 @@ import resource
 import signal
 import sys
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cornplug import config
 from cornplug.errors import ConfigError, SocketTaken
@@ -23,6 +23,9 @@ from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.daemon.server import StoreServer
+
+if TYPE_CHECKING:
+    from cornplug.store.disk.open_disk import OpenedDisk
 
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
@@ -78,6 +81,20 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         type=parse_size,
         default=defaults.size_bytes,
         help="upper bound of its memory, as 4GiB or 512MiB (default: a quarter of the available memory)",
+    )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="FOLDER",
+        default=defaults.disk_path,
+        help="folder in which entries outlive this process, on a local disk (default: none)",
+    )
+    parser.add_argument(
+        "--disk-size",
+        type=parse_size,
+        metavar="SIZE",
+        default=defaults.disk_size_bytes,
+        help="upper bound of that folder's files, as 500GiB (default: half of what its file system has free)",
     )
     parser.add_argument(
         "--secret-file",
@@ -136,6 +153,7 @@ def _serve_claimed(
     claim: SocketClaim, options: argparse.Namespace, secret: bytes, settings: config.StoreConfig
 ) -> None:
     arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
+    disk = _disk(options, secret, settings)
     server = StoreServer(
         claim.listener,
         arena,
@@ -145,6 +163,7 @@ def _serve_claimed(
         renew=claim.renew,
         namespaces=settings.namespaces,
         access_log=settings.access_log,
+        disk=disk,
     )
 
     endpoint = None
@@ -172,6 +191,25 @@ def _serve_claimed(
         if endpoint is not None:
             endpoint.close()
         arena.close()
+
+
+def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedDisk | None:
+    """The disk that the settings name. Raises ConfigError; a store that an engine started does without."""
+    if options.disk is None:
+        return None
+    # Imported here: a store without it starts sooner.
+    from cornplug.store.disk.open_disk import open_disk
+
+    path, size_bytes = options.disk.absolute(), options.disk_size
+    try:
+        disk = open_disk(path, secret, size_bytes=size_bytes, write_bytes_s=settings.disk_write_bytes_s)
+    except ConfigError as e:
+        if not options.detach:
+            raise
+        _log.error("this store keeps nothing on disk: %s", e)
+        return None
+    _log.info("entries are kept in %s: up to %d MiB", path, disk.size_bytes >> 20)
+    return disk
 
 
 def _reset_cpu_affinity() -> None:

@@ -17,11 +17,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from cornplug.metrics import STORE_METRICS
 from cornplug.settings.store_settings import metrics_address
+from cornplug.store.base import DiskStat
 from cornplug.store.daemon.store_counters import AGE_BUCKETS_S
 from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, StoreSnapshot
 
 MEMORY: Final = "memory"
 """The tier of entries that lie in shared memory."""
+DISK: Final = "disk"
+"""The tier of entries that lie on disk, in memory too or not."""
 _log = logging.getLogger("cornplug.store")
 
 
@@ -96,7 +99,7 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
     removed: dict[tuple[str, ...], float] = {
         (name, MEMORY, cause): count for name, one in spaces for cause, count in one.removals.items()
     }
-    return {
+    series: dict[str, dict[tuple[str, ...], float]] = {
         "cornplug_store_capacity_bytes": {(MEMORY,): stat.capacity_bytes},
         "cornplug_store_memory_bytes": {(): now.memory_bytes},
         "cornplug_store_used_bytes": {(): stat.used_bytes},
@@ -113,7 +116,38 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
         "cornplug_store_lookups_total": {("found",): stat.found, ("absent",): stat.absent},
         "cornplug_store_reservations_total": reserved,
         "cornplug_store_removals_total": removed,
+        "cornplug_store_disk_used_bytes": {},
+        "cornplug_store_disk_queued": {},
+        "cornplug_store_disk_writes_total": {},
+        "cornplug_store_disk_reads_total": {},
     }
+    if stat.disk is not None:
+        for name, values in _disk_values(stat.disk).items():
+            series[name] |= values
+    return series
+
+
+def _disk_values(disk: DiskStat) -> Mapping[str, Mapping[tuple[str, ...], float]]:
+    spaces = disk.namespaces.items()
+    removed: dict[tuple[str, ...], float] = {
+        (name, DISK, cause): count for name, one in spaces for cause, count in one.removals.items()
+    }
+    return {
+        "cornplug_store_capacity_bytes": {(DISK,): disk.capacity_bytes},
+        "cornplug_store_bytes": {(name, DISK): one.used_bytes for name, one in spaces},
+        "cornplug_store_entries": {(name, DISK): one.entries for name, one in spaces},
+        "cornplug_store_hits_total": {(name, DISK): one.hits for name, one in spaces},
+        "cornplug_store_removals_total": removed,
+        "cornplug_store_disk_used_bytes": {(): disk.used_bytes},
+        "cornplug_store_disk_queued": {(): disk.queued},
+        "cornplug_store_disk_writes_total": _by_outcome(disk.writes, "written"),
+        "cornplug_store_disk_reads_total": _by_outcome(disk.reads, "read"),
+    }
+
+
+def _by_outcome(counts: Mapping[str, int], success: str) -> Mapping[tuple[str, ...], float]:
+    """A series that is there from the start has a rate at its first count."""
+    return {(success,): 0.0} | {(outcome,): float(count) for outcome, count in counts.items()}
 
 
 def _histograms(

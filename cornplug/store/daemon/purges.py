@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from cornplug.store.base import PurgeCount, PurgeRule
+from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.daemon.reservations import OpenEntries, OpenEntry
 from cornplug.store.daemon.store_counters import RemovalCause
@@ -29,8 +30,10 @@ class PurgeJobs:
         entries: Mapping[bytes, StoredEntry],
         open_entries: OpenEntries,
         drop: Callable[[StoredEntry, RemovalCause], None],
+        watchers: EntryWatchers,
     ) -> None:
         self._entries, self._open_entries, self._drop = entries, open_entries, drop
+        self._watchers = watchers
         self._left: dict[int, list[bytes | OpenEntry]] = {}
 
     def portion(self, owner: int, rule: PurgeRule, *, begins: bool, now_s: float) -> tuple[PurgeCount, bool]:
@@ -43,7 +46,7 @@ class PurgeJobs:
         """
         check_purge(rule)
         if begins:
-            self._left[owner] = [*self._open_entries.all(), *self._entries]
+            self._left[owner] = [*self._open_entries.all(), *self._entries, *self._on_disk_only(rule)]
         left = self._left.get(owner, [])
         some = left[-PORTION:]
         del left[-PORTION:]
@@ -56,6 +59,13 @@ class PurgeJobs:
         """A client has gone, or is done."""
         self._left.pop(owner, None)
 
+    def _on_disk_only(self, rule: PurgeRule) -> list[bytes]:
+        disk = self._watchers.disk
+        if disk is None:
+            return []
+        disk.purge_begins(rule)
+        return [key for key in disk.all_keys() if key not in self._entries]
+
     def _purged(self, some: list[bytes | OpenEntry], rule: PurgeRule, now_s: float) -> PurgeCount:
         entries = size_bytes = leased = writing = 0
         for each in some:
@@ -66,6 +76,10 @@ class PurgeJobs:
                         self._open_entries.end(each)
                 continue
             entry = self._entries.get(each)
+            if entry is None and self._watchers.disk is not None:
+                on_disk = self._watchers.disk.purge(each, rule)
+                if on_disk is not None:
+                    entries, size_bytes = entries + 1, size_bytes + on_disk
             if entry is None or not _names(entry, rule, now_s):
                 continue
             entries, size_bytes, leased = entries + 1, size_bytes + entry.room, leased + bool(entry.readers)

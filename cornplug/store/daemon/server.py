@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -28,20 +28,20 @@ from cornplug.store.arena import SharedArena
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.session import ClientFault, ClientSession
 from cornplug.store.daemon.store_telemetry import StoreTelemetry
 from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 
-HEADROOM_BYTES: Final = 64 << 20
-"""Room kept ready beyond the room in use, or a sixteenth of the store when that is more."""
-_MOST_HEADROOM_BYTES: Final = 1 << 30
-_GROW_BY_BYTES: Final = 1 << 20
+if TYPE_CHECKING:
+    from cornplug.store.disk.open_disk import OpenedDisk
+
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
 _TURN_S: Final = 2e-3
@@ -71,6 +71,7 @@ class StoreServer:
         renew: Callable[[], socket.socket | None] | None = None,
         namespaces: Mapping[str, NamespaceConfig] | None = None,
         access_log: Path | None = None,
+        disk: OpenedDisk | None = None,
     ) -> None:
         self._listener = listener
         self._renew = renew
@@ -80,15 +81,18 @@ class StoreServer:
         self._idle_exit_s = idle_exit_s
         self._fences = WriteFences(shared=True)
         self._notes = UseNotes()
-        self._table = EntryTableWriter(TableShape.of(arena.capacity_bytes))
-        self._access_log = AccessLog(access_log) if access_log is not None else None
-        self._index = StoreIndex(
-            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._grow,
-            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences, table=self._table,
-            namespaces=namespaces, log=self._access_log,
-        )  # fmt: skip
-        self._headroom_bytes = max(HEADROOM_BYTES, min(_MOST_HEADROOM_BYTES, arena.capacity_bytes // 16))
+        shape = TableShape.of(arena.capacity_bytes, disk.size_bytes if disk is not None else 0)
+        self._table = EntryTableWriter(shape, has_disk=disk is not None)
         self._growth = ArenaGrowth(arena)
+        log = AccessLog(access_log) if access_log is not None else None
+        self._watchers = EntryWatchers(self._table, log)
+        self._index = StoreIndex(
+            arena.id, arena.capacity_bytes, quarantine_s=quarantine_s, grow=self._growth.grow,
+            reservation_s=reservation_s, reclaim_s=reclaim_s, fences=self._fences, watchers=self._watchers,
+            namespaces=namespaces,
+        )  # fmt: skip
+        if disk is not None:
+            self._watchers.open_disk(disk, self._index, arena, self._fences)
         self._sessions: dict[int, ClientSession] = {}
         self.telemetry = StoreTelemetry(self._index, self._sessions)
         self._eager: dict[int, ClientSession] = {}
@@ -105,13 +109,15 @@ class StoreServer:
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._growth, selectors.EVENT_READ)
+        if self._watchers.disk is not None:
+            self._selector.register(self._watchers.disk, selectors.EVENT_READ)
         # The first client finds room.
-        self._index.placement.extend(self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES)))
+        self._index.placement.extend(self._growth.first())
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S
         while not self.stop:
-            self._growth.want(self._target_bytes())
+            self._growth.keep_ahead(self._index.placement)
             now_s = time.monotonic()
-            busy = bool(self._eager or self._ending) or now_s < alert_until_s
+            busy = bool(self._eager or self._ending or self._watchers.busy) or now_s < alert_until_s
             events = self._selector.select(0.0 if busy else max(0.0, next_tick_s - now_s))
             if events:
                 alert_until_s = time.monotonic() + messages.ALERT_S
@@ -123,9 +129,10 @@ class StoreServer:
                     self._accept()
                 elif key.fileobj is self._growth:
                     self._index.placement.extend(self._growth.collect())
-                elif key.data.owner not in eager:
+                elif key.data is not None and key.data.owner not in eager:
                     self._attend(key.data, mask)
             self._end_owners()
+            self._watchers.step()
             if time.monotonic() >= next_tick_s:
                 self._tick()
                 next_tick_s = time.monotonic() + _TICK_S
@@ -256,6 +263,9 @@ class StoreServer:
                 messages.check_count(len(tokens), messages.MAX_TOKENS)
                 index.release(owner, tokens, now_s=now_s)
                 return None
+            case messages.RecallRequest(keys):
+                self._watchers.recall(messages.split_keys(keys))
+                return None
             case messages.DeleteRequest(keys):
                 return messages.DeleteReply(index.delete(messages.split_keys(keys)))
             case messages.StatRequest():
@@ -277,15 +287,6 @@ class StoreServer:
         reads = self._notes.take(session.notes_page)
         if reads is not None:
             self._index.count_reads(reads)
-
-    def _grow(self, missing_bytes: int) -> int | None:
-        """The index's question. The memory comes on the thread; where there is none, it evicts."""
-        return 0 if self._growth.exhausted else None
-
-    def _target_bytes(self) -> int:
-        placed = self._index.placement
-        target = max(placed.used_bytes + self._headroom_bytes, placed.end_bytes + placed.shortfall_bytes)
-        return min(self._arena.capacity_bytes, -(-target // _GROW_BY_BYTES) * _GROW_BY_BYTES)
 
     def _tick(self) -> None:
         self._renew_listener()
@@ -339,8 +340,7 @@ class StoreServer:
         self._table.close()
         for session in list(self._sessions.values()):
             self._end(session, ClientFault("closed"))
-        if self._access_log is not None:
-            self._access_log.close()
+        self._watchers.close()
         self._growth.close()
         self._fences.close()
         self._notes.close()

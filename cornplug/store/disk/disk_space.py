@@ -8,7 +8,7 @@ Pure: no I/O. The daemon's loop alone uses it.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Final
@@ -72,6 +72,9 @@ class DiskSpace:
         self._newest = max(self._segments, default=0)
         self._open = False
         """Whether the newest segment takes records: one of an earlier daemon takes none."""
+        self.entries_by_app: Counter[str] = Counter()
+        self.bytes_by_app: Counter[str] = Counter()
+        """Of live records."""
 
     def __len__(self) -> int:
         return len(self._records)
@@ -86,6 +89,10 @@ class DiskSpace:
         """Numbers of all segments, the oldest first."""
         return list(self._segments)
 
+    def all_keys(self) -> list[bytes]:
+        """Of all records."""
+        return list(self._records)
+
     def find(self, key: bytes) -> DiskRecord | None:
         """The record of an entry."""
         return self._records.get(key)
@@ -98,12 +105,16 @@ class DiskSpace:
         self.remove(record.key)
         segment.records[record.offset] = record
         self._records[record.key] = record
+        self._count(record, 1)
         return True
 
     def remove(self, key: bytes) -> DiskRecord | None:
         """Forget a record; its bytes stay until their segment goes."""
         record = self._records.pop(key, None)
-        if record is not None and record.segment in self._segments:
+        if record is None:
+            return None
+        self._count(record, -1)
+        if record.segment in self._segments:
             self._segments[record.segment].records.pop(record.offset, None)
         return record
 
@@ -132,9 +143,15 @@ class DiskSpace:
         """Whether a new segment has room for this record, also beside those that move into it."""
         return record_bytes <= self.segment_bytes - self.segment_bytes // 2
 
-    def close_segment(self) -> None:
-        """Let the newest segment take no more records: it could not be written."""
-        self._open = False
+    def give_up(self, number: int) -> None:
+        """Forget a new segment, which has no record: it could not be made."""
+        self._segments.pop(number, None)
+        self._open = self._open and number != self._newest
+
+    @property
+    def exceeds_bound(self) -> bool:
+        """Whether an earlier daemon has left more than this one may keep."""
+        return self.used_bytes > self.size_bytes
 
     def open_segment(self) -> list[DroppedSegment]:
         """Begin a new segment. Returns the oldest ones, which must go for it.
@@ -157,7 +174,14 @@ class DiskSpace:
         for record in gone:
             if self._records.get(record.key) is record:
                 del self._records[record.key]
+                self._count(record, -1)
         return gone
+
+    def _count(self, record: DiskRecord, by: int) -> None:
+        self.entries_by_app[record.app] += by
+        self.bytes_by_app[record.app] += by * record.record_bytes
+        if not self.entries_by_app[record.app]:
+            del self.entries_by_app[record.app], self.bytes_by_app[record.app]
 
     def _old_bytes(self) -> int:
         return self.used_bytes - self._segments[self._newest].size_bytes
@@ -173,6 +197,7 @@ class DiskSpace:
                 lost.append(record)
         for record in lost:
             del self._records[record.key]
+            self._count(record, -1)
         return DroppedSegment(number, lost, moves)
 
 

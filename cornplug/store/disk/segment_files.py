@@ -10,10 +10,10 @@ Nothing waits for the device: a record that it lost is a miss, since no seal fit
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -110,12 +110,20 @@ class SegmentFiles:
         *,
         app: str,
         cost_s: float,
-    ) -> RecordHeader:
-        """Write an entry's record; its header. Raises OSError: then no scan finds the record."""
-        header = RecordHeader(key, app, payload.nbytes, len(meta), cost_s, time.time(), new_salt())
+        written_s: float,
+        intact: Callable[[], bool] = lambda: True,
+    ) -> RecordHeader | None:
+        """Write an entry's record; its header. Raises OSError: then no scan finds the record.
+
+        None where `intact` says at the end that the payload may have changed: no scan finds it either.
+
+        Args:
+            written_s: Unix time of the entry's writing.
+        """
+        header = RecordHeader(key, app, payload.nbytes, len(meta), cost_s, written_s, new_salt())
         head = encode_record_header(header, self._sealer.header_tag)
         cipher = self._sealer.cipher(key, header.salt, head)
-        file = self._files[segment]
+        file = self._file(segment)
         # The header comes last: what is torn before it is no record.
         at = offset + len(head)
         at += _write_all(file.fd, cipher.seal_meta(meta), at)
@@ -125,13 +133,29 @@ class SegmentFiles:
             target = sealed[: piece.nbytes + TAG_BYTES]
             cipher.seal_chunk(number, piece, target)
             at += _write_all(file.fd, target, at)
+        if not intact():
+            return None
         _write_all(file.fd, head, offset)
         return header
 
-    def read(self, found: FoundRecord, into: memoryview) -> bytes:
+    def find(self, segment: int, offset: int) -> FoundRecord:
+        """The live record at this place. Raises RecordDamaged where there is none, OSError."""
+        file = self._files.get(segment)
+        header = None
+        if file is not None:
+            data = os.pread(file.fd, ALIGN_BYTES, offset)
+            header = decode_record_header(data, self._sealer.header_tag)
+        if header is None or header.dead:
+            raise RecordDamaged("there is no record")
+        return FoundRecord(segment, offset, header)
+
+    def read(
+        self, found: FoundRecord, into: memoryview, *, may_write: Callable[[], bool] = lambda: True
+    ) -> bytes | None:
         """Read an entry's payload into its room, each chunk verified; returns its meta.
 
-        Raises RecordDamaged, then the room has any bytes, and OSError. ValueError: the room has another size.
+        None where `may_write`, asked before each chunk, says that the room is another's by now. Raises
+        RecordDamaged, then the room has any bytes, and OSError. ValueError: the room has another size.
         """
         header = found.header
         if into.nbytes != header.payload_bytes:
@@ -144,15 +168,18 @@ class SegmentFiles:
         buffer = memoryview(bytearray(max(header.meta_bytes, CHUNK_BYTES) + TAG_BYTES))
         sealed = _read_all(file.fd, buffer[: header.meta_bytes + TAG_BYTES], found.offset + len(head))
         meta = cipher.open_meta(sealed)
+        os.posix_fadvise(file.fd, found.offset, header.record_bytes, os.POSIX_FADV_WILLNEED)
         for number in range(header.chunks):
             start, size_bytes = header.chunk_at(number)
             sealed = _read_all(file.fd, buffer[:size_bytes], found.offset + start)
+            if not may_write():
+                return None
             cipher.open_chunk(number, sealed, into[number * CHUNK_BYTES :][: size_bytes - TAG_BYTES])
         return meta
 
     def copy(self, found: FoundRecord, segment: int, offset: int) -> None:
         """Copy a record as it is: its seal names no place. Raises OSError, RecordDamaged if it is short."""
-        source, target = self._files[found.segment], self._files[segment]
+        source, target = self._file(found.segment), self._file(segment)
         start, left = found.offset, found.header.used_bytes
         while left:
             done = os.copy_file_range(source.fd, target.fd, left, start, offset)
@@ -162,14 +189,20 @@ class SegmentFiles:
 
     def kill(self, segment: int, offset: int) -> None:
         """Have no later scan find a record. Raises OSError."""
-        _write_all(self._files[segment].fd, DEAD, offset + STATE_AT)
+        _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
+
+    def flush(self, segment: int) -> None:
+        """Have the device take what was written, and the page cache give its memory back. Raises OSError."""
+        fd = self._file(segment).fd
+        os.fdatasync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def scan(self, segment: int) -> Iterator[FoundRecord]:
         """The live records of a segment, in their order. Reads headers only. Raises OSError.
 
         A header that is damaged, or of another secret, hides its own record and no other.
         """
-        file = self._files[segment]
+        file = self._file(segment)
         end, at = os.fstat(file.fd).st_size, 0
         while at < end:
             data = os.pread(file.fd, ALIGN_BYTES, at)
@@ -180,6 +213,17 @@ class SegmentFiles:
             if not header.dead:
                 yield FoundRecord(segment, at, header)
             at += header.record_bytes
+
+    def free_bytes(self) -> int:
+        """What the file system has free for this user. Raises OSError."""
+        about = os.fstatvfs(self._folder)
+        return about.f_bavail * about.f_frsize
+
+    def _file(self, segment: int) -> _OpenFile:
+        file = self._files.get(segment)
+        if file is None:
+            raise OSError(errno.ENOENT, "the segment is gone")
+        return file
 
     def close(self) -> None:
         """Close all files; the lock ends."""

@@ -18,9 +18,11 @@ from cornplug.errors import StoreUnavailable
 from cornplug.store.base import KEY_BYTES
 from cornplug.store.table.entry_table_layout import (
     BUCKETS,
+    HAS_DISK,
     HEADER_BYTES,
     LANES,
     META_AT,
+    ON_DISK_RECORD,
     RECORD,
     RECORD_BYTES,
     RECORD_MASK,
@@ -43,6 +45,7 @@ _ANSWERS: Final = {-1: UNLISTED, 0: ABSENT, 1: PRESENT}
 _FEW_KEYS: Final = 6
 """So many are looked up one by one: numpy's calls cost more."""
 _RECORD_MASK: Final = np.uint64(RECORD_MASK)
+_ONE: Final = np.uint64(1)
 _PRESENT, _UNLISTED = np.uint8(PRESENT), np.uint8(UNLISTED)
 _KEY_WORDS: Final = KEY_BYTES // WORD_BYTES
 
@@ -87,10 +90,29 @@ class MappedEntryTable:
         lines = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
         # A tag is the key's where no bit above the record's number differs; the eight truth values of a row
         # are one word. Each call of numpy costs 5 us or more when its code is not in the processor's cache.
-        found = ((lines ^ words[:, 1:2]) <= _RECORD_MASK).view(np.uint64) != 0
+        if self.has_disk:
+            # Nor is the record's number ON_DISK_RECORD, all ones: then 0 - 1 is the largest number.
+            found = (((lines ^ (words[:, 1:2] | _RECORD_MASK)) - _ONE) < _RECORD_MASK).view(np.uint64) != 0
+        else:
+            found = ((lines ^ words[:, 1:2]) <= _RECORD_MASK).view(np.uint64) != 0
         if self._words[UNTAGGED] and lines[:, TAGS].any():
             found = np.where(found, _PRESENT, _UNLISTED * (lines[:, TAGS:] != 0))
         mask: bytes = found.tobytes()
+        return mask
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether entries can be on disk only."""
+        return bool(self._words[HAS_DISK])
+
+    def on_disk(self, keys: Sequence[bytes]) -> bytes:
+        """1 for each key that is shown as on disk only. Raises ValueError for keys not of 32 bytes."""
+        check_keys(keys)
+        if not self.has_disk:
+            return bytes(len(keys))
+        words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
+        lines = self._buckets.take((words[:, 0] & self._bucket_mask).view(np.int64), axis=0)
+        mask: bytes = (lines == (words[:, 1:2] | _RECORD_MASK)).any(axis=1).tobytes()
         return mask
 
     def find(self, key: bytes) -> int:
@@ -118,7 +140,7 @@ class MappedEntryTable:
         at = self.shape.bucket_word(key)
         tag = tag_of(key)
         for word in self._words[at : at + TAGS].tolist():
-            if word and word & TAG_MASK == tag:
+            if word and word & TAG_MASK == tag and word & RECORD_MASK != ON_DISK_RECORD:
                 return word & RECORD_MASK
         return -1 if self._words[at + TAGS] and self._words[UNTAGGED] else 0
 

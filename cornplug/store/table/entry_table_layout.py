@@ -1,14 +1,15 @@
 """Where the table of a store's entries has what: the daemon writes it, every client maps it read-only.
 
     u64 words of the header    serving (1, or 0 once the daemon has ended) | buckets | records |
-                               entries without a tag; fills a page
+                               entries without a tag | whether there is a disk; fills a page
     buckets                    64 bytes each: 7 tags and the number of the bucket's entries that have none
     records                    256 bytes each, numbered from 1: a location and the entry's header
 
 A tag is 40 bits of a key and the number of its record; 0 is no tag. Other bits of the key choose the bucket,
 so a lookup reads one line of a processor's cache. Keys are digests: they need no hashing. An entry has no tag
 if its bucket has 7 others or all records are taken, and an entry with a large header has an empty record. The
-daemon knows those all the same.
+daemon knows those all the same. An entry that lies on disk only has a tag with ON_DISK_RECORD for its record,
+and gives way to an entry in memory that finds its bucket full.
 
     record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty one | u64 offset | u64 size
               u32 length of the header | the header
@@ -31,8 +32,10 @@ LANES: Final = 8
 TAGS: Final = LANES - 1
 RECORD_BITS: Final = 24
 RECORD_MASK: Final = (1 << RECORD_BITS) - 1
+ON_DISK_RECORD: Final = RECORD_MASK
+"""No record has this number, see _MOST_RECORDS: older clients take it for a record that is damaged."""
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
-SERVING, BUCKETS, RECORDS, UNTAGGED = range(4)
+SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK = range(5)
 """Words of the header."""
 HEADER_BYTES: Final = mmap.PAGESIZE
 BUCKET_BYTES: Final = LANES * WORD_BYTES
@@ -56,10 +59,12 @@ class TableShape:
     records: int
 
     @classmethod
-    def of(cls, capacity_bytes: int) -> TableShape:
-        """The shape for an arena of this capacity: two records a bucket, when all are taken."""
+    def of(cls, capacity_bytes: int, disk_bytes: int = 0) -> TableShape:
+        """The shape for an arena of this capacity: two records a bucket, when all are taken, and as much room
+        for the tags of a disk of `disk_bytes`."""
         records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
-        return cls(1 << ((records + 1) // 2 - 1).bit_length(), records)
+        tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS)
+        return cls(1 << ((tags + 1) // 2 - 1).bit_length(), records)
 
     @property
     def size_bytes(self) -> int:

@@ -75,9 +75,8 @@ class ReceivedHandles:
         """The rows that a handle stands for. Raises VLLMValidationError."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
-            found = get_payload(
-                self._opened(), claims.key, deadline_s=self._config.store.background_timeout_s
-            )
+            wait_s = self._config.store.background_timeout_s
+            found = get_payload(self._opened(), claims.key, deadline_s=wait_s, recall_s=wait_s)
         except CornplugError as e:
             raise _refused(str(e)) from e
         identity = self._identity()

@@ -260,7 +260,10 @@ class ECScheduler:
     def _from_store(self, item: _Item, source: str) -> bool:
         began = time.monotonic()
         try:
-            found = get_payload(self._run.store, item.expected.key, deadline_s=self._run.deadline_s)
+            # From a disk it comes later: the service, which is asked meanwhile, waits for it.
+            found = get_payload(
+                self._run.store, item.expected.key, deadline_s=self._run.deadline_s, recall_s=0.0
+            )
         except CodecError as e:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return False

@@ -179,7 +179,7 @@ def test_running_out_is_survived_and_ends_when_there_is_memory_again(
         real(fd, offset, size)
 
     monkeypatch.setattr("cornplug.store.arena.os.posix_fallocate", fallocate)
-    monkeypatch.setattr("cornplug.store.daemon.server.HEADROOM_BYTES", 16 * MIB)
+    monkeypatch.setattr("cornplug.store.daemon.arena_growth.HEADROOM_BYTES", 16 * MIB)
     monkeypatch.setattr(arena_growth, "RETRY_S", 0.1)
     running = serve_in_thread(size_bytes=64 * MIB)
     store = connect()

@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.allocator import ALIGN, ArenaAllocator, align_up
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.table.entry_table import PRESENT, UNLISTED, MappedEntryTable
 from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import key
 
 CAPACITY = 4096
@@ -55,7 +56,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
             quarantine_s=QUARANTINE_S,
             grow=self.grow,
             reservation_s=1e9,
-            table=self.writer,
+            watchers=EntryWatchers(self.writer),
         )
 
     def grow(self, want_bytes: int) -> int:

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -21,6 +22,7 @@ from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint, open_endpoint
 from cornplug.store.daemon.server import StoreServer
+from cornplug.store.disk.open_disk import open_disk
 from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing.store import DEADLINE_S, fill, key, reserve
 
@@ -112,9 +114,10 @@ def test_metrics_endpoint_evicted_entries_have_an_age(
 
 
 def test_metrics_endpoint_names_and_labels_are_the_tables(
-    serve_in_thread: Serve, connect: Connect, endpoint: MetricsEndpoint
+    serve_in_thread: Serve, connect: Connect, endpoint: MetricsEndpoint, tmp_path: Path
 ) -> None:
-    server = serve_in_thread()
+    """Of a store with a disk: without one its series have no sample."""
+    server = serve_in_thread(disk=open_disk(tmp_path / "disk", b"s" * 32, size_bytes=1 << 24))
     assert "cornplug_store" not in text_at(endpoint.port), "before the first tick"
     server.telemetry.show = endpoint.show
     store = connect()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cornplug.errors import ConfigError
-from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES
+from cornplug.store.disk.record_format import ALIGN_BYTES, CHUNK_BYTES, RecordHeader
 from cornplug.store.disk.record_seal import RecordDamaged
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.testing.store import key
@@ -28,6 +28,13 @@ def _payload(i: int) -> bytes:
     return random.Random(i).randbytes(SIZES[i])
 
 
+def _write(files: SegmentFiles, segment: int, at: int, i: int) -> RecordHeader:
+    meta, payload = b"meta%d" % i, memoryview(_payload(i))
+    header = files.write(segment, at, key(i), meta, payload, app="chat", cost_s=i / 8, written_s=1.5)
+    assert header is not None
+    return header
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[tuple[int, int]]]:
     """A whole segment's bytes, and (offset, end without padding) of its records."""
@@ -35,7 +42,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, list[tuple
     files, at, places = _open(path), 0, []
     files.create(1)
     for i in range(len(SIZES)):
-        header = files.write(1, at, key(i), b"meta%d" % i, memoryview(_payload(i)), app="chat", cost_s=i / 8)
+        header = _write(files, 1, at, i)
         places.append((at, at + header.used_bytes))
         at += header.record_bytes
     files.close()
@@ -144,7 +151,9 @@ def test_segment_kill_record_is_not_found_again(
 def test_segment_file_holds_no_byte_of_the_payload_in_clear(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
-    files.write(1, 0, key("a"), b"my meta", memoryview(b"my payload " * 100), app="chat", cost_s=0)
+    files.write(
+        1, 0, key("a"), b"my meta", memoryview(b"my payload " * 100), app="chat", cost_s=0, written_s=0
+    )
     files.close()
     data = (folder / "segment-00000001").read_bytes()
     assert b"chat" in data
@@ -157,7 +166,7 @@ def test_segment_same_entry_twice_is_sealed_differently(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
     for at in (0, ALIGN_BYTES):
-        files.write(1, at, key("a"), b"m", memoryview(bytes(1000)), app="chat", cost_s=0)
+        files.write(1, at, key("a"), b"m", memoryview(bytes(1000)), app="chat", cost_s=0, written_s=0)
     files.close()
     data = (folder / "segment-00000001").read_bytes()
     assert data[200:1000] != data[ALIGN_BYTES + 200 : ALIGN_BYTES + 1000]
@@ -166,14 +175,12 @@ def test_segment_same_entry_twice_is_sealed_differently(folder: Path) -> None:
 def test_segment_write_beyond_file_size_limit_leaves_no_record(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
-    first = files.write(1, 0, key(1), b"meta1", memoryview(_payload(1)), app="chat", cost_s=0)
+    first = _write(files, 1, 0, 1)
     before, old = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (first.record_bytes + 20_000, before[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            files.write(
-                1, first.record_bytes, key(4), b"meta4", memoryview(_payload(4)), app="chat", cost_s=0
-            )
+            _write(files, 1, first.record_bytes, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
@@ -198,7 +205,7 @@ def test_segment_files_folder_that_others_may_write_is_refused(folder: Path) -> 
 def test_segment_drop_removes_its_file_and_descriptor(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
-    files.write(1, 0, key(1), b"meta1", memoryview(_payload(1)), app="chat", cost_s=0)
+    _write(files, 1, 0, 1)
     found = next(files.scan(1))
     files.drop(1)
     assert files.existing() == []
@@ -211,11 +218,65 @@ def test_segment_drop_removes_its_file_and_descriptor(folder: Path) -> None:
 def test_segment_copy_record_outlives_its_first_segment(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
-    files.write(1, 0, key(5), b"meta5", memoryview(_payload(5)), app="chat", cost_s=0)
+    _write(files, 1, 0, 5)
     files.create(2)
     files.copy(next(files.scan(1)), 2, ALIGN_BYTES)
     files.drop(1)
     copied = list(files.scan(2))
     assert [(one.segment, one.offset, one.header.key) for one in copied] == [(2, ALIGN_BYTES, key(5))]
     assert _content(files, copied[0]) == _payload(5)
+    files.close()
+
+
+def test_segment_write_of_payload_that_changed_leaves_no_record(folder: Path) -> None:
+    files, asked = _open(folder), list[int]()
+    files.create(1)
+
+    def intact() -> bool:
+        asked.append(len(list(files.scan(1))))
+        return False
+
+    payload = memoryview(_payload(5))
+    written = files.write(1, 0, key(5), b"m", payload, app="a", cost_s=0, written_s=0, intact=intact)
+    assert (written, asked, list(files.scan(1))) == (None, [0], [])
+    _write(files, 1, 0, 1)
+    assert [found.header.key for found in files.scan(1)] == [key(1)], "its place is used again"
+    files.close()
+
+
+def test_segment_read_into_room_that_is_anothers_writes_nothing(
+    folder: Path, written: tuple[bytes, list[tuple[int, int]]]
+) -> None:
+    (folder / "segment-00000001").write_bytes(written[0])
+    files, room = _open(folder), bytearray(SIZES[6])
+    answers = iter([True, False])
+    found = files.find(1, written[1][6][0])
+    assert files.read(found, memoryview(room), may_write=lambda: next(answers)) is None
+    assert bytes(room) == _payload(6)[:CHUNK_BYTES] + bytes(CHUNK_BYTES)
+    files.close()
+
+
+def test_segment_find_place_without_live_record_is_damaged(
+    folder: Path, written: tuple[bytes, list[tuple[int, int]]]
+) -> None:
+    (folder / "segment-00000001").write_bytes(written[0])
+    files, (first, second) = _open(folder), (place for place, _ in written[1][1:3])
+    assert files.find(1, second).header.key == key(2)
+    files.kill(1, second)
+    for segment, offset in ((1, second), (1, first + 64), (2, first), (1, len(written[0]))):
+        with pytest.raises(RecordDamaged):
+            files.find(segment, offset)
+    files.close()
+
+
+def test_segment_flush_of_missing_segment_is_an_os_error(folder: Path) -> None:
+    files = _open(folder)
+    files.create(1)
+    _write(files, 1, 0, 1)
+    files.flush(1)
+    assert files.free_bytes() > 0
+    files.drop(1)
+    for call in (lambda: files.flush(1), lambda: files.kill(1, 0), lambda: _write(files, 1, 0, 1)):
+        with pytest.raises(OSError, match="the segment is gone"):
+            call()
     files.close()

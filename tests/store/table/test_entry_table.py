@@ -15,9 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PayloadLocation
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
 from cornplug.store.table.entry_table_layout import MAX_META_BYTES, SERVING, TAGS, WORD_BYTES, TableShape
+from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import key
 
 SHAPE = TableShape(buckets=4, records=24)
@@ -202,3 +202,72 @@ def test_entry_table_clients_cannot_write_it(writer: EntryTableWriter) -> None:
         os.ftruncate(writer.fd, 4096)
     with pytest.raises(TypeError):
         MappedEntryTable(writer.fd)._words[TAGS] = 1
+
+
+@pytest.fixture
+def disk_writer() -> Iterator[EntryTableWriter]:
+    made = EntryTableWriter(SHAPE, has_disk=True)
+    yield made
+    made.close()
+
+
+def _of_one_bucket(count: int) -> list[bytes]:
+    return [key for i in range(1000) if SHAPE.bucket_word(key := hashlib.sha256(b"%d" % i).digest()) == 512][
+        :count
+    ]
+
+
+@pytest.mark.parametrize("asked", [1, 40])
+def test_entry_table_entry_on_disk_only_is_absent_and_on_disk(
+    disk_writer: EntryTableWriter, asked: int
+) -> None:
+    """For one key and for many, which are looked up otherwise."""
+    table = MappedEntryTable(disk_writer.fd)
+    a, b, others = key("a"), key("b"), [key(i) for i in range(asked - 1)]
+    disk_writer.show_on_disk(a)
+    disk_writer.add(b, at(1), b"meta")
+    assert table.contains([a, *others])[0] == ABSENT
+    assert table.contains([b, *others])[0] == PRESENT
+    assert (table.find(a), table.on_disk([a, b, *others])) == (0, b"\1\0" + bytes(asked - 1))
+    disk_writer.add(a, at(2), b"meta")
+    assert table.contains([a, *others])[0] == PRESENT
+    assert table.on_disk([a]) == b"\0"
+    disk_writer.remove(a)
+    assert (table.contains([a]), table.on_disk([a])) == (b"\0", b"\0")
+    disk_writer.show_on_disk(a)
+    disk_writer.hide_on_disk(a)
+    disk_writer.hide_on_disk(a)
+    assert table.on_disk([a, *others]) == bytes(asked)
+    assert len(disk_writer) == 1
+
+
+def test_entry_table_entry_in_memory_displaces_one_on_disk_in_a_full_bucket(
+    disk_writer: EntryTableWriter,
+) -> None:
+    table, keys = MappedEntryTable(disk_writer.fd), _of_one_bucket(TAGS + 3)
+    for one in keys[: TAGS + 1]:
+        disk_writer.show_on_disk(one)
+    assert table.on_disk(keys) == b"\1" * TAGS + bytes(3), "no room for more"
+    disk_writer.add(keys[-1], at(1), b"meta")
+    assert table.contains(keys) == bytes(len(keys) - 1) + b"\1"
+    assert sum(table.on_disk(keys)) == TAGS - 1
+    for i, one in enumerate(keys[:TAGS]):
+        disk_writer.add(one, at(2 + i), b"meta")
+    assert table.contains(keys[:1]) == bytes([PRESENT])
+    assert sum(table.on_disk(keys)) == 0
+    assert table.contains(keys[TAGS:-1]) == bytes([UNLISTED]) * 2
+    disk_writer.remove(keys[0])
+    disk_writer.show_on_disk(keys[0])
+    assert (table.on_disk(keys[:1]), table.find(keys[0])) == (b"\1", -1)
+
+
+def test_entry_table_without_disk_shows_nothing_on_disk(writer: EntryTableWriter) -> None:
+    table = MappedEntryTable(writer.fd)
+    assert not table.has_disk
+    assert table.on_disk([key("a")]) == b"\0"
+
+
+def test_entry_table_shape_has_room_for_tags_of_the_disk() -> None:
+    memory, both = TableShape.of(1 << 30), TableShape.of(1 << 30, 4 << 30)
+    assert both.records == memory.records
+    assert both.buckets >= 4 * memory.buckets

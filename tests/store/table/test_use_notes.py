@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pytest
 
 from cornplug.store.base import Reservation
-from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import (
     MOST_COUNTED,
     NO_PAGE,
@@ -105,7 +106,8 @@ def test_notes_of_several_threads_are_all_counted(notes: UseNotes) -> None:
 
 def test_notes_hostile_bytes_change_only_counts_and_order(notes: UseNotes) -> None:
     table = EntryTableWriter(TableShape.of(1 << 20))
-    index = StoreIndex(b"\1" * 16, 64 * 8, quarantine_s=1.0, grow=lambda missing: missing, table=table)
+    watchers = EntryWatchers(table)
+    index = StoreIndex(b"\1" * 16, 64 * 8, quarantine_s=1.0, grow=lambda missing: missing, watchers=watchers)
     for room in index.reserve(1, [(key(n), 64) for n in range(8)], app="a", now_s=0.0):
         assert isinstance(room, Reservation)
         index.commit(1, room.token, b"")

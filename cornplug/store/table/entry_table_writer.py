@@ -11,9 +11,12 @@ from cornplug.store.base import PayloadLocation
 from cornplug.store.sealed_memory import sealed_memory
 from cornplug.store.table.entry_table_layout import (
     BUCKETS,
+    HAS_DISK,
     MAX_META_BYTES,
     META_AT,
+    ON_DISK_RECORD,
     RECORD,
+    RECORD_MASK,
     RECORDS,
     SERVING,
     TAGS,
@@ -25,14 +28,19 @@ from cornplug.store.table.entry_table_layout import (
 
 
 class EntryTableWriter:
-    """A table that this process alone writes. Raises OSError where there is no memory for it."""
+    """A table that this process alone writes. Raises OSError where there is no memory for it.
 
-    def __init__(self, shape: TableShape) -> None:
+    Args:
+        has_disk: Clients look for entries that are on disk only.
+    """
+
+    def __init__(self, shape: TableShape, *, has_disk: bool = False) -> None:
         self.shape = shape
         self.fd, mapped = sealed_memory("cornplug-table", shape.size_bytes, others_write=False)
         self._bytes = memoryview(mapped)
         self._words = self._bytes.cast("Q")
         self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
+        self._words[HAS_DISK] = has_disk
         self._words[SERVING] = 1
         # What is in the table is for readers: this process decides nothing by it but the choice of a lane.
         self._places: dict[bytes, tuple[int, int]] = {}
@@ -49,9 +57,9 @@ class EntryTableWriter:
         return len(self._places)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
-        """Show an entry that is new. Where the table has no place for it, its bucket says so."""
+        """Show an entry that is new, or was on disk only. Where it has no place, its bucket says so."""
         at = self.shape.bucket_word(key)
-        lane = next((i for i in range(at, at + TAGS) if not self._words[i]), None)
+        lane = self._lane_for(key, at)
         record = self._take_record() if lane is not None else 0
         if lane is None or not record:
             self._count_untagged(at, 1)
@@ -74,6 +82,33 @@ class EntryTableWriter:
         self._bytes[start : start + META_AT] = bytes(META_AT)
         del self._keys[record]
         self._free.append(record)
+
+    def show_on_disk(self, key: bytes) -> None:
+        """Show that an entry is on disk only; not where its bucket is full."""
+        at = self.shape.bucket_word(key)
+        if (lane := self._lane_with(0, at)) is not None:
+            self._words[lane] = tag_of(key) | ON_DISK_RECORD
+
+    def hide_on_disk(self, key: bytes) -> None:
+        """Show no longer that an entry is on disk only; nothing where it was not shown."""
+        if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
+            self._words[lane] = 0
+
+    def _lane_with(self, word: int, at: int) -> int | None:
+        return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)
+
+    def _lane_for(self, key: bytes, at: int) -> int | None:
+        """A lane for an entry in memory: its own as of an entry on disk, a free one, or that of another entry
+        which is on disk only."""
+        if not self._words[HAS_DISK]:
+            return self._lane_with(0, at)
+        lane = self._lane_with(tag_of(key) | ON_DISK_RECORD, at)
+        if lane is None:
+            lane = self._lane_with(0, at)
+        if lane is None:
+            lanes = range(at, at + TAGS)
+            lane = next((i for i in lanes if self._words[i] & RECORD_MASK == ON_DISK_RECORD), None)
+        return lane
 
     def key_of(self, record: int) -> bytes | None:
         """The key of the entry that has this record now; any number may be asked for."""

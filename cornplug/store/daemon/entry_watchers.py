@@ -1,0 +1,114 @@
+"""What else learns of entries: the table that clients read, the log of reads and writes, the disk."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from cornplug.store.arena import SharedArena
+from cornplug.store.base import DiskStat, PayloadLocation
+from cornplug.store.daemon.access_log import AccessLog
+from cornplug.store.daemon.placement import StoredEntry
+from cornplug.store.daemon.store_counters import RemovalCause
+from cornplug.store.table.entry_table_writer import EntryTableWriter
+from cornplug.store.write_fences import WriteFences
+
+if TYPE_CHECKING:
+    from cornplug.store.daemon.index import StoreIndex
+    from cornplug.store.disk.disk_tier import DiskTier
+    from cornplug.store.disk.open_disk import OpenedDisk
+
+
+class EntryWatchers:
+    """Those that one index has, each where there is one."""
+
+    def __init__(self, table: EntryTableWriter | None = None, log: AccessLog | None = None) -> None:
+        self._table, self._log = table, log
+        self.disk: DiskTier | None = None
+
+    def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
+        """Keep entries on this disk too. Raises OSError."""
+        from cornplug.store.disk.disk_tier import DiskTier
+
+        assert self._table is not None, "clients see in the table which entries are on disk"
+        self.disk = DiskTier(
+            disk, index, rules=index.placement.policy, marks=self._table, memory=_RoomMemory(arena, fences),
+            capacity_bytes=arena.capacity_bytes,
+        )  # fmt: skip
+
+    def added(self, entry: StoredEntry, now_s: float) -> None:
+        """An entry was published."""
+        if self._log is not None:
+            self._log.note("put", [entry], now_s)
+        if self._table is not None:
+            self._table.add(entry.key, entry.location, entry.meta)
+        if self.disk is not None:
+            self.disk.added(entry)
+
+    def read(self, entries: Sequence[StoredEntry], now_s: float) -> None:
+        """Entries were read."""
+        if self._log is not None:
+            self._log.note("get", entries, now_s)
+        if self.disk is not None:
+            self.disk.read(entries)
+
+    def removed(self, entry: StoredEntry, cause: RemovalCause) -> None:
+        """An entry is no longer in memory."""
+        if self._table is not None:
+            self._table.remove(entry.key)
+        if self.disk is not None:
+            self.disk.ended(entry.key, cause)
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        """Have entries that are on disk only read into memory."""
+        if self.disk is not None:
+            self.disk.recall(keys)
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has more to do at once."""
+        return self.disk is not None and self.disk.busy
+
+    def step(self) -> None:
+        """Go on with work beside answers."""
+        if self.disk is not None:
+            self.disk.step()
+
+    def close(self) -> None:
+        """Write what is noted, and the entries that wait for the disk."""
+        if self._log is not None:
+            self._log.close()
+        if self.disk is not None:
+            self.disk.close()
+
+    def deleted(self, key: bytes) -> bool:
+        """An entry that is not in memory was deleted. Whether it was on disk."""
+        return self.disk is not None and self.disk.forget(key, "deleted")
+
+    def disk_stat(self) -> DiskStat | None:
+        """A snapshot of the disk; None where there is none."""
+        return self.disk.stat() if self.disk is not None else None
+
+    def keys_of(self, records: Sequence[int]) -> list[bytes]:
+        """The keys of the entries that have these records of the table now; any numbers may be asked for."""
+        if self._table is None:
+            return []
+        keys = [self._table.key_of(record) for record in records]
+        return [key for key in keys if key is not None]
+
+
+class _RoomMemory:
+    """The arena as the disk's threads read and fill it. It stays mapped while one of them has a view."""
+
+    def __init__(self, arena: SharedArena, fences: WriteFences) -> None:
+        self._bytes = memoryview(mmap.mmap(arena.fd, arena.capacity_bytes))
+        self._fences = fences
+
+    def view(self, location: PayloadLocation) -> memoryview:
+        """The bytes of a location, writable."""
+        return self._bytes[location.offset : location.offset + location.size]
+
+    def may_write(self, location: PayloadLocation) -> bool:
+        """Whether this location is reserved still."""
+        return self._fences.holds(location)

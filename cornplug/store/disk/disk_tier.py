@@ -1,0 +1,342 @@
+"""The disk tier of a store: entries are written back beside answers, and recalled after they left memory.
+
+    committed, read ──> queue ──> a segment, by the writer     entries are written once, sealed
+    recalled        ──> memory, by readers (`promotions.py`)
+    evicted                                                    the table shows it as on disk only
+    deleted, purged, expired                                   the record is ended too
+    restart         ──> scan of headers (`disk_scan.py`)       the table shows what it finds
+
+The daemon's loop alone calls it, and waits for nothing in it. Nothing holds an entry that is being written:
+one that is evicted meanwhile gets no record.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Final, Protocol
+
+from cornplug.store.base import DiskStat, PurgeRule
+from cornplug.store.disk.disk_counters import UNUSED, DiskCounters
+from cornplug.store.disk.disk_scan import DiskScan, purge_names
+from cornplug.store.disk.disk_space import DiskRecord, DiskSpace, DroppedSegment
+from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.promotions import Promotions
+from cornplug.store.disk.record_format import SALT_BYTES, RecordHeader
+from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.tier_protocols import (
+    DiskMarks,
+    NamespaceRules,
+    RoomMemory,
+    TieredEntry,
+    TieredIndex,
+)
+
+MOST_QUEUED: Final = 1 << 16
+"""Entries that wait for their writing; of more the newest are not written until they are read."""
+RETRY_S: Final = 5.0
+"""Pause of writes after one that failed."""
+_WRITING: Final = 8
+"""Entries that the writer has at once: it has its next one when it is done."""
+_FLUSH_BYTES: Final = 64 << 20
+"""Written bytes after which the writer waits for the device."""
+_FOUND_AT_ONCE: Final = 256
+"""Records of a scan that one turn of the loop takes: about 1 ms."""
+_DRAIN_S: Final = 5.0
+"""Longest wait at the end for entries that are not written yet."""
+_PROBLEMS: Final = {
+    errno.ENOSPC: "disk_full", errno.EDQUOT: "disk_full", errno.EFBIG: "disk_full",
+    errno.EROFS: "disk_readonly", errno.EACCES: "disk_readonly",
+}  # fmt: skip
+_log = logging.getLogger("cornplug.store")
+
+
+class DiskOptions(Protocol):
+    """A disk that is ready for a tier (`open_disk.py`)."""
+
+    @property
+    def files(self) -> SegmentFiles: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def write_bytes_s(self) -> int | None: ...
+
+
+class DiskTier:
+    """The tier of one daemon. `fileno` is readable when `step` has something to do.
+
+    Args:
+        capacity_bytes: Of the memory tier.
+    """
+
+    def __init__(
+        self,
+        disk: DiskOptions,
+        index: TieredIndex,
+        *,
+        rules: NamespaceRules,
+        marks: DiskMarks,
+        memory: RoomMemory,
+        capacity_bytes: int,
+    ) -> None:
+        self._files, self._index, self._rules, self._marks = disk.files, index, rules, marks
+        self._memory = memory
+        self._space = DiskSpace(disk.size_bytes, self._files.existing())
+        self._counters = DiskCounters(self._space, rules.name_of)
+        self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
+        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._writing: dict[bytes, bool] = {}
+        """Entries that the writer has, and whether they have ended meanwhile."""
+        self._problem = ""
+        """Of the last write, if it failed."""
+        self._resume_s = 0.0
+        self._unflushed_bytes = 0
+        self._scan = DiskScan(self._files, self._workers, self._space.segments)
+        self._promotions = Promotions(
+            self._files, self._space, self._workers, index, memory, self._counters,
+            most_bytes=capacity_bytes // 4, forget=self.forget,
+        )  # fmt: skip
+        if self._space.exceeds_bound:
+            self._open_segment()
+
+    def fileno(self) -> int:
+        return self._workers.fileno()
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has more to do at once."""
+        return self._scan.has_records
+
+    def added(self, entry: TieredEntry) -> None:
+        """An entry is in memory: it will be written, unless it is on disk."""
+        self._offer(entry.key)
+
+    def read(self, entries: Iterable[TieredEntry]) -> None:
+        """Entries in memory were read: their records stay, and those that have none are offered again."""
+        for entry in entries:
+            record = self._space.find(entry.key)
+            if record is None:
+                self._offer(entry.key)
+            else:
+                record.was_read = True
+
+    def ended(self, key: bytes, cause: str) -> None:
+        """An entry has left memory."""
+        if cause != UNUSED:
+            self.forget(key, cause)
+        elif self._space.find(key) is not None:
+            self._marks.show_on_disk(key)
+
+    def forget(self, key: bytes, cause: str) -> bool:
+        """End an entry on disk, also after a restart. Whether there was one."""
+        self._queue.pop(key, None)
+        if key in self._writing:
+            self._writing[key] = True
+        self._scan.ended(key)
+        record = self._space.remove(key)
+        if record is None:
+            return False
+        self._marks.hide_on_disk(key)
+        self._kill(record.segment, record.offset)
+        self._counters.removed(record, cause)
+        return True
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        """Have entries that are on disk only read into memory, soon."""
+        for key in keys:
+            record = self._space.find(key)
+            if record is not None and self._is_expired(record.app, record.written_s):
+                self.forget(key, "expired")
+        self._promotions.recall(keys)
+
+    def all_keys(self) -> list[bytes]:
+        """Of all entries on disk."""
+        return self._space.all_keys()
+
+    def purge_begins(self, rule: PurgeRule) -> None:
+        """The scan, if it is under way, passes over the records that this purge ends."""
+        self._scan.purged(rule)
+
+    def purge(self, key: bytes, rule: PurgeRule) -> int | None:
+        """End an entry that is on disk only; its bytes there. None where the rule does not name it."""
+        record = self._space.find(key)
+        if record is None or not purge_names(rule, record.app, time.time() - record.written_s):
+            return None
+        if not rule.dry_run:
+            self.forget(key, "purged")
+        return record.record_bytes
+
+    def stat(self) -> DiskStat:
+        """A snapshot."""
+        queued = len(self._queue) + len(self._writing)
+        return self._counters.stat(queued=queued, scanning=not self._scan.over)
+
+    def step(self) -> None:
+        """Take the results of the threads, and give them more to do."""
+        self._workers.collect()
+        for found in self._scan.take(_FOUND_AT_ONCE):
+            self._add_found(found)
+        self._write_some()
+        self._promotions.step()
+
+    def close(self) -> None:
+        """Write the entries that wait, for a few seconds at most, and end."""
+        end_s = time.monotonic() + _DRAIN_S
+        self._workers.hurry()
+        while (self._queue or self._writing) and not self._problem and time.monotonic() < end_s:
+            self.step()
+            self._workers.wait(min(0.05, max(0.0, end_s - time.monotonic())))
+        self._workers.close()
+        self._files.close()
+
+    def _is_expired(self, app: str, written_s: float) -> bool:
+        ttl_s = self._rules.ttl_s(app)
+        return ttl_s is not None and time.time() - written_s >= ttl_s
+
+    def _add_found(self, found: FoundRecord) -> None:
+        header = found.header
+        known = self._space.find(header.key) is not None
+        if known or self._scan.is_ended(found) or self._is_expired(header.app, header.written_s):
+            self._kill(found.segment, found.offset)
+            return
+        record = _record(header, found.segment, found.offset)
+        if self._space.add(record) and self._index.find(header.key) is None:
+            self._marks.show_on_disk(header.key)
+
+    def _offer(self, key: bytes) -> None:
+        if key in self._queue or key in self._writing or self._space.find(key) is not None:
+            return
+        if len(self._queue) < MOST_QUEUED:
+            self._queue[key] = None
+        else:
+            self._counters.writes["dropped"] += 1
+
+    def _write_some(self) -> None:
+        # Before the scan is over it is not known what is on disk already.
+        if not self._queue or not self._scan.over or time.monotonic() < self._resume_s:
+            return
+        most = 1 if self._problem else _WRITING
+        while self._queue and len(self._writing) < most:
+            key, _ = self._queue.popitem(last=False)
+            entry = self._index.find(key)
+            if entry is None:
+                self._counters.writes["gone"] += 1
+            elif self._space.find(key) is None:
+                self._write(entry)
+
+    def _write(self, entry: TieredEntry) -> None:
+        written_s = time.time() - (time.monotonic() - entry.written_s)
+        payload_bytes, salt = entry.location.size, bytes(SALT_BYTES)
+        size_bytes = RecordHeader(
+            entry.key, entry.app, payload_bytes, len(entry.meta), entry.cost_s, written_s, salt
+        ).record_bytes
+        if not self._space.fits(size_bytes):
+            self._counters.writes["too_large"] += 1
+            return
+        at = self._space.place(size_bytes)
+        if at is None:
+            self._open_segment()
+            at = self._space.place(size_bytes)
+        assert at is not None, "a new segment has room for what fits"
+        self._writing[entry.key] = False
+        work = functools.partial(
+            self._files.write, *at, entry.key, entry.meta, self._memory.view(entry.location), app=entry.app,
+            cost_s=entry.cost_s, written_s=written_s, intact=lambda: entry.visible,
+        )  # fmt: skip
+        self._workers.write(work, functools.partial(self._written, entry.key, at), size_bytes)
+        self._flush_after(at[0], size_bytes)
+
+    def _flush_after(self, segment: int, size_bytes: int) -> None:
+        self._unflushed_bytes += size_bytes
+        if self._unflushed_bytes >= _FLUSH_BYTES:
+            self._unflushed_bytes = 0
+            self._workers.write(functools.partial(self._files.flush, segment), self._noted)
+
+    def _written(self, key: bytes, at: tuple[int, int], header: RecordHeader | DiskFailure | None) -> None:
+        ended = self._writing.pop(key)
+        if isinstance(header, (OSError, RecordDamaged)):
+            self._counters.writes[self._failed(header)] += 1
+            return
+        if self._problem:
+            _log.info("the store's disk takes entries again")
+        self._problem = ""
+        if header is None:
+            self._counters.writes["gone"] += 1
+        elif ended:
+            self._kill(*at)
+        elif self._space.add(_record(header, *at)):
+            self._counters.writes["written"] += 1
+        entry = self._index.find(key)
+        if entry is not None:
+            # Nothing where it has its record now; else it is another entry of the key.
+            self._offer(key)
+        elif self._space.find(key) is not None:
+            self._marks.show_on_disk(key)
+
+    def _open_segment(self) -> None:
+        dropped = self._space.open_segment()
+        number = self._space.segments[-1]
+        self._workers.write(
+            functools.partial(self._files.create, number), functools.partial(self._created, number)
+        )
+        for one in dropped:
+            for record in one.lost:
+                self._lost(record)
+            for record, segment, offset in one.moves:
+                work = functools.partial(self._move, record.segment, record.offset, segment, offset)
+                done = functools.partial(self._moved, record, segment, offset)
+                self._workers.write(work, done, record.record_bytes)
+            self._workers.write(
+                functools.partial(self._files.drop, one.number), functools.partial(self._dropped, one)
+            )
+
+    def _move(self, old: int, old_offset: int, segment: int, offset: int) -> bool:
+        """On the writer's thread."""
+        self._files.copy(self._files.find(old, old_offset), segment, offset)
+        return True
+
+    def _moved(self, record: DiskRecord, segment: int, offset: int, result: bool | DiskFailure) -> None:
+        if result is True and not self._space.move(record, segment, offset):
+            self._kill(segment, offset)
+
+    def _dropped(self, dropped: DroppedSegment, result: DiskFailure | None) -> None:
+        self._noted(result)
+        for record in self._space.forget_unmoved(record for record, _, _ in dropped.moves):
+            self._lost(record)
+
+    def _lost(self, record: DiskRecord) -> None:
+        self._marks.hide_on_disk(record.key)
+        self._counters.removed(record, UNUSED)
+
+    def _created(self, number: int, result: DiskFailure | None) -> None:
+        if result is not None:
+            self._failed(result)
+            self._space.give_up(number)
+
+    def _kill(self, segment: int, offset: int) -> None:
+        # Where that fails, the segment is gone, or the disk takes nothing: its keys are not read in this run.
+        self._workers.write(functools.partial(self._files.kill, segment, offset), self._noted)
+
+    def _noted(self, result: DiskFailure | None) -> None:
+        if isinstance(result, OSError) and result.errno != errno.ENOENT:
+            self._failed(result)
+
+    def _failed(self, problem: DiskFailure) -> str:
+        """Pause writes. Returns the outcome of a write that met this problem."""
+        kind = _PROBLEMS.get(getattr(problem, "errno", 0), "disk_error")
+        if kind != self._problem:
+            _log.error("the store's disk: %s: no entries are written there for now", problem)
+        self._problem, self._resume_s = kind, time.monotonic() + RETRY_S
+        return kind
+
+
+def _record(header: RecordHeader, segment: int, offset: int) -> DiskRecord:
+    return DiskRecord(
+        header.key, header.app, header.cost_s, header.written_s, header.payload_bytes, segment, offset,
+        header.record_bytes,
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""Threads of the disk tier: one that writes, two that read. The daemon's loop waits for none of them.
+
+    loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
+
+Sealing and opening a chunk, and every call of the system, run without the interpreter's lock: the loop
+answers meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Final, TypeVar
+
+from cornplug.store.disk.record_seal import RecordDamaged
+
+_READERS: Final = 2
+_END_S: Final = 5.0
+"""Longest wait for a thread at the end: one that hangs in a device keeps no daemon."""
+
+T = TypeVar("T")
+DiskFailure = OSError | RecordDamaged
+Job = Callable[[], None]
+
+
+class DiskWorkers:
+    """The threads, and the results that they have. `fileno` is readable when there is one to collect.
+
+    Args:
+        write_bytes_s: What the writer writes in a second at most; None: as much as the device takes.
+    """
+
+    def __init__(self, *, write_bytes_s: int | None = None) -> None:
+        self._write_bytes_s = write_bytes_s
+        self._results: deque[Job] = deque()
+        self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closing = threading.Event()
+        self._writes: SimpleQueue[Job | None] = SimpleQueue()
+        self._reads: SimpleQueue[Job | None] = SimpleQueue()
+        queues = [self._writes] + [self._reads] * _READERS
+        self._threads = [
+            threading.Thread(target=self._run, args=(queue,), name="cornplug-disk", daemon=True)
+            for queue in queues
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def fileno(self) -> int:
+        return self._ready
+
+    def write(
+        self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], size_bytes: int = 0
+    ) -> None:
+        """Do `work`, which writes `size_bytes`, after all earlier writes; `done` gets its result or error."""
+        pause_s = size_bytes / self._write_bytes_s if self._write_bytes_s else 0.0
+        self._writes.put(self._job(work, done, pause_s))
+
+    def read(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
+        """Do `work` beside writes and other reads; otherwise as `write`."""
+        self._reads.put(self._job(work, done, 0.0))
+
+    def _job(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], pause_s: float) -> Job:
+        def job() -> None:
+            result: T | DiskFailure
+            try:
+                result = work()
+            except (OSError, RecordDamaged) as e:
+                # With its traceback it would be in a cycle, and the daemon collects none while it is busy.
+                result = e.with_traceback(None)
+            self._results.append(lambda: done(result))
+            os.eventfd_write(self._ready, 1)
+            if pause_s:
+                self._closing.wait(pause_s)
+
+        return job
+
+    def collect(self) -> None:
+        """Hand out the results that are there."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._ready)
+        while self._results:
+            self._results.popleft()()
+
+    def wait(self, seconds: float) -> None:
+        """Return when there is a result to collect, or after so long."""
+        poller = select.poll()
+        poller.register(self._ready, select.POLLIN)
+        poller.poll(seconds * 1e3)
+
+    def hurry(self) -> None:
+        """Keep no pace from now on."""
+        self._closing.set()
+
+    def close(self) -> None:
+        """End the threads, after the work that they have; its results are lost."""
+        self.hurry()
+        for queue in [self._writes] + [self._reads] * _READERS:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join(_END_S)
+        if not any(thread.is_alive() for thread in self._threads):
+            os.close(self._ready)
+
+    def _run(self, queue: SimpleQueue[Job | None]) -> None:
+        while (job := queue.get()) is not None:
+            job()

@@ -1,0 +1,56 @@
+"""A disk for a store, as the settings name it."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from cornplug.errors import ConfigError
+from cornplug.store.disk.segment_files import SegmentFiles
+
+_SETTING: Final = "store.disk_path"
+LEAST_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedDisk:
+    """A folder that this daemon has locked, and the bounds of its use."""
+
+    files: SegmentFiles
+    size_bytes: int
+    write_bytes_s: int | None = None
+
+
+def open_disk(
+    path: Path, secret: bytes, *, size_bytes: int | None = None, write_bytes_s: int | None = None
+) -> OpenedDisk:
+    """The disk at the folder `path`.
+
+    Raises ConfigError where the folder cannot be used, or the package is missing that seals entries.
+
+    Args:
+        size_bytes: Upper bound of its files; None: half of what the file system has free, its own files
+            included.
+    """
+    if importlib.util.find_spec("cryptography") is None:
+        raise ConfigError(
+            _SETTING,
+            "a store seals the entries that it writes to a disk, and cryptography is not installed",
+            "Run: pip install 'cornplug[disk]'",
+        )
+    files = SegmentFiles(path, secret, setting=_SETTING)
+    try:
+        if size_bytes is None:
+            own = sum(used for _, used in files.existing())
+            size_bytes = (files.free_bytes() + own) // 2
+    except OSError as e:
+        files.close()
+        raise ConfigError(_SETTING, f"{path}: {e.strerror}", "Name a folder on a local disk.") from e
+    if size_bytes < LEAST_BYTES:
+        files.close()
+        raise ConfigError(
+            "store.disk_size_bytes", f"{size_bytes} bytes are too few for entries", "Name 1 GiB or more."
+        )
+    return OpenedDisk(files, size_bytes, write_bytes_s)

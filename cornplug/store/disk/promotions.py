@@ -1,0 +1,128 @@
+"""Recalls: entries on disk that clients will read become entries in memory.
+
+recalled ──room──> read, each chunk verified ──> committed: clients find it in the table
+    └ refused      └ damaged: forgotten
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.disk.disk_counters import DiskCounters
+from cornplug.store.disk.disk_space import DiskRecord, DiskSpace
+from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.segment_files import SegmentFiles
+from cornplug.store.disk.tier_protocols import TIER_OWNER, RoomMemory, TieredIndex
+
+_READING: Final = 4
+"""Entries that are read at once: the readers have their next one when they are done."""
+
+
+class Promotions:
+    """Recalls of one tier.
+
+    Args:
+        most_bytes: Payloads that are recalled at once: more would evict one another.
+        forget: Ends an entry on disk, with the cause.
+    """
+
+    def __init__(
+        self,
+        files: SegmentFiles,
+        space: DiskSpace,
+        workers: DiskWorkers,
+        index: TieredIndex,
+        memory: RoomMemory,
+        counters: DiskCounters,
+        *,
+        most_bytes: int,
+        forget: Callable[[bytes, str], bool],
+    ) -> None:
+        self._files, self._space, self._workers = files, space, workers
+        self._index, self._memory, self._counters = index, memory, counters
+        self._most_bytes, self._forget = most_bytes, forget
+        self._waiting: OrderedDict[bytes, DiskRecord] = OrderedDict()
+        self._reading: dict[bytes, DiskRecord] = {}
+        self._bytes = 0
+        """Of both."""
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        """Have these entries read, in this order; as many as have room at once."""
+        for key in keys:
+            record = self._space.find(key)
+            if record is None or key in self._waiting or key in self._reading or self._index.find(key):
+                continue
+            if self._bytes and self._bytes + record.payload_bytes > self._most_bytes:
+                self._counters.reads["refused"] += 1
+                return
+            record.was_read = True
+            self._bytes += record.payload_bytes
+            self._waiting[key] = record
+
+    def step(self) -> None:
+        """Begin reads as far as there is room and a reader."""
+        while self._waiting and len(self._reading) < _READING:
+            key, record = self._waiting.popitem(last=False)
+            if self._space.find(key) is not record or self._index.find(key):
+                self._bytes -= record.payload_bytes
+                continue
+            room = self._index.reserve(
+                TIER_OWNER, [(key, record.payload_bytes)], app=record.app, now_s=time.monotonic(),
+                cost_s=record.cost_s, promotes=True,
+            )[0]  # fmt: skip
+            if room is ReserveRefusal.GROWING:
+                self._waiting[key] = record
+                self._waiting.move_to_end(key, last=False)
+                return
+            if isinstance(room, Reservation):
+                self._begin(record, room)
+            else:
+                self._bytes -= record.payload_bytes
+                self._counters.reads[room.value] += 1
+
+    def _begin(self, record: DiskRecord, room: Reservation) -> None:
+        self._reading[record.key] = record
+        place = record.segment, record.offset
+        work = functools.partial(self._read, record.key, record.payload_bytes, *place, room)
+        self._workers.read(work, functools.partial(self._end, record, place, room))
+
+    def _read(
+        self, key: bytes, size_bytes: int, segment: int, offset: int, room: Reservation
+    ) -> bytes | None:
+        """On a reader's thread: fill the room; the entry's header, or None where the room is another's."""
+        found = self._files.find(segment, offset)
+        if (found.header.key, found.header.payload_bytes) != (key, size_bytes):
+            raise RecordDamaged("another entry's record")
+        may_write = functools.partial(self._memory.may_write, room.location)
+        return self._files.read(found, self._memory.view(room.location), may_write=may_write)
+
+    def _end(
+        self, record: DiskRecord, place: tuple[int, int], room: Reservation, meta: bytes | DiskFailure | None
+    ) -> None:
+        del self._reading[record.key]
+        if isinstance(meta, bytes) and self._space.find(record.key) is record:
+            self._bytes -= record.payload_bytes
+            age_s = max(0.0, time.time() - record.written_s)
+            if self._index.commit(TIER_OWNER, room.token, meta, age_s=age_s):
+                self._counters.hit(record)
+            else:
+                self._counters.reads["late"] += 1
+            return
+        self._index.release(TIER_OWNER, [room.token], now_s=time.monotonic())
+        if isinstance(meta, RecordDamaged) and place != (record.segment, record.offset):
+            # It moved while it was read.
+            self._waiting[record.key] = record
+            return
+        self._bytes -= record.payload_bytes
+        if meta is None or isinstance(meta, bytes):
+            self._counters.reads["late"] += 1
+        else:
+            # Else clients would wait for it again and again.
+            self._counters.reads["damaged" if isinstance(meta, RecordDamaged) else "disk_error"] += 1
+            self._forget(record.key, "damaged")

@@ -1,0 +1,54 @@
+"""Entries on disk, recalled into memory before they are read. A store without a disk costs nothing here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final
+
+from cornplug.store.base import Store, Tier, TieredReads
+
+_FIRST_PAUSE_S: Final = 0.5e-3
+_LAST_PAUSE_S: Final = 5e-3
+"""Between looks into the table, which cost no message."""
+
+
+def has_disk(store: Store) -> bool:
+    """Whether entries can be on disk only."""
+    return isinstance(store, TieredReads) and store.has_disk
+
+
+def tiers_of(store: Store, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+    """A `Tier` a key; of a store without a disk as `Store.contains`. Raises StoreUnavailable."""
+    if isinstance(store, TieredReads):
+        return store.tiers(keys, deadline_s=deadline_s)
+    return store.contains(keys, deadline_s=deadline_s)
+
+
+def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
+    """Have those of the keys that are on disk only read into memory. Whether there is one.
+
+    Raises StoreUnavailable."""
+    on_disk = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
+    if on_disk and isinstance(store, TieredReads):
+        store.recall(on_disk)
+    return bool(on_disk)
+
+
+def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
+    """A `Tier` a key, once none is on disk only, or `within_s` seconds later. For background threads.
+
+    Raises StoreUnavailable.
+
+    Args:
+        deadline_s: Of each question to the store.
+    """
+    tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    if not begin_recall(store, keys, tiers):
+        return tiers
+    end_s, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S
+    while Tier.DISK in tiers and (left_s := end_s - time.monotonic()) > 0:
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    return tiers

@@ -1,0 +1,63 @@
+"""A daemon with a disk, as tests fill and read it."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+
+from cornplug.codec import PayloadKind
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import DiskStat
+from cornplug.store.client import PoolStore
+from cornplug.store.payload import get_payload, put_payload
+from cornplug.testing.store import DEADLINE_S, key
+
+from ..conftest import eventually
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+def payload_of(name: object, size_bytes: int) -> bytes:
+    return random.Random(repr(name)).randbytes(size_bytes)
+
+
+def put(store: PoolStore, name: object, size_bytes: int = 20 * KIB, app: str = "chat") -> None:
+    eventually(lambda: store.connected)
+    outcome = put_payload(
+        store, payload_of(name, size_bytes), kind=PayloadKind.EMBEDDING, key=key(name), dtype="uint8",
+        shape=(size_bytes,), app=app, deadline_s=DEADLINE_S, cost_s=0.25,
+    )  # fmt: skip
+    assert outcome == "stored", outcome
+
+
+def get(store: PoolStore, name: object, *, recall_s: float | None = 5.0) -> bytes | None:
+    found = get_payload(store, key(name), deadline_s=DEADLINE_S, recall_s=recall_s)
+    return None if found is None else bytes(found[1])
+
+
+def disk_of(store: PoolStore) -> DiskStat:
+    found = store.stat(deadline_s=DEADLINE_S).disk
+    assert found is not None
+    return found
+
+
+def written(store: PoolStore, entries: int) -> bool:
+    """Whether so many entries are on disk, and none waits."""
+    return scanned(store) and (disk_of(store).entries, disk_of(store).queued) == (entries, 0)
+
+
+def scanned(store: PoolStore) -> bool:
+    """Whether a daemon serves that knows its disk."""
+    try:
+        return store.connected and not disk_of(store).scanning
+    except StoreUnavailable:
+        return False
+
+
+def tier_of(store: PoolStore, name: object) -> int:
+    return store.tiers([key(name)], deadline_s=DEADLINE_S)[0]
+
+
+def end(daemon: subprocess.Popen[str]) -> None:
+    daemon.terminate()
+    assert daemon.wait(20) == 0

@@ -1,0 +1,62 @@
+"""A store some of whose entries lie on a disk, that reads them when a test says so."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from cornplug.store.base import Store, Tier
+from cornplug.store.leases import Leases
+
+_NO_KEY = bytes(32)
+
+
+class ShelvedStore:
+    """Passes everything on to `inner`, but for keys in `shelved`: they are on disk only.
+
+    Attributes:
+        looks: Questions of `tiers` after which a recalled key has come; None: it never comes.
+        at_once: Keys that one `recall` takes.
+        recalls: Keys of each `recall`.
+    """
+
+    has_disk = True
+
+    def __init__(self, inner: Store) -> None:
+        self.inner = inner
+        self.shelved: set[bytes] = set()
+        self.looks: int | None = 3
+        self.at_once = 1000
+        self.recalls: list[list[bytes]] = []
+        self._coming: dict[bytes, int] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def shelve_all(self, store: Any) -> None:
+        """Put every entry of a MemoryStore on disk."""
+        self.shelved |= set(store.index._entries)
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        there = self.inner.contains(keys, deadline_s=deadline_s)
+        return bytes([one if key not in self.shelved else 0 for key, one in zip(keys, there, strict=True)])
+
+    def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        for key in list(self._coming):
+            self._coming[key] -= 1
+            if self._coming[key] <= 0:
+                del self._coming[key]
+                self.shelved.discard(key)
+        mask = self.contains(keys, deadline_s=deadline_s)
+        return bytes([Tier.DISK if key in self.shelved else one for key, one in zip(keys, mask, strict=True)])
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        self.recalls.append(list(keys))
+        if self.looks is not None:
+            for key in [key for key in keys if key in self.shelved][: self.at_once]:
+                self._coming.setdefault(key, self.looks)
+
+    def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
+        asked = [_NO_KEY if key in self.shelved else key for key in keys]
+        return dataclasses.replace(self.inner.lease(asked, ttl_s=ttl_s, deadline_s=deadline_s), keys=keys)

@@ -1,0 +1,54 @@
+"""Waits for entries on disk, and reads behind them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from cornplug.store.base import Tier, TieredReads
+from cornplug.store.memory import MemoryStore
+from cornplug.store.payload import get_payload
+from cornplug.store.recall import recalled, tiers_of
+from cornplug.testing.store import key, put
+
+from .shelved_store import ShelvedStore
+
+
+@pytest.fixture
+def store() -> ShelvedStore:
+    memory = MemoryStore(capacity_bytes=1 << 20)
+    found = ShelvedStore(memory.connect())
+    assert put(found, bytes(range(256)) * 256, 1) == "stored"  # type: ignore[arg-type]
+    found.shelve_all(memory)
+    return found
+
+
+def test_recalled_entries_come_within_the_time(store: ShelvedStore) -> None:
+    assert isinstance(store, TieredReads)
+    wanted = [key("none"), key("e")]
+    assert tiers_of(store, wanted, deadline_s=1) == bytes([Tier.ABSENT, Tier.DISK])
+    assert recalled(store, wanted, within_s=10, deadline_s=1) == bytes([Tier.ABSENT, Tier.MEMORY])
+    assert store.recalls == [[key("e")]], "asked for once"
+
+
+def test_recalled_entry_that_never_comes_costs_the_time_given(store: ShelvedStore) -> None:
+    store.looks, began_s = None, time.monotonic()
+    assert recalled(store, [key("e")], within_s=0.1, deadline_s=1) == bytes([Tier.DISK])
+    assert 0.1 <= time.monotonic() - began_s < 5
+
+
+def test_recalled_of_store_without_disk_is_its_contains() -> None:
+    memory = MemoryStore(capacity_bytes=1 << 20).connect()
+    put(memory, bytes(4096), 1)
+    assert not isinstance(memory, TieredReads)
+    assert recalled(memory, [key("e"), key("f")], within_s=10, deadline_s=1) == b"\1\0"
+
+
+@pytest.mark.parametrize(("recall_s", "found"), [(None, False), (0.0, False), (10.0, True)])
+def test_get_payload_of_entry_on_disk_waits_as_long_as_it_may(
+    store: ShelvedStore, recall_s: float | None, found: bool
+) -> None:
+    payload = get_payload(store, key("e"), deadline_s=1, recall_s=recall_s)
+    assert (payload is not None) == found
+    assert len(store.recalls) == (recall_s is not None)
