@@ -71,7 +71,7 @@ class StoreConfig(Section):
     there after a restart of the host, and after they left memory. Needs the extra `cornplug[disk]`. None:
     nothing of the store is on disk."""
     disk_size_bytes: int | None = Field(default=None, ge=1 << 20)
-    """Upper bound of the files in `disk_path`. None: half of what its file system has free when the store
+    """Upper bound of the files in `disk_path`. None: half of the free space of its file system when the store
     starts, these files included."""
     disk_write_bytes_s: int | None = Field(default=None, gt=0)
     """Bytes that the store writes to the disk in a second at most, so that it lives longer. None: as many as

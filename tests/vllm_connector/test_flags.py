@@ -24,7 +24,7 @@ ALL = [
     "--kv-connector", "cornplug", "--cornplug-app", "chat", "--cornplug-store", "/run/s.sock",
     "--cornplug-store-size", "1073741824", "--cornplug-encoder", "/run/e.sock",
     "--cornplug-store-deadline", "0.2", "--cornplug-encoder-deadline", "3", "--cornplug-page-tokens", "128",
-    "--cornplug-save", "second",
+    "--cornplug-save", "second", "--cornplug-store-disk", "/nvme/store",
 ]  # fmt: skip
 
 
