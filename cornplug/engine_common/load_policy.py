@@ -98,10 +98,13 @@ class LoadRule:
         """A load was alone: how long it took beyond its moving, in steps of the engine."""
         self._noticing.note(1, max(0.0, seconds))
 
-    def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int) -> bool:
-        """Whether to load `tokens` of `size_bytes`, behind `queued_bytes` of other loads."""
+    def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int, first_s: float = 0.0) -> bool:
+        """Whether to load `tokens` of `size_bytes`, behind `queued_bytes` of other loads and `first_s` of a
+        disk."""
         load_s, compute_s = self.load_s(size_bytes + queued_bytes), self.compute_s(tokens)
-        return self._when == "always" or load_s is None or compute_s is None or load_s < compute_s
+        if self._when == "always" or compute_s is None or (load_s is None and not first_s):
+            return True
+        return first_s + (load_s or 0.0) < compute_s
 
     def load_s(self, size_bytes: int) -> float | None:
         """How long a load of so many bytes takes; None where none was measured lately."""

@@ -428,8 +428,9 @@ class Engine:
 
     def _admit(self, request: Request, take: int | None) -> None:
         external, later = self.connector.get_num_new_matched_tokens(request, request.local_tokens)
-        assert external is not None
-        assert later is (external > 0)
+        assert later is bool(external)
+        if external is None:
+            return
         if take is not None:
             external = min(external, take)
         assert request.local_tokens + external <= request.num_tokens

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from cornplug.config import StoreConfig
-from cornplug.engine_common.load_policy import LoadRule
+from cornplug.engine_common.load_policy import FadedRate, LoadRule
 from cornplug.engine_common.page_publish import PageCost
 from cornplug.kv_page import PageSize
 from cornplug.vllm_connector import compat
@@ -22,6 +22,8 @@ rest of it is computed."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
 """Steps with so many tokens beyond one for each request are timed, and one in so many of the others."""
 _TIMED_OPEN: Final = 256
+RECALL_FRESH_S: Final = 60.0
+"""Age at which measurements of a disk expire: one that did not pay is tried again."""
 
 
 @dataclass(slots=True)
@@ -41,6 +43,8 @@ class LoadCosts:
         """Of a page's tokens, for the pages that this engine saves."""
         self._config = config
         self._page = page
+        self._recalling = FadedRate()
+        """Of bytes that the store read from disk, by the seconds until this engine saw them."""
         self._loading: dict[str, _Loading] = {}
         self._moving_s = 0.0
         """Seconds that movers have worked on loads so far."""
@@ -60,6 +64,18 @@ class LoadCosts:
         """Whether to load so many tokens from so many pages now."""
         size_bytes = pages * self._page.page_bytes
         return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
+
+    def recall_pays(self, *, tokens: int, pages: int, on_disk: int) -> bool:
+        """Whether to load so many tokens from so many pages, after some of them were read from disk."""
+        page_bytes = self._page.page_bytes
+        recall_s = self._recalling.seconds(on_disk * page_bytes, fresh_s=RECALL_FRESH_S) or 0.0
+        return self.rule.pays(
+            tokens=tokens, size_bytes=pages * page_bytes, queued_bytes=self.queued_bytes, first_s=recall_s
+        )
+
+    def recalled(self, pages: int, seconds: float) -> None:
+        """So many pages were read from disk."""
+        self._recalling.note(pages * self._page.page_bytes, seconds)
 
     def deadline_s(self, tokens: int) -> float:
         """How long a load may take before the rest of it is computed."""

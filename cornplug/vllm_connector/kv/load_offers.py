@@ -15,6 +15,7 @@ from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
+from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
 from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
 
@@ -39,12 +40,16 @@ class LoadOffers:
         self._costs = costs
         self._store_ops = store_ops
         self._before = StoredBefore(runtime)
+        self._recalls = PageRecalls(runtime, costs)
         self._taken: list[PageLoad] = []
 
-    def tokens(self, tracked: TrackedRequest, computed: int) -> int:
-        """Tokens beyond `computed` that leased pages hold. Asked often; answers from memory."""
+    def tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
+        """Tokens beyond `computed` that leased pages hold; None while some are read from disk. Asked often;
+        answers from memory."""
         if tracked.load_failed:
             return 0
+        if tracked.recall is not None and not tracked.recall.over and self._waits(tracked.recall):
+            return None
         offer = tracked.offer
         if offer is None or offer.computed != computed or time.monotonic() > offer.expires:
             self.withdraw(tracked)
@@ -52,9 +57,45 @@ class LoadOffers:
             offer = tracked.offer = LeasedPages(computed, expires)
             with miss(self._tally, self._run.app, KV_PAGE):
                 self._look_up(tracked, offer)
+            if tracked.recall is not None and not tracked.recall.over:
+                tracked.offer = None
+                return None
         if not offer.pages:
             return 0
         return (offer.first_page + len(offer.pages)) * self._page.page_tokens - computed
+
+    def _waits(self, recall: PageRecall) -> bool:
+        """Whether pages are still read from disk. Counts those that came too late, once."""
+        late: int | None = 0
+        with miss(self._tally, self._run.app, KV_PAGE):
+            late = self._recalls.late(recall)
+        if late:
+            self._count_misses("disk_late", late)
+        return late is None
+
+    def _recall(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
+        """Whether the lookup ends here, as some of these keys are on disk: the request waits for them, or was
+        looked up again without them."""
+        if not self._may_recall(tracked):
+            return False
+        on_disk = self._recalls.on_disk(keys)
+        if not on_disk:
+            return False
+        if not self._recalls.begin(tracked, on_disk, tokens=tokens, pages=pages):
+            self._count_misses("cheaper", len(on_disk))
+            assert tracked.offer is not None
+            self._look_up(tracked, tracked.offer)
+        return True
+
+    def _may_recall(self, tracked: TrackedRequest) -> bool:
+        # After a reset it cannot be told of a page on disk whether it was there before.
+        return tracked.recall is None and self._recalls.has_disk and not self._before.reset
+
+    def _there(self, tracked: TrackedRequest, keys: Sequence[bytes], deadline_s: float) -> bytes:
+        """Not 0 for each key that the store has, on disk too if this request may wait for that."""
+        if self._may_recall(tracked):
+            return self._recalls.there(keys, deadline_s=deadline_s)
+        return self._run.store.contains(keys, deadline_s=deadline_s)
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
         request, page = tracked.request, self._page
@@ -62,14 +103,18 @@ class LoadOffers:
         # The last token is always computed here: it is what the next one is sampled from.
         wanted = pages_between(offer.computed, request.num_tokens - 1, page.page_tokens)
         nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
-        keys = self._stored(tracked.keys, request.all_token_ids, nameable)
+        keys = self._stored(tracked, tracked.keys, nameable)
+        end_page = wanted.start + len(keys)
+        tokens = end_page * page.page_tokens - offer.computed
+        tiered = self._recalls.tiered is not None
+        if tiered and self._recall(tracked, keys, tokens=tokens, pages=len(keys)):
+            return
         if len(keys) < len(nameable):
             self._count_misses("absent", len(wanted) - len(keys))
         if not keys:
             return
         store, config = self._run.store, self._run.config.store
-        end_page = wanted.start + len(keys)
-        if not self._costs.pays(tokens=end_page * page.page_tokens - offer.computed, pages=len(keys)):
+        if not self._costs.pays(tokens=tokens, pages=len(keys)):
             self._count_misses("cheaper", len(keys))
             tracked.saved_until(end_page)
             return
@@ -83,7 +128,7 @@ class LoadOffers:
             if error.is_damage:
                 self._store_ops.delete(keys[whole])
 
-    def _stored(self, keys: PageKeys, token_ids: Sequence[int], pages: range) -> list[bytes]:
+    def _stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
         """Keys of the leading ones of `pages` that the store has.
 
         Asks for more and more of them at a time: few keys are made beyond the first absent page, and a
@@ -93,11 +138,15 @@ class LoadOffers:
             return []
         deadline_s = self._run.config.store.deadline_s
         end_s = time.monotonic() + deadline_s
+        # Every call counts here (`benchmarks/hot_path.py`): a store without tiers costs none more.
+        ask = self._run.store.contains
+        if self._recalls.tiered is not None and self._may_recall(tracked):
+            ask = self._recalls.there
         found: list[bytes] = []
         at, count = pages.start, _FIRST_PAGES
         while at < pages.stop:
-            asked = keys.of(token_ids, range(at, min(at + count, pages.stop)))
-            present = self._run.store.contains(asked, deadline_s=deadline_s).find(0)
+            asked = keys.of(tracked.request.all_token_ids, range(at, min(at + count, pages.stop)))
+            present = ask(asked, deadline_s=deadline_s).find(0)
             if present >= 0:
                 return found + asked[:present]
             found += asked

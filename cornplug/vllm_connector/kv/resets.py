@@ -17,7 +17,7 @@ import numpy as np
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.base import KEY_BYTES, PayloadLocation, Reservation
+from cornplug.store.base import KEY_BYTES, PROMOTED, PayloadLocation, Reservation
 from cornplug.store.leases import Leases
 
 _here: Final = threading.local()
@@ -59,12 +59,18 @@ class StoredBefore:
             self._due = self._last is None
         return not self._due
 
+    @property
+    def reset(self) -> bool:
+        """Whether there was a reset: pages that come back from disk may be older."""
+        return self._due or self._last is not None
+
     def leading_since(self, leases: Leases) -> int:
-        """The number of leading leases whose pages were stored since the reset."""
-        if self._last is None or leases.arena_id != self._last.arena_id:
+        """The number of leading leases whose pages were stored since the reset, and not on disk meanwhile."""
+        if self._last is None:
             return len(leases)
         generations = leases.generations
-        old = np.flatnonzero(generations < self._last.generation)
+        since = self._last.generation if leases.arena_id == self._last.arena_id else 0
+        old = np.flatnonzero((generations < since) | (generations >= PROMOTED))
         return int(old[0]) if len(old) else len(leases)
 
     def _reserve_now(self) -> PayloadLocation | None:

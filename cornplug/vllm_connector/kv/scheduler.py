@@ -124,8 +124,9 @@ class KVScheduler(SchedulerHalf):
         self._saves.bind(manager, block_size)
         self._idle.bind(manager.block_pool, block_size)
 
-    def matched_tokens(self, request: Request, computed: int) -> int:
-        """Tokens beyond `computed` that the store offers. Asked often; answers from memory."""
+    def matched_tokens(self, request: Request, computed: int) -> int | None:
+        """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
+        answers from memory."""
         tracked = self._requests.track(request)
         if tracked.own is not None:
             tracked.own.admitted(0 if self._requests.other_loads.possible else computed)

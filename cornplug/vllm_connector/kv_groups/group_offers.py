@@ -62,8 +62,10 @@ class GroupOffers(LoadOffers):
         for kind, own in zip(self._kinds, named, strict=True):
             if kind.whole:
                 pages = range(wanted.start, max(wanted.start, end))
-                end = wanted.start + len(self._stored(own, request.all_token_ids, pages))
-        end = self._end_with_tails(offer.computed, end, named, request.all_token_ids)
+                end = wanted.start + len(self._stored(tracked, own, pages))
+        end = self._end_with_tails(tracked, offer.computed, end, named)
+        if self._recall_groups(tracked, offer.computed, end, named):
+            return
         if (absent := wanted.stop - max(end, wanted.start)) > 0:
             self._count_misses("absent", absent)
         if end > wanted.start:
@@ -74,8 +76,26 @@ class GroupOffers(LoadOffers):
         size = self._page.page_tokens
         return range(max(computed, kind.needed_from(end * size)) // size, end)
 
+    def _recall_groups(
+        self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
+    ) -> bool:
+        """As `_recall`, for the pages of all groups of a hit of `end` pages."""
+        tokens = end * self._page.page_tokens - computed
+        if tokens <= 0 or not self._may_recall(tracked):
+            return False
+        ranges = [self._pages(kind, computed, end) for kind in self._kinds]
+        wanted = self._keys_of(tracked, ranges, keys)
+        return self._recall(tracked, wanted, tokens=tokens, pages=self._as_pages(ranges))
+
+    def _keys_of(
+        self, tracked: TrackedRequest, ranges: Sequence[range], keys: Sequence[PageKeys]
+    ) -> list[bytes]:
+        """The keys of these pages of all groups."""
+        token_ids = tracked.request.all_token_ids
+        return [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
+
     def _end_with_tails(
-        self, computed: int, end: int, keys: Sequence[PageKeys], token_ids: Sequence[int]
+        self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> int:
         """The most pages, at most `end`, before which the store has each group's window or state; 0 for none.
 
@@ -89,8 +109,8 @@ class GroupOffers(LoadOffers):
             needed = self._tails(computed, end)
             if any(place not in present for place in needed):
                 asked = [place for place in self._tails(computed, end, behind) if place not in present]
-                wanted = [keys[group].of(token_ids, [page])[0] for group, page in asked]
-                there = self._run.store.contains(wanted, deadline_s=max(0.0, end_s - time.monotonic()))
+                wanted = [keys[group].of(tracked.request.all_token_ids, [page])[0] for group, page in asked]
+                there = self._there(tracked, wanted, max(0.0, end_s - time.monotonic()))
                 present |= zip(asked, there, strict=True)
                 behind = min(2 * behind + 1, _MOST_BEHIND)
             # A later end whose tail begins behind the first absent page would be behind this one too.
@@ -112,7 +132,7 @@ class GroupOffers(LoadOffers):
 
     def _lease(self, tracked: TrackedRequest, offer: LeasedPages, end: int, keys: Sequence[PageKeys]) -> None:
         """Lease and offer all pages of a hit of `end` pages, or none."""
-        token_ids, config = tracked.request.all_token_ids, self._run.config.store
+        config = self._run.config.store
         ranges = [self._pages(kind, offer.computed, end) for kind in self._kinds]
         if not self._costs.pays(
             tokens=end * self._page.page_tokens - offer.computed, pages=self._as_pages(ranges)
@@ -120,7 +140,7 @@ class GroupOffers(LoadOffers):
             self._count_misses("cheaper", len(ranges[self._first]))
             tracked.saved_until(end)
             return
-        wanted = [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
+        wanted = self._keys_of(tracked, ranges, keys)
         leases = self._run.store.lease(wanted, ttl_s=config.lease_s, deadline_s=config.deadline_s)
         if None in leases.metas or self._before.leading_since(leases) < len(leases):
             self._count_misses("absent", len(ranges[self._first]))

@@ -81,8 +81,9 @@ class GroupsScheduler(SchedulerHalf):
             group.saves.bind(manager, group.kind.block_size, i)
             group.idle.bind(manager.block_pool, group.kind.block_size)
 
-    def matched_tokens(self, request: Request, computed: int) -> int:
-        """Tokens beyond `computed` that the store offers. Asked often; answers from memory."""
+    def matched_tokens(self, request: Request, computed: int) -> int | None:
+        """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
+        answers from memory."""
         tracked = self._requests.track(request)
         if tracked.own is not None:
             tracked.own.admitted(0 if self._requests.other_loads.possible else computed)

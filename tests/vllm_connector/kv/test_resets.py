@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
+from cornplug.store.base import PROMOTED
+from cornplug.store.leases import PLACE
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
+from cornplug.testing.store import fill, key
 from cornplug.vllm_connector import plugin
+from cornplug.vllm_connector.kv.resets import StoredBefore
 
 from ..conftest import open_in
-from ..rig import Engine
+from ..rig import Engine, runtime
 
 PROMPT = list(range(150))  # 4 whole pages of 32, and 22 tokens
 OTHER = [7, *PROMPT]
@@ -75,3 +80,22 @@ def test_reset_cache_in_a_pause_keeps_the_pages(engine: Make) -> None:
     )
     EngineCore._reset_caches(core)  # type: ignore[arg-type]
     assert second.run("b", PROMPT).external_tokens == 128
+
+
+def test_stored_before_pages_that_came_from_disk_are_old_after_a_reset(store: MemoryStore) -> None:
+    connection = store.connect()
+    fill(connection, "a", b"x")
+    leases = connection.lease([key("a")], ttl_s=9, deadline_s=1)
+    before = StoredBefore(runtime(connection))
+    offset, size, generation = PLACE.unpack(leases.places)
+    promoted = replace(leases, places=PLACE.pack(offset, size, generation | PROMOTED))
+    assert before.leading_since(promoted) == 1
+    before.begin()
+    assert before.reset
+    assert before.known()
+    fill(connection, "b", b"x")
+    later = connection.lease([key("b")], ttl_s=9, deadline_s=1)
+    assert (before.leading_since(leases), before.leading_since(later)) == (0, 1)
+    assert before.leading_since(promoted) == 0
+    assert before.leading_since(replace(promoted, arena_id=b"o" * 16)) == 0
+    assert before.leading_since(replace(leases, arena_id=b"o" * 16)) == 1

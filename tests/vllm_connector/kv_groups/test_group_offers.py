@@ -48,7 +48,9 @@ def test_group_offers_end_is_the_longest_with_all_windows(seed: int) -> None:
         return all((i, page) in stored for i, first in needed for page in range(first, end))
 
     longest = max((end for end in range(pages + 1) if end * SIZE > computed and whole(end)), default=0)
-    assert offers._end_with_tails(computed, pages, keys, []) == longest
+    tracked: Any = SimpleNamespace(recall=None, request=SimpleNamespace(all_token_ids=[]))
+    offers._recalls = SimpleNamespace(has_disk=False)
+    assert offers._end_with_tails(tracked, computed, pages, keys) == longest
     assert len(set(asked)) == len(asked)
 
 
@@ -67,5 +69,7 @@ def test_group_offers_questions_are_few_however_far_states_are_apart(apart: int)
         config=SimpleNamespace(store=SimpleNamespace(deadline_s=1)), store=SimpleNamespace(contains=contains)
     )
     keys: Any = [SimpleNamespace(of=lambda _, pages: pages)] * 2
-    assert offers._end_with_tails(0, 1000, keys, []) == 999 // apart * apart + 1
+    tracked: Any = SimpleNamespace(recall=None, request=SimpleNamespace(all_token_ids=[]))
+    offers._recalls = SimpleNamespace(has_disk=False)
+    assert offers._end_with_tails(tracked, 0, 1000, keys) == 999 // apart * apart + 1
     assert len(questions) <= 7 + apart / 60
