@@ -61,12 +61,13 @@ class LoadPace:
             self._moved_s += seconds
             self._rule.moved(size_bytes, seconds)
 
-    def pays(self, tokens: int) -> bool:
-        """Whether fetching so many tokens, behind the queued loads, is quicker than computing them."""
+    def pays(self, tokens: int, *, first_s: float = 0.0) -> bool:
+        """Whether fetching so many tokens, behind the queued loads and `first_s` of a disk, is quicker than
+        computing them."""
         with self._lock:
             waiting = sum(queued.size_bytes for queued in self._queued.values())
             size = int(tokens * self._bytes_a_token)
-            return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting)
+            return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting, first_s=first_s)
 
     def compute_s(self, tokens: int) -> float:
         """Seconds that this rank takes to compute so many tokens; 0 before its first measured step."""

@@ -37,10 +37,11 @@ class EarlyLookup:
         if not self._reader.begins(first, len(tokens)):
             return 0
         names = pages(self._index, tokens[:_NEAR_TOKENS], prefix, last_hash, space)
-        count = self._reader.count(names)
+        count, on_disk = self._reader.count(names)
         # Where every page of the lookup is stored, the pages behind them are likely to be.
         ahead = len(tokens) if count == len(names) else count * self._index.page_size
-        if self._pace.pays(ahead):
+        disk_s = self._reader.disk_s(on_disk * ahead // (count * self._index.page_size)) if count else 0.0
+        if self._pace.pays(ahead, first_s=disk_s):
             return ahead
         missed = max(1, ahead // self._index.page_tokens)
         self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "cheaper", by=missed)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import Final
 
 import torch
 
+from cornplug.engine_common.load_policy import FadedRate
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
@@ -15,7 +18,13 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, HashedPage, PageHashIndex, PageOverlap
-from cornplug.store.base import Lease
+from cornplug.store.base import Lease, Tier
+from cornplug.store.recall import recalled, tiers_of
+
+_RECALL_FRESH_S: Final = 60.0
+"""Age at which measurements of a disk expire: one that did not pay is tried again."""
+_RECALL_PAUSE_S: Final = 5.0
+"""Pause of reads from disk after one that did not come in time: each keeps a request waiting."""
 
 
 class PageReader:
@@ -39,6 +48,9 @@ class PageReader:
         self._mine, self._host, self._tally = mine, host, tally
         self.stopping = stopping
         self._asking = runtime.another_connection()
+        self.disk_pace = FadedRate()
+        """Of bytes that the store has read from its disk for this rank."""
+        self._recall_again_s = 0.0
 
     def close(self) -> None:
         """End the connection of the scheduler's thread."""
@@ -67,43 +79,65 @@ class PageReader:
             return False
         parts = [keys for _, keys in plan[0]]
         keys = [key for part in parts for key in part]
-        mask = self._asking.contains(keys, deadline_s=self._run.deadline_s)
-        there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
+        tiers = tiers_of(self._asking, keys, deadline_s=self._run.deadline_s)
+        there = {key for key, tier in zip(keys, tiers, strict=True) if tier}
         found = all(there.intersection(part) for part in parts)
         if not found:
             self._missed("absent", tokens)
         return found
 
-    def count(self, hashes: Sequence[str]) -> int:
-        """How many of these pages, from the first, the store has. From the scheduler's thread, as `begins`.
-        Raises CornplugError."""
+    def count(self, hashes: Sequence[str]) -> tuple[int, int]:
+        """How many of these pages, from the first, the store has, and how many of its entries for them are on
+        disk only. From the scheduler's thread, as `begins`. Raises CornplugError."""
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
-            return 0
-        mask = self._asking.contains(keys, deadline_s=self._run.deadline_s)
-        there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
+            return 0, 0
+        tiers = tiers_of(self._asking, keys, deadline_s=self._run.deadline_s)
+        there = {key for key, tier in zip(keys, tiers, strict=True) if tier}
         whole = (all(there.intersection(part) for part in parts) for parts in wanted)
-        return next((i for i, found in enumerate(whole) if not found), len(wanted))
+        found = next((i for i, one in enumerate(whole) if not one), len(wanted))
+        return found, tiers.count(Tier.DISK)
 
     def present(self, hashes: Sequence[str]) -> int:
-        """How many pages, from the first, the store has whole; counts those that it lacks.
-        Raises CornplugError."""
+        """How many pages, from the first, the store has whole, once it has read those that are on disk only;
+        counts those that it lacks. Raises CornplugError."""
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
             self._missed("no_page_key", len(hashes) * self._index.page_size)
             return 0
-        mask = self._run.store.contains(keys, deadline_s=self._run.deadline_s)
-        there = {key for key, is_there in zip(keys, mask, strict=True) if is_there}
+        tiers = self._recalled(keys)
+        there = {key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.MEMORY}
         count = 0
         for whole in wanted:
             if not all(there.intersection(part) for part in whole):
                 break
             count += 1
-        self._missed("absent", (len(wanted) - count) * self._index.page_size)
+        late = Tier.DISK in tiers
+        self._missed("disk_late" if late else "absent", (len(wanted) - count) * self._index.page_size)
         self._missed("no_page_key", (len(hashes) - len(wanted)) * self._index.page_size)
         return count
+
+    def disk_s(self, entries: int) -> float:
+        """Seconds that the store takes to read so many entries from disk; 0 where it read none lately."""
+        return self.disk_pace.seconds(entries * self._mine.size_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
+
+    def _recalled(self, keys: Sequence[bytes]) -> bytes:
+        """A `Tier` a key, after the wait for those on disk. One that was in vain is followed by a pause."""
+        store, deadline_s = self._run.store, self._run.deadline_s
+        began_s = time.monotonic()
+        if began_s < self._recall_again_s:
+            return store.contains(keys, deadline_s=deadline_s)
+        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+        if on_disk := tiers.count(Tier.DISK):
+            patience_s = self._run.background_timeout_s
+            tiers = recalled(store, keys, within_s=patience_s, deadline_s=deadline_s)
+            took_s, left = time.monotonic() - began_s, tiers.count(Tier.DISK)
+            self.disk_pace.note(max(1, on_disk - left) * self._mine.size_bytes, took_s)
+            if left:
+                self._recall_again_s = time.monotonic() + _RECALL_PAUSE_S
+        return tiers
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
         """Copy pages into the host pool, each verified first. Returns how many were copied, from the first.

@@ -69,7 +69,7 @@ def test_kv_save_into_store_that_grows_one_page_a_call_has_no_hole(monkeypatch: 
 
     def counted(written: list[tuple[object, object]]) -> None:
         commit(written)  # type: ignore[arg-type]
-        stored.append(engine.reader.count(hashes))
+        stored.append(engine.reader.count(hashes)[0])
 
     monkeypatch.setattr(engine.writer._publisher, "commit", counted)
     monkeypatch.setattr(kv_writer, "_ROUND_BYTES", 4 * engine.geometry.page_bytes)

@@ -14,6 +14,7 @@ from cornplug.sglang_hooks.kv import writer as kv_writer
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.store.memory import MemoryStore
 
+from ...store.shelved_store import ShelvedStore
 from ..kv_rig import LAYOUTS, Engine, sequence
 
 TOKENS = [(7 * i) % 991 for i in range(512)]
@@ -308,3 +309,37 @@ def test_kv_saves_and_loads_are_counted(store: MemoryStore) -> None:
         ("cornplug_saved_tokens_total",): 256,
         ("cornplug_bytes_total", "load"): 4 * page_bytes,
     }
+
+
+def test_kv_load_of_pages_on_disk_waits_for_them(store: MemoryStore) -> None:
+    writer = Engine(store.connect())
+    kv = sequence(writer.geometry, 256)
+    writer.save(TOKENS[:256], kv)
+    shelved = ShelvedStore(store.connect())
+    shelved.shelve_all(store)
+    reader = Engine(shelved)  # type: ignore[arg-type]
+    reader.run.store, reader.reader._asking = shelved, shelved  # type: ignore[assignment]
+    hashes = reader.knows(TOKENS[:256])
+    assert reader.reader.begins(hashes[0], 256)
+    assert reader.reader.count(hashes) == (4, 4)
+    assert torch.equal(reader.load(TOKENS[:256]), kv)
+    assert reader.reader.count(hashes) == (4, 0)
+    assert 0 < reader.reader.disk_s(4) < 10
+
+
+def test_kv_load_of_pages_that_the_disk_withholds_pauses_such_waits(store: MemoryStore) -> None:
+    writer = Engine(store.connect())
+    writer.save(TOKENS[:256], sequence(writer.geometry, 256))
+    shelved = ShelvedStore(store.connect())
+    shelved.shelve_all(store)
+    shelved.looks = None
+    reader = Engine(shelved)  # type: ignore[arg-type]
+    reader.run.store = shelved  # type: ignore[assignment]
+    began_s = time.monotonic()
+    assert reader.load(TOKENS[:256]).shape[3] == 0
+    assert 1 <= time.monotonic() - began_s < 8
+    assert reader.counts()["cornplug_misses_total", "disk_late"] == 4
+    began_s = time.monotonic()
+    assert reader.load(TOKENS[:256]).shape[3] == 0
+    assert time.monotonic() - began_s < 0.9
+    assert len(shelved.recalls) == 1
