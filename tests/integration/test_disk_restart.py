@@ -1,0 +1,88 @@
+"""Everything on the host is killed, and new engines find their prefixes on the store's disk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from integration.stack import PREAMBLE, Ask, count
+
+from devkit import checkpoints
+from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer, wait_until
+from devkit.sglang_engine import SglangServer
+
+pytestmark = pytest.mark.integration
+
+ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(3))
+_FLAGS = {"vllm": ("--kv-connector", "cornplug"), "sglang": ()}
+
+
+class Host:
+    """A store with a disk, and engines of one text model beside it."""
+
+    def __init__(self, folder: Path, sockets: Path) -> None:
+        self.folder, self.disk = folder, folder / "disk"
+        self.socket = sockets / "store.sock"
+        self.model = checkpoints.qwen2_text(folder / "model")
+
+    def store(self) -> StoreProcess:
+        """Not started."""
+        disk = ("--disk", str(self.disk), "--disk-size", "1GiB")
+        return StoreProcess(self.socket, *disk, log=self.folder / "store.log")
+
+    def engine(self, kind: str, name: str) -> EngineServer:
+        """Not started."""
+        flags = ("--cornplug-app", name, "--cornplug-store", str(self.socket))
+        server = SglangServer if kind == "sglang" else VllmServer
+        env = {"CORNPLUG_STORE_AUTOSTART": "false"}
+        return server(self.model, *_FLAGS[kind], *flags, log=self.folder / f"{name}.log", env=env)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Iterator[Host]:
+    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
+    yield Host(tmp_path, sockets)
+    shutil.rmtree(sockets, ignore_errors=True)
+
+
+def on_disk(store: StoreProcess) -> int:
+    """Entries on disk, once all of the store are there; -1 before."""
+    stat = store.stat()
+    assert stat.disk is not None
+    return stat.disk.entries if stat.disk.entries >= stat.entries and not stat.disk.queued else -1
+
+
+@pytest.mark.support("Faults", "the host restarts: a prefix from the store's disk", engine="vllm sglang")
+@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.stress)])
+def test_engine_after_everything_is_killed_takes_its_prefix_from_disk(host: Host, kind: str) -> None:
+    answers: list[Answer] = []
+    store, first = host.store(), host.engine(kind, "first")
+    try:
+        store.start()
+        first.start()
+        answers = [ask.put(first) for ask in ASKS]
+        pages = sum((answer.prompt_tokens - 1) // 64 for answer in answers)
+        count(first, "saves_total")
+        wait_until(lambda: on_disk(store) >= pages, deadline_s=60, what="all pages on disk")
+    finally:
+        store.kill()
+        first.kill()
+    store, second = host.store(), host.engine(kind, "second")
+    try:
+        store.start()
+        assert store.stat().entries == 0, "nothing is in memory"
+        second.start()
+        again = [ask.put(second) for ask in ASKS]
+        assert [one.token_ids for one in again] == [one.token_ids for one in answers]
+        shareable = sum((answer.prompt_tokens - 1) // 64 * 64 for answer in answers)
+        assert count(second, "saved_tokens_total", app="second") >= 0.9 * shareable
+        stat = store.stat()
+        assert stat.disk is not None
+        assert stat.disk.reads["read"] >= 0.9 * pages
+        assert count(second, "misses_total", reason="disk_late") == 0
+    finally:
+        second.stop()
+        store.stop()
