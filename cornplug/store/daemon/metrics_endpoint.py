@@ -147,7 +147,8 @@ def _disk_values(disk: DiskStat) -> Mapping[str, Mapping[tuple[str, ...], float]
 
 def _by_outcome(counts: Mapping[str, int], success: str) -> Mapping[tuple[str, ...], float]:
     """A series that is there from the start has a rate at its first count."""
-    return {(success,): 0.0} | {(outcome,): float(count) for outcome, count in counts.items()}
+    counted: dict[tuple[str, ...], float] = {(success,): 0.0}
+    return counted | {(outcome,): float(count) for outcome, count in counts.items()}
 
 
 def _histograms(
