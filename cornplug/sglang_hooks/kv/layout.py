@@ -100,8 +100,25 @@ def page_geometry(
         dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
         dtype=dtype_name(pool.dtype),
         planes=1 if pages.latent else 2,
-        engine=engine_of_latents("sglang", config) if pages.latent else "",
+        engine=_only_engine(pages, config),
     )
+
+
+def _only_engine(pages: HostPages, config: Mapping[str, Any]) -> str:
+    if pages.latent:
+        return engine_of_latents("sglang", config)
+    return "sglang" if _declares_windows(config) else ""
+
+
+def _declares_windows(config: Mapping[str, Any]) -> bool:
+    """Whether a model's config has sliding windows in use.
+
+    Which layers apply them is in each engine's code: SGLang's Qwen3 and Mistral have none that do.
+    """
+    text = config.get("text_config") or config
+    if text.get("use_sliding_window") is False:
+        return False
+    return any(bool(value) and "sliding_window" in name for name, value in text.items())
 
 
 def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int) -> tuple[range, bool]:

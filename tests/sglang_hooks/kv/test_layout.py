@@ -55,6 +55,25 @@ def test_verify_sglang_write_passes_and_restores_pools(layout: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(after, device_before, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("config", "engine"),
+    [
+        ({}, ""),
+        ({"sliding_window": None, "use_sliding_window": False, "max_window_layers": 28}, ""),
+        ({"sliding_window": 4096, "use_sliding_window": False}, ""),
+        ({"sliding_window": 4096, "use_sliding_window": True}, "sglang"),
+        ({"sliding_window": 4096}, "sglang"),
+        ({"text_config": {"sliding_window": 1024, "layer_types": ["sliding_attention"]}}, "sglang"),
+        ({"vision_config": {"sliding_window": 7}, "text_config": {"vocab_size": 9}}, ""),
+    ],
+)
+def test_page_geometry_of_windows_is_sglangs_alone(config: dict[str, object], engine: str) -> None:
+    """vLLM has such pages with `--disable-hybrid-kv-cache-manager`, and no test compares the two."""
+    pages = host_pages(host_pool(device_pool(16), "page_first"))
+    page = page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS, config=config)
+    assert page.engine == engine
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first", "page_first_direct"])
 def test_host_pages_of_latent_pool_pass_verify(layout: str) -> None:
     device = latent_pool(16)
