@@ -17,7 +17,7 @@ from pathlib import Path
 
 from driver import models
 from driver.requests import Request, words
-from driver.stage import Idle, Stage, hits, options, stage
+from driver.stage import VLLM, Idle, Stage, hits, options, stage
 from driver.table import Report, Row
 
 from devkit.engines import StoreProcess, wait_until
@@ -100,7 +100,7 @@ def _store(here: Stage, disk: Path) -> StoreProcess:
 
 
 def _serve_and_kill(here: Stage, model: Path, disk: Path, asked: Sequence[Request]) -> None:
-    store, first = _store(here, disk), here.cornplug(model, "first")
+    store, first = _store(here, disk), here.cornplug(model, "first", VLLM, "--cornplug-save", "always")
     store.start()
     try:
         first.start()

@@ -82,6 +82,7 @@ class StoreProcess(ManagedProcess):
         env: Mapping[str, str] | None = None,
     ) -> None:
         self.socket = socket
+        self._secret = (env or {}).get("CORNPLUG_STORE_SECRET_FILE")
         command = [*_cornplug("serve-store"), "--socket", str(socket), "--size", size, *args]
         super().__init__(command, log=log or socket.with_suffix(".log"), env=environment(env))
 
@@ -92,7 +93,10 @@ class StoreProcess(ManagedProcess):
 
     def stat(self) -> StoreStat:
         """What the store holds. Raises StoreUnavailable when it does not answer."""
-        client = PoolStore(load({"store.socket": self.socket}).store, autostart=False, connect_timeout_s=5)
+        settings = {"store.socket": self.socket} | (
+            {"store.secret_file": self._secret} if self._secret else {}
+        )
+        client = PoolStore(load(settings).store, autostart=False, connect_timeout_s=5)
         with contextlib.closing(client):
             return client.stat(deadline_s=5)
 

@@ -14,6 +14,7 @@ import re
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -134,15 +135,18 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
         settings = config.load({"store.metrics": options.metrics}).store
     path: Path = options.socket.absolute()
     secret = read_secret(options.secret_file)
-    # A process that sees the socket may end this one: not before it can end in good order.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
+    # A process that sees the socket may end this one: not before it can end in good order. Blocking the
+    # signals would not do, as a library's thread could take them.
+    early: list[int] = []
+    for number in _ENDS:
+        signal.signal(number, lambda number, _: early.append(number))
     try:
         claim = SocketClaim(path, setting="store.socket", wait_s=_LOCK_WAIT_S)
     except SocketTaken:
         _log.error("another store serves %s: not starting a second", path)
         return EXIT_TAKEN
     try:
-        _serve_claimed(claim, options, secret, settings)
+        _serve_claimed(claim, options, secret, settings, early)
     finally:
         claim.close()
     _log.info("ended")
@@ -150,8 +154,13 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
 
 
 def _serve_claimed(
-    claim: SocketClaim, options: argparse.Namespace, secret: bytes, settings: config.StoreConfig
+    claim: SocketClaim,
+    options: argparse.Namespace,
+    secret: bytes,
+    settings: config.StoreConfig,
+    early: Sequence[int],
 ) -> None:
+    """Serve until a signal. `early`: signals that have come already."""
     arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
     disk = _disk(options, secret, settings)
     server = StoreServer(
@@ -183,7 +192,8 @@ def _serve_claimed(
     gc.disable()
     for number in _ENDS:
         signal.signal(number, end)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
+    for come in early:
+        end(come, None)
     _log.info("serving %s: up to %d MiB", options.socket, arena.capacity_bytes >> 20)
     try:
         server.serve()

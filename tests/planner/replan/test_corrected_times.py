@@ -83,7 +83,7 @@ def site(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> TimedSite:
     return TimedSite(tmp_path, capsys)
 
 
-def test_replan_slower_engine_is_corrected_by_second_window(site: TimedSite) -> None:
+def test_corrected_times_slower_engine_is_corrected_by_second_window(site: TimedSite) -> None:
     """And the plan that is made with it expects the times that the engine has."""
     assert "Corrected" not in site.replan(times=1.7)[1]
     said = site.replan(times=1.7)[1]
@@ -97,7 +97,7 @@ def test_replan_slower_engine_is_corrected_by_second_window(site: TimedSite) -> 
         assert [c.model_dump() for c in site.plan.corrections] == told["corrections"]
 
 
-def test_replan_engine_that_recovers_loses_its_correction_after_two_windows(site: TimedSite) -> None:
+def test_corrected_times_engine_that_recovers_loses_its_correction_after_two_windows(site: TimedSite) -> None:
     for _ in range(2):
         site.replan(times=1.7)
     assert "Corrected" in site.replan(times=1.0)[1]
@@ -105,7 +105,7 @@ def test_replan_engine_that_recovers_loses_its_correction_after_two_windows(site
     assert site.replan(times=1.0) == (0, f"{AS_PLANNED}\n")
 
 
-def test_replan_keep_times_believes_the_profile(site: TimedSite) -> None:
+def test_corrected_times_keep_times_believes_the_profile(site: TimedSite) -> None:
     for _ in range(3):
         status, said = site.replan("--keep-times", times=1.7)
         assert status == 0
@@ -113,13 +113,13 @@ def test_replan_keep_times_believes_the_profile(site: TimedSite) -> None:
         assert "Corrected" not in said
 
 
-def test_replan_few_slow_requests_correct_nothing(site: TimedSite) -> None:
+def test_corrected_times_few_slow_requests_correct_nothing(site: TimedSite) -> None:
     """As an engine's first ones are."""
     for _ in range(3):
         assert "Corrected" not in site.replan("--ahead", "0", times=1.7, requests=80)[1]
 
 
-def test_replan_load_that_comes_every_day_is_planned_for_ahead(site: TimedSite) -> None:
+def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: TimedSite) -> None:
     path = site.folder / "plan/plan-state.json"
     state = replan_state.ReplanState.model_validate_json(path.read_bytes())
     usual = {0: 7.5, 1: 40.0}  # a quarter of an hour after midnight
