@@ -109,11 +109,15 @@ def _serve_and_kill(here: Stage, model: Path, disk: Path, asked: Sequence[Reques
             pages += (request.then("who is this").ask(first).prompt_tokens - 1) // 64
         hits(first, "kv_page")  # two more steps: saved pages are committed
 
-        def written() -> bool:
-            stat = store.stat().disk
-            return stat is not None and stat.entries >= pages and not stat.queued
+        store.settle(deadline_s=_WRITTEN_S)
 
-        wait_until(written, deadline_s=_WRITTEN_S, what=f"{pages} pages on disk")
+        def written() -> bool:
+            stat = store.stat()
+            return stat.disk is not None and stat.disk.entries >= stat.entries and not stat.disk.queued
+
+        wait_until(written, deadline_s=_WRITTEN_S, what="all pages on disk")
+        if store.stat().entries < 0.95 * pages:
+            raise SystemExit(f"the store has {store.stat().entries} of {pages} pages: no fair measurement")
     finally:
         first.kill()
         store.kill()

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
-from triton.errors import TritonError
 from vllm._custom_ops import swap_blocks_batch
 from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 
@@ -252,7 +251,7 @@ def open_arena(
         out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
         if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
             raise LayoutError("a page of noise came back otherwise", reason="layout")
-    except (LayoutError, RuntimeError, TritonError) as e:
+    except Exception as e:  # noqa: BLE001 - drivers and compilers fail in ways of their own; an engine starts
         compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
         return None
     memory = (
