@@ -11,8 +11,6 @@ LMCache needs script/lmcache-site once; without it its column is left out.
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -21,13 +19,13 @@ from typing import Final
 
 import numpy as np
 from driver import models
+from driver.bench_serving import vllm_bench_serve
 from driver.lmcache import SITE, Lmcache
 from driver.requests import Request, words
 from driver.stage import Stage, hits, options, stage
 from driver.table import Report, Row
 
-from devkit.engines import EngineServer, VllmServer, vllm_command
-from devkit.processes import environment
+from devkit.engines import EngineServer, VllmServer
 
 TARGET: Final = 0.10
 STOCK, CORNPLUG, LMCACHE, NATIVE = "stock", "cornplug", "LMCache 0.5.6 MP", "native offloading"
@@ -53,6 +51,7 @@ def main() -> int:
             "Prefixes of about 1,500 and 8,000 tokens that another engine of the same kind has served and "
             "saved; it was stopped before the fresh engines started. Then a last question that is new.",
             "Four fresh engines with the same flags, warmed up with the same other prompts, asked in turns.",
+            "All save every prompt at once: cornplug has `--cornplug-save always`.",
             "Native offloading keeps its pages in the engine's process: a fresh engine has none. vLLM has it "
             "for GPUs only; torch makes its copies here (dev/host-offloading-cpu).",
         ],
@@ -75,7 +74,9 @@ def sides(here: Stage, model: Path) -> Iterator[Mapping[str, Make]]:
         return VllmServer(model, *_FLAGS, *more, bed=_BED, **here.options(name))
 
     def cornplug(name: str) -> VllmServer:
-        return stock(name, "--kv-connector", "cornplug", "--cornplug-store", str(here.store_socket))
+        # As LMCache and native offloading do: they save a prompt when it is there for the first time.
+        flags = ("--cornplug-store", str(here.store_socket), "--cornplug-save", "always")
+        return stock(name, "--kv-connector", "cornplug", *flags)
 
     made: dict[str, Make] = {
         STOCK: stock,
@@ -144,7 +145,7 @@ def repeated_prefixes(
     report: Report, here: Stage, made: Mapping[str, Make], model: Path, prompts: int
 ) -> None:
     """Add the row of `vllm bench serve`: a fresh engine gets what another engine of its kind has had."""
-    ttft: dict[str, list[float]] = {}
+    ttft: dict[str, Sequence[float]] = {}
     for side, make in made.items():
         with make(f"{side}-bench-first") as first:
             _bench_serve(first, here.folder, model, prompts)
@@ -158,23 +159,15 @@ def repeated_prefixes(
     against(report, what, ttft)
 
 
-def _bench_serve(server: EngineServer, folder: Path, model: Path, prompts: int) -> list[float]:
+def _bench_serve(server: EngineServer, folder: Path, model: Path, prompts: int) -> Sequence[float]:
     """Times to first token, in the order of the requests, which is the same for each server."""
-    result = folder / "bench.json"
-    command = [
-        vllm_command(), "bench", "serve", "--backend", "openai", "--base-url", server.url, "--model", "model",
-        "--tokenizer", str(model), "--dataset-name", "prefix_repetition", "--num-prompts", str(prompts),
+    options = [
+        "--dataset-name", "prefix_repetition", "--num-prompts", str(prompts),
         "--prefix-repetition-prefix-len", "1500", "--prefix-repetition-suffix-len", "64",
         "--prefix-repetition-num-prefixes", str(max(1, prompts // 4)), "--prefix-repetition-output-len", "8",
-        "--max-concurrency", "1", "--seed", "7", "--ignore-eos", "--disable-tqdm",
-        "--save-result", "--save-detailed", "--result-filename", str(result),
+        "--max-concurrency", "1",
     ]  # fmt: skip
-    env = environment({"HF_HUB_OFFLINE": "1"})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=env)
-    if done.returncode:
-        raise SystemExit(f"vllm bench serve: {done.stdout[-2000:]}{done.stderr[-2000:]}")
-    found: list[float] = json.loads(result.read_text())["ttfts"]
-    return found
+    return vllm_bench_serve(server, model, folder, options).ttft_s
 
 
 def conversations(report: Report, made: Mapping[str, Make], users: int, rounds: int = 4) -> None:

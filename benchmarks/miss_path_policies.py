@@ -1,27 +1,29 @@
-"""Cost of each policy of saving (`engine.save`) where nothing is shared, over several instances a side.
+"""Cost of each policy of saving (`engine.save`) where nothing is shared, by the engine's own client.
 
     python benchmarks/miss_path_policies.py [--quick] [--sglang] [--out DIR]
 
-Instances of one engine differ by 10 to 20 % on a small machine, so each side has several, which run one after
-the other in a random order, each a fresh process. Every instance answers new prompts, of equal lengths:
-first as many at a time as it takes, then as they come (Poisson) at 0.8 of a stock instance's rate.
+Each round starts a fresh engine of every side and gives each, in a random order, prompts that nobody else
+has: first as many at a time as it takes, then as they come (Poisson) at 0.8 of a stock engine's rate. Rounds
+make several instances a side, for those of one engine differ by 10 to 20 % on a small machine; the sides of
+a round are measured within minutes, so that the machine's own changes meet all of them.
+`vllm bench serve` and `sglang.bench_serving` send the requests and measure.
 """
 
 from __future__ import annotations
 
-import math
 import random
 import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
 import numpy as np
-from driver.open_load import Arrival, Took, arrivals, body, letters
-from driver.open_load import run as run_open
-from driver.requests import Request, run
-from driver.stage import VLLM, Stage, options, stage
+from driver.bench_serving import Served, serve
+from driver.open_load import letters
+from driver.stage import SGLANG, VLLM, Stage, options, stage
 from driver.table import Report, Row
 from miss_path import model
 
@@ -30,11 +32,14 @@ from devkit.processes import cpu_s
 
 THROUGHPUT, TTFT, TPOT, CPU = 0.99, 1.02, 1.02, 1.01
 SIDES: Final = ("stock", "always", "second")
-_LOAD = 0.8
-_ANSWER_TOKENS = 16
-_FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8")
-_SGLANG_FLAGS = ("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "8")
-_CONCURRENCY = 12  # for 8 seats
+_LOAD: Final = 0.8
+_ANSWER_TOKENS: Final = 16
+_FLAGS: Final = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8")
+_SGLANG_FLAGS: Final = ("--dtype", "float32", "--max-total-tokens", "16384", "--max-running-requests", "8")
+_CONCURRENCY: Final = 12  # for 8 seats
+_CLIENT: Final = {VLLM: "vllm bench serve", SGLANG: "sglang.bench_serving"}
+_IDLE_S: Final = 3.0
+"""In which an engine ends what it does after the last request; its CPU time counts."""
 
 Figures = dict[str, float]
 
@@ -43,38 +48,43 @@ def main() -> int:
     """Measure, print and write; always 0, for a missed target is a figure and not a fault."""
     chosen = options(__doc__, engines=True)
     engine = chosen.engine
-    instances, size = (1, 12) if chosen.quick else (5, 40)
+    rounds, size = (1, 12) if chosen.quick else (5, 60)
     report = Report(
         name="miss_path_policies" + ("" if engine == VLLM else f"_{engine.lower()}"),
         title="Nothing shared: what each policy of saving costs",
         engine=engine,
         quick=chosen.quick,
         set_up=[
-            "LLM of 8 layers of 768, float32, random weights; prompts of 200 to 600 tokens, 16 answered.",
-            f"{instances} fresh instances of each side, one after the other in a random order; prompts are "
-            "new to each, their lengths are the same.",
+            "LLM of 8 layers of 768, float32, random weights; prompts of 200 to 600 tokens, "
+            f"{_ANSWER_TOKENS} answered; the client is `{_CLIENT[engine]}`.",
+            f"{rounds} rounds, each with a fresh engine of every side, loaded one after the other in "
+            "random order; prompts are new to each engine, their lengths are the same.",
             f"Saturated: {_CONCURRENCY} at a time for 8 seats. Open: Poisson arrivals at {_LOAD} of the rate "
-            "of a stock instance that is measured first.",
-            "CPU counts the engine's processes and the store, over both loads.",
+            f"of a stock engine that is measured first. {size} requests each.",
+            "CPU counts the engine's processes and the store, over both loads and what the engine does after "
+            "them.",
         ],
     )
     found: dict[str, list[Figures]] = defaultdict(list)
-    order = [side for side in SIDES for _ in range(instances)]
-    random.Random(0).shuffle(order)
     with stage(flags=_FLAGS, kv_gib=1, sglang_flags=_SGLANG_FLAGS) as here, here.store("2GiB") as store:
-        checkpoint = model(engine)
-        with here.stock(checkpoint, engine) as server:
-            rate = _LOAD * _saturated(server, 0, size)["requests/s"]
-        for number, side in enumerate(order, 1):
-            with _start(here, checkpoint, engine, side) as server:
-                found[side].append(_measured(server, store, number, size, rate))
-                found[side][-1]["pages"] = _saved(server) if side != "stock" else 0.0
+        load = _Load(here, store, model(engine), engine, size)
+        with here.stock(load.checkpoint, engine) as server:
+            load.warm_up(server, 0)
+            rate = _LOAD * load.saturated(server, 0).requests_per_s
+        for number in range(1, rounds + 1):
+            order = random.Random(number).sample(SIDES, len(SIDES))
+            with ExitStack() as running:
+                servers = {side: running.enter_context(load.start(side)) for side in order}
+                for place, side in enumerate(order):
+                    load.warm_up(servers[side], len(SIDES) * number + place)
+                for place, side in enumerate(order):
+                    found[side].append(load.measured(servers[side], len(SIDES) * number + place, rate))
+                    found[side][-1]["pages"] = _saved(servers[side]) if side != "stock" else 0.0
     for side in SIDES[1:]:
         report.rows += _rows(side, found["stock"], found[side])
         report.facts[f"pages saved by {side}"] = sum(int(each["pages"]) for each in found[side])
     report.facts["arrivals"] = f"{rate:.2f} requests/s"
-    report.facts["order"] = ", ".join(order)
-    # "second" copies pages that no second request had, too, while vLLM is idle.
+    # "second" copies pages that no second request had, too, while an engine is idle.
     if not report.facts["pages saved by always"] > report.facts["pages saved by second"]:
         raise SystemExit(f"not the miss path: {report.facts}")
     report.show()
@@ -82,10 +92,50 @@ def main() -> int:
     return 0
 
 
-def _start(here: Stage, checkpoint: Path, engine: str, side: str) -> EngineServer:
-    if side == "stock":
-        return here.stock(checkpoint, engine)
-    return here.cornplug(checkpoint, side, engine, "--cornplug-save", side)
+class _Load:
+    """What every engine gets; `instance` numbers engines, and no two get one prompt."""
+
+    def __init__(self, here: Stage, store: StoreProcess, checkpoint: Path, engine: str, size: int) -> None:
+        self.checkpoint = checkpoint
+        self._here, self._store, self._engine, self._size = here, store, engine, size
+
+    def start(self, side: str) -> EngineServer:
+        if side == "stock":
+            return self._here.stock(self.checkpoint, self._engine)
+        return self._here.cornplug(self.checkpoint, side, self._engine, "--cornplug-save", side)
+
+    def warm_up(self, server: EngineServer, instance: int) -> None:
+        self._serve(server, instance, 0, 12, concurrency=_CONCURRENCY)
+
+    def saturated(self, server: EngineServer, instance: int) -> Served:
+        return self._serve(server, instance, 1, self._size, concurrency=_CONCURRENCY)
+
+    def measured(self, server: EngineServer, instance: int, rate: float) -> Figures:
+        used = -cpu_s(server) - cpu_s(self._store)
+        full = self.saturated(server, instance)
+        opened = self._serve(server, instance, 2, self._size, rate=rate)
+        time.sleep(_IDLE_S)
+        used += cpu_s(server) + cpu_s(self._store)
+        tokens = sum(
+            len(text) + _ANSWER_TOKENS for part in (1, 2) for text in _prompts(instance, part, self._size)
+        )
+        return {
+            "requests/s": full.requests_per_s,
+            "tokens/s": full.tokens_per_s,
+            "TTFT p50": float(np.quantile(opened.ttft_s, 0.5)),
+            "TTFT p95": float(np.quantile(opened.ttft_s, 0.95)),
+            "TPOT": opened.tpot_s,
+            "CPU": 1e3 * used / tokens,
+        }
+
+    def _serve(
+        self, server: EngineServer, instance: int, part: int, size: int,
+        *, rate: float = float("inf"), concurrency: int | None = None,
+    ) -> Served:  # fmt: skip
+        return serve(
+            server, self._engine, self.checkpoint, self._here.folder, list(_prompts(instance, part, size)),
+            _ANSWER_TOKENS, rate=rate, concurrency=concurrency,
+        )  # fmt: skip
 
 
 def _prompts(instance: int, part: int, size: int) -> Iterator[str]:
@@ -93,39 +143,6 @@ def _prompts(instance: int, part: int, size: int) -> Iterator[str]:
     lengths = random.Random(part).choices(range(200, 600), k=size)
     for i, tokens in enumerate(lengths):
         yield letters(tokens, (instance * 10 + part) * 100_000 + i)
-
-
-def _saturated(server: EngineServer, instance: int, size: int) -> Figures:
-    run(server, [Request(text, (), 4) for text in _prompts(instance, 0, 8)], _CONCURRENCY)  # warm-up
-    load = run(
-        server, [Request(text, (), _ANSWER_TOKENS) for text in _prompts(instance, 1, size)], _CONCURRENCY
-    )
-    return {"requests/s": load.requests_per_s, "tokens/s": load.tokens_per_s}
-
-
-def _measured(server: EngineServer, store: StoreProcess, instance: int, size: int, rate: float) -> Figures:
-    used = -cpu_s(server) - cpu_s(store)
-    found = _saturated(server, instance, size)
-    sent = [
-        Arrival(float(at_s), "text", server.url, body(text, _ANSWER_TOKENS))
-        for at_s, text in zip(arrivals(rate, size, 0), _prompts(instance, 2, size), strict=True)
-    ]
-    took = run_open(sent)
-    used += cpu_s(server) + cpu_s(store)
-    tokens = sum(len(text) + _ANSWER_TOKENS for part in (1, 2) for text in _prompts(instance, part, size))
-    if any(math.isnan(each.e2e_s) for each in took):
-        raise SystemExit("a request failed")
-    return found | _times(took) | {"CPU": 1e3 * used / tokens}
-
-
-def _times(took: list[Took]) -> Figures:
-    ttft = np.array([each.ttft_s for each in took])
-    tpot = np.array([(each.e2e_s - each.ttft_s) / (_ANSWER_TOKENS - 1) for each in took])
-    return {
-        "TTFT p50": float(np.quantile(ttft, 0.5)),
-        "TTFT p95": float(np.quantile(ttft, 0.95)),
-        "TPOT": float(tpot.mean()),
-    }
 
 
 def _saved(server: EngineServer) -> float:
