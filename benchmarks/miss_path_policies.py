@@ -6,7 +6,8 @@ Each round starts a fresh engine of every side and gives each, in a random order
 has: first as many at a time as it takes, then as they come (Poisson) at 0.8 of a stock engine's rate. Rounds
 make several instances a side, for those of one engine differ by 10 to 20 % on a small machine; the sides of
 a round are measured within minutes, so that the machine's own changes meet all of them.
-`vllm bench serve` and `sglang.bench_serving` send the requests and measure.
+`vllm bench serve` and `sglang.bench_serving` send the requests and measure; SGLang's
+needs script/bench-site once.
 """
 
 from __future__ import annotations

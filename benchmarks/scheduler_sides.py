@@ -20,6 +20,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from cornplug.metrics import Tally
+from cornplug.vllm_connector.kv.idle_rest import IdleRest
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from devkit import checkpoints
@@ -46,7 +47,7 @@ class Side:
             connector: Any = CornplugConnector.__new__(CornplugConnector)
             connector._scheduler, connector._worker, connector._tally = kv, None, Tally()
             connector._kv_cache_config = cache
-            connector._connector_metadata = None
+            connector._connector_metadata, connector._rest = None, IdleRest()
             self._scheduler.connector = connector
             connector.bind_kv_cache_manager(self._scheduler.kv_cache_manager)
         hasher = get_request_block_hasher(_BLOCK_TOKENS, sha256)

@@ -11,14 +11,16 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from devkit.engines import EngineServer, vllm_command
 from devkit.processes import environment
 from devkit.sglang_engine import sglang_python
-from driver.stage import VLLM
+from driver.stage import SGLANG, VLLM
 
-_TIMEOUT_S = 1800
+SITE: Final = Path(__file__).parents[2] / ".bench-site"
+"""What SGLang's client imports and its environment lacks."""
+_TIMEOUT_S: Final = 1800
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ def serve(
     if concurrency is not None:
         load += ["--max-concurrency", str(concurrency)]
     data = folder / "prompts.json"
+    if engine == SGLANG and not SITE.is_dir():
+        raise SystemExit(f"{SITE.name} is not there. Run: script/bench-site")
     # The second turn only has to be there: the answer's length is another option.
     turns = [{"conversations": [{"value": text}, {"value": "An answer."}]} for text in prompts]
     data.write_text(json.dumps(turns), encoding="utf-8")
@@ -73,7 +77,7 @@ def serve(
         *load, "--seed", "0", "--disable-tqdm", "--warmup-requests", "0", "--output-file", str(result),
         "--output-details",
     ]  # fmt: skip
-    return _served(_run(command, result), "total_throughput")
+    return _served(_run(command, result, PYTHONPATH=str(SITE)), "total_throughput")
 
 
 def vllm_bench_serve(server: EngineServer, checkpoint: Path, folder: Path, options: Sequence[str]) -> Served:
@@ -89,10 +93,15 @@ def vllm_bench_serve(server: EngineServer, checkpoint: Path, folder: Path, optio
     return _served(_run(command, result), "total_token_throughput")
 
 
-def _run(command: Sequence[str], result: Path) -> dict[str, Any]:
+def _run(command: Sequence[str], result: Path, **env: str) -> dict[str, Any]:
     result.unlink(missing_ok=True)
-    env = environment({"HF_HUB_OFFLINE": "1"})
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, env=env)
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        env=environment({"HF_HUB_OFFLINE": "1", **env}),
+    )
     if done.returncode or not result.exists():
         raise SystemExit(f"{' '.join(command[:4])}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))

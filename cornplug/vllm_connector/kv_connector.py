@@ -22,6 +22,7 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
+from cornplug.vllm_connector.kv.idle_rest import IdleRest
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import KVWorker
@@ -58,6 +59,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._runtime: EngineRuntime = runtime(self._kv_transfer_config.kv_connector_extra_config)
         self._scheduler: KVScheduler | GroupsScheduler | None = None
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
+        self._rest = IdleRest()
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
@@ -191,9 +193,12 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.another_connector_loads()
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        return (
-            self._scheduler.moves(scheduler_output) if self._scheduler is not None else CornplugKVMetadata()
-        )
+        if self._scheduler is None:
+            return CornplugKVMetadata()
+        moves = self._scheduler.moves(scheduler_output)
+        empty = not scheduler_output.total_num_scheduled_tokens
+        self._rest.step(empty=empty and not moves.begins, waits=self._scheduler.waits)
+        return moves
 
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:

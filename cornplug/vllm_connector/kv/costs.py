@@ -56,6 +56,11 @@ class LoadCosts:
         """Something was loaded since the last step ended."""
 
     @property
+    def loads_open(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._loading)
+
+    @property
     def queued_bytes(self) -> int:
         """Of loads that are under way."""
         return sum(one.size_bytes for one in self._loading.values())

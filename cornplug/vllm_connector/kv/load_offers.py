@@ -43,6 +43,11 @@ class LoadOffers:
         self._recalls = PageRecalls(runtime, costs)
         self._taken: list[PageLoad] = []
 
+    @property
+    def recall_open(self) -> bool:
+        """Whether a request waits for pages on disk."""
+        return self._recalls.waited_for
+
     def tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
         """Tokens beyond `computed` that leased pages hold; None while some are read from disk. Asked often;
         answers from memory."""

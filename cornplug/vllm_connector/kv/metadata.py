@@ -68,6 +68,11 @@ class CornplugKVMetadata(KVConnectorMetadata):
     timed: int = 0
     """Number of this step where its end is to be told, else 0."""
 
+    @property
+    def begins(self) -> bool:
+        """Whether the worker halves have something new to do."""
+        return bool(self.loads or self.saves or self.finishing or self.preempted)
+
 
 @dataclass(slots=True)
 class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):

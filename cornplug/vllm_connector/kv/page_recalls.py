@@ -21,6 +21,10 @@ _AGAIN_S: Final = 0.05
 """Between recalls of pages that have not come: the store takes a part of a long prompt at once."""
 
 
+_WAITED_S: Final = 0.05
+"""After a request was told to wait: it waits still, unless it was aborted."""
+
+
 @dataclass(slots=True)
 class PageRecall:
     """The one recall of a request."""
@@ -44,12 +48,19 @@ class PageRecalls:
 
     def __init__(self, runtime: EngineRuntime, costs: LoadCosts) -> None:
         self._run, self._costs = runtime, costs
+        self._waited_s = -1.0
+        """When a request was last told to wait."""
         self.tiered = runtime.store if isinstance(runtime.store, TieredReads) else None
 
     @property
     def has_disk(self) -> bool:
         """Whether pages can be on disk only."""
         return self.tiered is not None and self.tiered.has_disk
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a request waits for pages: vLLM asks for it in every step."""
+        return time.monotonic() - self._waited_s < _WAITED_S
 
     def there(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """Not 0 for each key that the store has, on disk or in memory. Raises StoreUnavailable."""
@@ -83,7 +94,7 @@ class PageRecalls:
 
         Raises StoreUnavailable: then it has ended.
         """
-        now_s = time.monotonic()
+        now_s = self._waited_s = time.monotonic()
         if now_s - max(recall.asked_s, recall.looked_s) < _LOOK_S:
             return None
         recall.looked_s = now_s

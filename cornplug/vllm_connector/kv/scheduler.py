@@ -68,6 +68,14 @@ class SchedulerHalf:
         """The engine's own prefix cache will hold KV of unknown origin."""
         self._requests.other_loads.seen()
 
+    def waits(self) -> bool:
+        """Whether copies of pages, or reads of them from disk, are under way."""
+        return self._costs.loads_open or self._offers.recall_open or self.saves_open()
+
+    def saves_open(self) -> bool:
+        """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        raise NotImplementedError
+
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
         """Take the worker halves' answers to the moves of earlier steps."""
         self._costs.acknowledged(acks)

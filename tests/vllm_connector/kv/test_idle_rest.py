@@ -1,0 +1,68 @@
+"""An engine that only waits for copies rests; one that computes never does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector.kv.idle_rest import REST_S, IdleRest
+
+from ...store.shelved_store import ShelvedStore
+from ..rig import Engine
+
+
+@pytest.fixture
+def slept() -> list[float]:
+    return []
+
+
+@pytest.fixture
+def rest(slept: list[float]) -> IdleRest:
+    return IdleRest(slept.append)
+
+
+def test_idle_rest_second_empty_step_sleeps(rest: IdleRest, slept: list[float]) -> None:
+    for _ in range(3):
+        rest.step(empty=True, waits=lambda: True)
+    assert slept == [REST_S, REST_S]
+
+
+def test_idle_rest_step_after_one_that_computes_is_not_delayed(rest: IdleRest, slept: list[float]) -> None:
+    for empty in (True, False, True):
+        rest.step(empty=empty, waits=lambda: True)
+    assert not slept
+
+
+def test_idle_rest_engine_that_waits_for_others_is_not_delayed(rest: IdleRest, slept: list[float]) -> None:
+    for _ in range(3):
+        rest.step(empty=True, waits=lambda: False)
+    assert not slept
+
+
+def test_idle_rest_request_whose_pages_are_on_disk_lets_the_engine_rest(
+    engine: Callable[..., Engine], store: MemoryStore, slept: list[float]
+) -> None:
+    prompt = list(range(150))
+    engine().run("first", prompt)
+    shelved = ShelvedStore(store.connect())
+    shelved.shelve_all(store)
+    shelved.looks = None
+    second = engine(connect=lambda: shelved)
+    second.connector._rest = IdleRest(slept.append)
+    second.add("b", prompt)
+    for _ in range(4):
+        second.step()
+    assert slept == [REST_S] * len(slept)
+    assert len(slept) >= 2
+
+
+def test_idle_rest_running_request_is_not_delayed(
+    engine: Callable[..., Engine], store: MemoryStore, slept: list[float]
+) -> None:
+    only = engine()
+    only.connector._rest = IdleRest(slept.append)
+    only.add("a", list(range(150)))
+    only.step()
+    assert not slept
