@@ -156,6 +156,8 @@ class Engine:
     group: bytes = b"one engine's ranks"
     identity: bytes = b"model"
     only_seen: bool = False
+    threads: int = 1
+    """That copy pages."""
     dim: int = DIM
     stopping: bool = False
     """SGLang waits for the end of its storage threads."""
@@ -183,12 +185,13 @@ class Engine:
         mine = RankPages(self.geometry, held, self.faulty)
         part = None if self.latent else part_of(self.geometry, size, rank, self.group)
         self.reader = PageReader(
-            self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping
-        )
+            self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping,
+            threads=self.threads,
+        )  # fmt: skip
         pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
         self.writer = PageWriter(
             self.run, self.reader, self.index, mine, self.pages, part, self.tally, pace=pace,
-            only_seen=self.only_seen,
+            only_seen=self.only_seen, threads=self.threads,
         )  # fmt: skip
 
     def knows(self, tokens: Sequence[int], space: CacheNamespace = PLAIN) -> list[str]:

@@ -36,6 +36,7 @@ from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_copies import copy_threads
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
@@ -125,8 +126,9 @@ class CornplugStorage(HiCacheStorage):
         token_bytes = mine.size_bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
-        stopping = self._controller.storage_stop_event.is_set
-        self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stopping)
+        stops = self._controller.storage_stop_event.is_set
+        threads = copy_threads(self._controller.mem_pool_device.device, self._config.tp_size)
+        self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stops, threads=threads)
         self._ahead = EarlyLookup(index, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
@@ -149,6 +151,7 @@ class CornplugStorage(HiCacheStorage):
             self._tally,
             pace=self.pace,
             only_seen=only_seen,
+            threads=threads,
         )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
@@ -179,6 +182,8 @@ class CornplugStorage(HiCacheStorage):
         page_hash_hooks.close_index()
         if self._reader is not None:
             self._reader.close()
+        if self._writer is not None:
+            self._writer.close()
 
     # -- reading ----------------------------------------------------------------------------
 

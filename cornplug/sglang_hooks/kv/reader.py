@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
 
@@ -17,6 +18,7 @@ from cornplug.identity import page_key
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
+from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, HashedPage, PageHashIndex, PageOverlap
 from cornplug.store.base import Lease, Tier
 from cornplug.store.recall import recalled, tiers_of
@@ -32,6 +34,7 @@ class PageReader:
 
     Args:
         stopping: whether SGLang waits for its storage threads' end: it ends its server after 10 s.
+        threads: as `PageCopies`'.
     """
 
     def __init__(
@@ -43,9 +46,12 @@ class PageReader:
         host: HostPages,
         tally: Tally,
         stopping: Callable[[], bool],
+        *,
+        threads: int = 1,
     ) -> None:
         self._run, self._roots, self._index = runtime, roots, index
-        self._mine, self._host, self._tally = mine, host, tally
+        self._mine, self._tally = mine, tally
+        self._copies = PageCopies(mine, host, threads=threads)
         self.stopping = stopping
         self._asking = runtime.another_connection()
         self.disk_pace = FadedRate()
@@ -53,8 +59,9 @@ class PageReader:
         self._recall_again_s = 0.0
 
     def close(self) -> None:
-        """End the connection of the scheduler's thread."""
+        """End the connection of the scheduler's thread, and the copying threads."""
         self._asking.close()
+        self._copies.close()
 
     def roots(self) -> RootsOfCall:
         """The roots that one call needs."""
@@ -149,18 +156,16 @@ class PageReader:
         try:
             plan = list(self._plan(pages))
             with self._leased([key for parts in plan for _, keys in parts for key in keys]) as leases:
-                copies = _Copies(self._mine, leases)
-                for parts, slot in zip(plan, slots, strict=False):
-                    if self.stopping():
-                        return done
-                    target = self._host.page(slot)
-                    for part, keys in parts:
-                        source = copies.of(keys)
-                        if source is None:
-                            reason = "evicted"
-                            return done
-                        target[..., part.page, :].copy_(source[..., part.inside, :])
-                    done += 1
+                jobs, ends = self._jobs(plan, slots, leases)
+                whole, error = self._copies.read(jobs, self.stopping)
+                done = bisect_right(ends, whole)
+                if error is not None:
+                    raise error
+                if whole < len(jobs):
+                    return done
+                if len(ends) < min(len(plan), len(slots)):
+                    reason = "evicted"
+                    return done
             if len(plan) < len(hashes):
                 reason = "no_page_key"
         except CodecError as e:
@@ -182,8 +187,36 @@ class PageReader:
             return None
         keys = self.keys(page, parts[0], self.roots())
         with self._leased(keys) as leases:
-            source = _Copies(self._mine, leases).of(keys)
-        return None if source is None else source[..., parts[0].inside, :]
+            lease = next((leases[key] for key in keys if key in leases), None)
+            if lease is None:
+                return None
+            memory = self._mine.memory()
+            self._mine.read(lease, memory)
+        return memory[..., parts[0].inside, :]
+
+    def _jobs(
+        self,
+        plan: Sequence[Sequence[tuple[PageOverlap, list[bytes]]]],
+        slots: Sequence[int],
+        leases: Mapping[bytes, Lease],
+    ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
+        """(pages of the store and their places on the host, up to the plan's first page without a lease; of
+        each page of the plan how many of these it takes, from the first)"""
+        jobs: list[tuple[Lease, list[PagePart]]] = []
+        ends: list[int] = []
+        at_hand: bytes | None = None
+        for parts, slot in zip(plan, slots, strict=False):
+            there = self._copies.at(slot)
+            for part, keys in parts:
+                # Neighbours often lie in one page of the store.
+                if at_hand not in keys:
+                    at_hand = next((key for key in keys if key in leases), None)
+                    if at_hand is None:
+                        return jobs, ends
+                    jobs.append((leases[at_hand], []))
+                jobs[-1][1].append(PagePart(part.inside, there[:, :, :, part.page]))
+            ends.append(len(jobs))
+        return jobs, ends
 
     def _plan(self, pages: Sequence[HashedPage | None]) -> Iterator[list[tuple[PageOverlap, list[bytes]]]]:
         """Parts and their keys of each page, up to the first that has no name in the store."""
@@ -231,26 +264,3 @@ class PageReader:
             self._tally.count("cornplug_bytes_total", app, KV_PAGE, "load", by=moved)
         if reason:
             self._tally.count("cornplug_misses_total", app, KV_PAGE, reason)
-
-
-class _Copies:
-    """Verified copies of leased pages, the last one kept: neighbours often lie in one page."""
-
-    def __init__(self, mine: RankPages, leases: dict[bytes, Lease]) -> None:
-        self._mine, self._leases = mine, leases
-        self._memory = mine.memory()
-        self._holds: bytes | None = None
-
-    def of(self, keys: Sequence[bytes]) -> torch.Tensor | None:
-        """A copy of the first of these pages that is leased. Raises CodecError, StoreUnavailable."""
-        for key in keys:
-            if key == self._holds:
-                return self._memory
-        for key in keys:
-            lease = self._leases.get(key)
-            if lease is not None:
-                self._holds = None
-                self._mine.read(lease, self._memory)
-                self._holds = key
-                return self._memory
-        return None

@@ -10,10 +10,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final
-
-import torch
+from typing import Final, NamedTuple
 
 from cornplug.engine_common.page_publish import PageCost, PagePublisher
 from cornplug.engine_common.rank_pages import RankPages
@@ -24,9 +21,10 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.layout import HostPages
 from cornplug.sglang_hooks.kv.namespace_roots import RootsOfCall
+from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart, Rows
 from cornplug.sglang_hooks.kv.page_hash_index import HashedPage, PageHashIndex
 from cornplug.sglang_hooks.kv.reader import PageReader
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
+from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20
 """Small pages kept until the store's page that they begin is complete."""
@@ -40,15 +38,14 @@ _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """Tokens `inside` of a store page, and where they are: in memory, or in another page of the store."""
+class _Stored(NamedTuple):
+    """Tokens `inside` of a store page that are in another page of the store."""
 
     inside: slice
-    source: torch.Tensor | HashedPage
+    page: HashedPage
 
 
-_Wanted = Mapping[bytes, list[_Piece]]
+_Wanted = Mapping[bytes, Sequence[PagePart | _Stored]]
 
 
 def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> WriterPart | None:
@@ -69,6 +66,7 @@ class PageWriter:
         part: this rank's, None where it writes pages whole, or none.
         pace: measures the engine's steps: what its pages cost.
         only_seen: as `PagePublisher`'s.
+        threads: as `PageCopies`'.
     """
 
     def __init__(
@@ -83,9 +81,10 @@ class PageWriter:
         *,
         pace: LoadPace,
         only_seen: bool = False,
+        threads: int = 1,
     ) -> None:
         self._run, self._reader, self._index = runtime, reader, index
-        self._mine, self._host = mine, host
+        self._mine, self._copies = mine, PageCopies(mine, host, threads=threads)
         self._stops_s: float | None = None
         self._pace, self._cost = pace, PageCost()
         self._publisher = PagePublisher(
@@ -97,9 +96,12 @@ class PageWriter:
             only_seen=only_seen,
             cost=self._cost,
         )
-        self._memory = mine.memory()
-        self._tails: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._tails: OrderedDict[str, Rows] = OrderedDict()
         self._tail_bytes = 0
+
+    def close(self) -> None:
+        """End the copying threads."""
+        self._copies.close()
 
     def save(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
         """Offer pages to the store. `slots` are their first slots in the host pool."""
@@ -110,23 +112,23 @@ class PageWriter:
 
     # -- complete pages of the store -----------------------------------------------------------
 
-    def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> dict[bytes, list[_Piece]]:
-        """Key -> pieces, of the store's pages that these pages complete."""
+    def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> _Wanted:
+        """Key -> parts, of the store's pages that these pages complete."""
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
-        found: dict[bytes, list[_Piece]] = {}
+        found: dict[bytes, Sequence[PagePart | _Stored]] = {}
         for name, page in zip(hashes, self._index.find(hashes), strict=True):
             try:
                 if page is None:
                     self._publisher.count_outcome("no_page_key")
                 elif self._index.page_size >= self._index.page_tokens:
-                    whole = self._host.page(at[name])
+                    whole = self._copies.at(at[name])
                     for part in self._index.overlaps(page):
                         key = self._reader.keys(page, part, roots)[0]
-                        found[key] = [_Piece(part.inside, whole[..., part.page, :])]
+                        found[key] = [PagePart(part.inside, whole[:, :, :, part.page])]
                 elif self._index.is_closing(page):
-                    if pieces := self._gathered(name, at):
-                        found[self._closing_key(page, roots)] = pieces
+                    if parts := self._gathered(name, at):
+                        found[self._closing_key(page, roots)] = parts
                     else:
                         self._publisher.count_outcome("incomplete")
             except CheckpointError as e:
@@ -137,21 +139,22 @@ class PageWriter:
         (part,) = self._index.overlaps(page)
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
-    def _gathered(self, closing: str, at: Mapping[str, int]) -> list[_Piece] | None:
+    def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
         """The small pages of one store page; None where one of them is lost."""
-        pieces = []
+        found: list[PagePart | _Stored] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)
             if not parts:
                 return None
-            source: torch.Tensor | HashedPage = page
+            inside = parts[0].inside
             if name in at:
-                source = self._host.page(at[name])
+                found.append(PagePart(inside, self._copies.at(at[name])))
             elif name in self._tails:
-                source = self._tails[name]
-            pieces.append(_Piece(parts[0].inside, source))
-        complete = len(pieces) == self._index.page_tokens // self._index.page_size
-        return pieces if complete else None
+                found.append(PagePart(inside, self._tails[name]))
+            else:
+                found.append(_Stored(inside, page))
+        complete = len(found) == self._index.page_tokens // self._index.page_size
+        return found if complete else None
 
     def _keep_tails(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
         """Keep copies of the pages after the last complete store page: the rest of it may come later."""
@@ -163,7 +166,7 @@ class PageWriter:
             if page is None or index.is_closing(page):
                 break
             if name not in self._tails:
-                self._tails[name] = self._host.page(slot).clone(memory_format=torch.contiguous_format)
+                self._tails[name] = self._copies.at(slot).copy()
                 self._tail_bytes += self._tails[name].nbytes
         while self._tail_bytes > _TAIL_BYTES:
             self._tail_bytes -= self._tails.popitem(last=False)[1].nbytes
@@ -204,16 +207,19 @@ class PageWriter:
                 reserved.append(answer)
             elif answer is ReserveRefusal.GROWING:
                 refused.append(key)
-        written, broken = [], []
-        for i, reservation in enumerate(reserved):
-            if self._has_to_stop():
-                self._publisher.give_up(reserved[i:], "late")
-                break
-            sums = self._written(wanted[reservation.key], reservation.location)
-            if sums is None:
-                broken.append(reservation)
+        pages = [(one, self._at_hand(wanted[one.key])) for one in reserved]
+        broken = [one for one, parts in pages if parts is None]
+        whole = [(one, parts) for one, parts in pages if parts is not None]
+        sums = self._copies.write([(parts, one.location) for one, parts in whole], self._has_to_stop)
+        written, late = [], []
+        for (one, _), of_page in zip(whole, sums, strict=True):
+            if of_page is None:
+                late.append(one)
+            elif of_page:
+                written.append((one, of_page))
             else:
-                written.append((reservation, sums))
+                broken.append(one)
+        self._publisher.give_up(late, "late")
         self._publisher.give_up(broken, "write_failed")
         self._publisher.commit(written)
         return refused
@@ -227,17 +233,17 @@ class PageWriter:
             self._stops_s = now_s + _STOP_S
         return self._stops_s is not None and now_s >= self._stops_s
 
-    def _written(self, pieces: list[_Piece], location: PayloadLocation) -> Mapping[int, int] | None:
-        """Segment -> checksum of this rank's part, None where it could not be written."""
+    def _at_hand(self, parts: Sequence[PagePart | _Stored]) -> list[PagePart] | None:
+        """The parts in memory, copied from the store where they are only there; None where that failed."""
+        found = []
         try:
-            for piece in pieces:
-                source = piece.source
-                if isinstance(source, HashedPage):
-                    borrowed = self._reader.borrow(source)
+            for part in parts:
+                if isinstance(part, _Stored):
+                    borrowed = self._reader.borrow(part.page)
                     if borrowed is None:
                         return None
-                    source = borrowed
-                self._memory[..., piece.inside, :].copy_(source)
-            return self._mine.write(self._memory, location)
+                    part = PagePart(part.inside, self._copies.rows(borrowed))
+                found.append(part)
         except CornplugError:
             return None
+        return found

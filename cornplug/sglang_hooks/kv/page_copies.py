@@ -1,0 +1,272 @@
+"""Copies of this rank's KV between SGLang's host pool and pages of the store, tile by tile.
+
+    save    host pool ──gather──> tile, in the page's order ──sum──> ──copy──> the store's memory
+    load    the store's memory ──copy──> tile ──sum──> ──scatter──> host pool
+
+A tile is as many whole heads as a core's cache holds, so a page is read from memory once and written once.
+Each step is one call of numpy or xxhash, which release the interpreter: SGLang's scheduler runs beside them,
+and further threads copy other pages of the batch.
+
+Checksums are of the tile, never of the store's memory: readers of a page find the damage that a late writer
+of another page has done to its room.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Final, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+
+from cornplug.engine_common.page_envelope import read_page_header
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.errors import CodecError, CornplugError
+from cornplug.sglang_hooks.kv.layout import HostPages
+from cornplug.store.base import Lease, PayloadLocation
+
+Rows = NDArray[np.void]
+"""Shape (heads, layers, planes, tokens). An item is a row: all values of a token in one plane of one head and
+layer."""
+
+_TILE_BYTES: Final = 1 << 20
+"""As much as the cache of one core of a server holds."""
+_MOST_THREADS: Final = 4
+_CORES_A_THREAD: Final = 4
+"""Cores of a rank for each of its copying threads: SGLang's own processes need the others."""
+
+
+def copy_threads(device: torch.device | str, ranks: int) -> int:
+    """Threads for one direction of a rank: one where its model computes on the cores, else up to
+    `_MOST_THREADS` of the cores that the `ranks` of this host share."""
+    if torch.device(device).type == "cpu":
+        return 1
+    return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0)) // (_CORES_A_THREAD * ranks)))
+
+
+class PagePart(NamedTuple):
+    """Tokens of a page of the store, and their place on the host."""
+
+    inside: slice
+    """Tokens of the store's page."""
+    there: Rows
+    """These tokens, with the heads and layers of this rank."""
+
+
+class _Tile:
+    """Memory of so many heads and layers."""
+
+    def __init__(
+        self, memory: NDArray[np.uint8], rows: tuple[int, int, int, int], row: np.dtype[np.void]
+    ) -> None:
+        heads, layers = rows[:2]
+        here = memory[: math.prod(rows) * row.itemsize]
+        self.layers = here.reshape(heads, layers, -1)
+        """Shape (heads, layers, bytes)."""
+        self.segments = [segment.data for segment in here.reshape(heads, -1)]
+        """The bytes of each head."""
+        self.rows: Rows = here.view(row).reshape(rows)
+
+
+class _Block(NamedTuple):
+    """Segments that pass a tile together."""
+
+    heads: slice
+    """Of this rank's part of a page."""
+    layers: slice
+    """Of this rank's part, with which these heads make up segments."""
+    numbers: list[int]
+    """Of these segments in the page."""
+    tile: _Tile
+
+
+class _Scratch:
+    """Memory of one thread."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.memory = np.empty(size_bytes, np.uint8)
+        self.blocks: dict[int, list[_Block]] = {}
+        """Segments of a head -> blocks of this rank's part of a page, whose tiles are this memory."""
+
+
+class PageCopies:
+    """One rank's, one direction; used by one thread at a time.
+
+    Args:
+        threads: that copy pages of one call side by side, the caller's among them.
+    """
+
+    def __init__(self, mine: RankPages, host: HostPages, *, threads: int = 1) -> None:
+        self._mine = mine
+        self._page, self._held = mine.page, mine.held
+        self._layer_bytes = mine.page.layer_bytes
+        _, layers, *self._planes, _ = mine.shape
+        self._row = np.dtype((np.void, self._layer_bytes // math.prod(self._planes)))
+        self._host_size = host.page_size
+        self._host, self._pages = host, self._all_pages(host)
+        most = min(mine.size_bytes, max(_TILE_BYTES, layers * self._layer_bytes))
+        self._scratch = [_Scratch(most) for _ in range(threads)]
+        self._helpers = ThreadPoolExecutor(max(1, threads - 1), "cornplug-kv")
+
+    def close(self) -> None:
+        """End the threads; later calls copy on the caller's alone."""
+        del self._scratch[1:]
+        self._helpers.shutdown(wait=False)
+
+    # -- places on the host -------------------------------------------------------------------
+
+    def at(self, slot: int) -> Rows:
+        """The host page that begins at a slot."""
+        page, rest = divmod(slot, self._host_size)
+        # SGLang allocates pages, whose places one view of the pool knows.
+        return self.rows(self._host.page(slot)) if rest else self._pages[page]
+
+    def rows(self, part: torch.Tensor) -> Rows:
+        """Host memory of shape (heads, layers, planes, tokens, dim), without a copy."""
+        found: Rows = part.view(torch.uint8).numpy().view(self._row)[..., 0]
+        return found
+
+    def _all_pages(self, host: HostPages) -> Rows:
+        """Every page of a host pool: shape (pages, heads, layers, planes, tokens)."""
+        size, first = host.page_size, host.page(0)
+        count = int(host.pool.size) // size
+        step = host.page(size).data_ptr() - first.data_ptr() if count > 1 else 0
+        one = self.rows(first)
+        return as_strided(one, (count, *one.shape), (step, *one.strides))
+
+    # -- copies -------------------------------------------------------------------------------
+
+    def write(
+        self, pages: Sequence[tuple[Sequence[PagePart], PayloadLocation]], stops: Callable[[], bool]
+    ) -> list[dict[int, int] | None]:
+        """Copy pages into reserved rooms, the first ones first.
+
+        Returns segment -> checksum of this rank's part of each page: {} where it could not be written, None
+        where `stops` came before.
+        """
+        found: list[dict[int, int] | None] = [None] * len(pages)
+
+        def one(number: int, scratch: _Scratch) -> None:
+            try:
+                found[number] = self._write(*pages[number], scratch)
+            except CornplugError:
+                found[number] = {}
+
+        self._each(len(pages), one, stops)
+        return found
+
+    def read(
+        self, pages: Sequence[tuple[Lease, Sequence[PagePart]]], stops: Callable[[], bool]
+    ) -> tuple[int, CornplugError | None]:
+        """Copy leased pages to their places on the host, the first ones first, until `stops`.
+
+        Returns how many, from the first, are there whole and verified, and the error of the next one, if it
+        has one. Heads are verified before they are copied; places of that and of later pages may hold some.
+        """
+        found: list[bool | CornplugError] = [False] * len(pages)
+        failed = False
+
+        def one(number: int, scratch: _Scratch) -> None:
+            nonlocal failed
+            try:
+                self._read(*pages[number], scratch)
+                found[number] = True
+            except CornplugError as e:
+                found[number], failed = e, True
+
+        self._each(len(pages), one, lambda: failed or stops())
+        whole = next((i for i, result in enumerate(found) if result is not True), len(found))
+        error = found[whole] if whole < len(found) else None
+        return whole, error if isinstance(error, CornplugError) else None
+
+    def _each(self, count: int, work: Callable[[int, _Scratch], None], stops: Callable[[], bool]) -> None:
+        """Call `work` with the numbers below `count`, in order, on all threads side by side until `stops`."""
+        numbers = iter(range(count))
+
+        def some(scratch: _Scratch) -> None:
+            # A number that was taken is worked on: behind a page that fails, all before it are whole.
+            while not stops() and (number := next(numbers, None)) is not None:
+                work(number, scratch)
+
+        helpers = [self._helpers.submit(some, scratch) for scratch in self._scratch[1:count]]
+        try:
+            some(self._scratch[0])
+        finally:
+            wait(helpers)
+        for helper in helpers:
+            helper.result()
+
+    def _write(
+        self, parts: Sequence[PagePart], location: PayloadLocation, scratch: _Scratch
+    ) -> dict[int, int]:
+        """Segment -> checksum. Raises StoreUnavailable."""
+        room = self._of_rank(self._mine.store.view(location, writable=True))
+        digest = xxhash.xxh3_64_intdigest
+        sums: dict[int, int] = {}
+        for heads, layers, numbers, tile in self._blocks(scratch, self._page.layer_runs):
+            for inside, there in parts:
+                tile.rows[:, :, :, inside] = there[heads, layers]
+            for number, segment in zip(numbers, tile.segments, strict=True):
+                sums[number] = digest(segment)
+            room[heads, layers] = tile.layers
+        return sums
+
+    def _read(self, lease: Lease, parts: Sequence[PagePart], scratch: _Scratch) -> None:
+        """Raises CodecError, StoreUnavailable."""
+        checksums = read_page_header(lease, self._page).checksums
+        runs = len(checksums) // self._page.heads
+        if not self._mine.has_whole(runs):
+            self._read_staged(lease.location, checksums, parts)
+            return
+        payload = self._of_rank(self._mine.store.view(lease.location))
+        digest = xxhash.xxh3_64_intdigest
+        for heads, layers, numbers, tile in self._blocks(scratch, runs):
+            tile.layers[:] = payload[heads, layers]
+            for number, segment in zip(numbers, tile.segments, strict=True):
+                if digest(segment) != checksums[number]:
+                    raise CodecError("a page is corrupt", reason="corrupt")
+            for inside, there in parts:
+                there[heads, layers] = tile.rows[:, :, :, inside]
+
+    def _read_staged(
+        self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PagePart]
+    ) -> None:
+        """As `_read`, where segments hold more layers than this rank."""
+        memory = self._mine.memory()
+        self._mine.copy(location, checksums, memory)
+        rows = self.rows(memory)
+        for inside, there in parts:
+            there[:] = rows[:, :, :, inside]
+
+    def _of_rank(self, payload: memoryview) -> NDArray[np.uint8]:
+        """This rank's part of a page in the store: shape (heads, layers, bytes)."""
+        heads, layers = self._held.heads, self._held.layers
+        shape = (self._page.heads, self._page.layers, self._layer_bytes)
+        whole = np.frombuffer(payload, np.uint8).reshape(shape)
+        return whole[heads.start : heads.stop, layers.start : layers.stop]
+
+    def _blocks(self, scratch: _Scratch, runs: int) -> list[_Block]:
+        """The blocks of this rank's part of a page with so many segments a head."""
+        found = scratch.blocks.get(runs)
+        if found is None:
+            found = scratch.blocks[runs] = self._plan(scratch.memory, runs)
+        return found
+
+    def _plan(self, memory: NDArray[np.uint8], runs: int) -> list[_Block]:
+        held, size, blocks = self._held, self._page.layers // runs, []
+        step = max(1, _TILE_BYTES // (size * self._layer_bytes))
+        planes, tokens = self._planes
+        for run in held.runs(self._page, runs):
+            first = run * size - held.layers.start
+            for at in range(0, len(held.heads), step):
+                heads = slice(at, min(at + step, len(held.heads)))
+                numbers = [head * runs + run for head in held.heads[heads]]
+                tile = _Tile(memory, (len(numbers), size, planes, tokens), self._row)
+                blocks.append(_Block(heads, slice(first, first + size), numbers, tile))
+        return blocks
