@@ -29,7 +29,9 @@ _DEFAULTS: Final[Mapping[str, str | None]] = {
 }
 _CPU_DEFAULTS: Final[Mapping[str, str | None]] = {
     "--device": "cpu",
-    "--mem-fraction-static": "0.1",
+    # Of the memory that was free before its weights. "--max-total-tokens" bounds the KV; engines that start
+    # beside it take memory meanwhile, which SGLang counts as its weights'.
+    "--mem-fraction-static": "0.5",
     "--attention-backend": "torch_native",
     "--mm-attention-backend": "sdpa",
     # Else an idle scheduler polls its sockets without a pause, and takes a core from whoever computes.

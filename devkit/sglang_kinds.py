@@ -18,7 +18,7 @@ class ServerKind(NamedTuple):
 KINDS: Final = (
     ServerKind("tensor parallelism", ("--tp-size", "2"), remark="all ranks of a page write it together"),
     ServerKind("replicas", ("--dp-size", "2"), remark="each is an engine of its own to the store"),
-    ServerKind("several tokenizers", ("--tokenizer-worker-num", "2"), remark="KV, but no images"),
+    ServerKind("several tokenizers", ("--tokenizer-worker-num", "2"), remark="images too"),
     ServerKind("LoRA", ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj")),
     ServerKind("mixed chunks", ("--enable-mixed-chunk",)),
     ServerKind("no overlap", ("--disable-overlap-schedule",)),
@@ -32,16 +32,33 @@ KINDS: Final = (
     ),
     ServerKind("prefill of a PD pair", ("--disaggregation-mode", "prefill"), "--disaggregation-mode"),
     ServerKind("decode of a PD pair", ("--disaggregation-mode", "decode"), "--disaggregation-mode"),
-    ServerKind("speculation by n-grams", ("--speculative-algorithm", "NGRAM"), "--speculative-algorithm"),
+    ServerKind(
+        "speculation by n-grams",
+        ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
+        remark="with flashinfer of any breadth",
+    ),
+    ServerKind("fp8 KV cache", ("--kv-cache-dtype", "fp8_e4m3"), remark="with one attention backend"),
+    ServerKind(
+        "speculation by trees",
+        ("--speculative-algorithm", "NGRAM"),
+        "--speculative-algorithm NGRAM",
+    ),
     ServerKind(
         "speculation by a draft model (EAGLE)",
         (
             "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1",
             "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
         ),
-        "--speculative-algorithm",
+        "--speculative-algorithm EAGLE",
+    ),
+    ServerKind(
+        "speculation by a smaller model",
+        (
+            "--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "1",
+            "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
+        ),
+        "--speculative-algorithm STANDALONE",
     ),
     ServerKind("embeddings", ("--is-embedding",), "--is-embedding"),
-    ServerKind("fp8 KV cache", ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype"),
     ServerKind("dummy weights", ("--load-format", "dummy"), "--load-format"),
 )  # fmt: skip

@@ -67,6 +67,9 @@ class EngineModel:
     """Which engine computes: "vllm" or "sglang"."""
     validated_families: frozenset[str]
     """Families whose embeddings this engine makes as the encoder service does, by test."""
+    generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """`model_type` -> names of its tower's inputs for an image, of those among them without a file in
+    `cornplug/checkpoints/families/`: nothing else tells the names before the model is loaded."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The deployment's own arguments of the image processor."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -92,8 +95,8 @@ class EngineModel:
         "unproven_family" for one that was not compared in this engine, and as `Checkpoint.identity`.
         """
         name = str(self.checkpoint.config.get("model_type"))
-        known = name in FAMILIES and name in self.validated_families
-        if not known or self.checkpoint.family.generic:
+        described = name in FAMILIES and not self.checkpoint.family.generic
+        if name not in self.validated_families or not (described or name in self.generic_inputs):
             raise CheckpointError(
                 f"no test compares {self.engine}'s embeddings of {name!r} with those of the encoder service. "
                 f"Compared: {', '.join(sorted(self.validated_families))}.",
@@ -102,7 +105,7 @@ class EngineModel:
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         self._refuse_later_files()
         overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
-        inputs = self.checkpoint.family.inputs.get("image", ())
+        inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
         return TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:

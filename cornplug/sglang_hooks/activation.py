@@ -19,6 +19,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
 from cornplug.identity import digest
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks import tokenizer_workers
 from cornplug.sglang_hooks.stats import ServerTally
 
 ENABLE: Final = "--enable-cornplug"
@@ -45,6 +46,7 @@ def turn_off() -> None:
     """The server that this process starts next does not share."""
     os.environ.pop(_VARIABLE, None)
     os.environ.pop(_PARTS, None)
+    tokenizer_workers.unhook()
 
 
 def need(parts: Iterable[str]) -> None:

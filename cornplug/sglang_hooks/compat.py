@@ -25,6 +25,9 @@ embeddings with those of the encoder service. Of the others SGLang 0.5.23 comput
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,
 LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that could be hooked."""
 
+GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
+"""Of these, the families that the service computes by transformers' own class (`EngineModel`)."""
+
 EPOCHS: Final[Mapping[str, int]] = {}
 """`model_type` -> number of releases in the tested range that have mended SGLang's code of that family.
 Mended code computes other values from the same checkpoint: an epoch other than 0 is part of the key, so

@@ -19,7 +19,7 @@ from cornplug.engine_common.shared_flags import add_group, dest, extra_config
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE
-from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook, logger
+from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
 
 
 def share(extra: Mapping[str, str] | None = None) -> None:
@@ -64,41 +64,17 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
         original(server_args)
         return
     from cornplug.engine_common import engine_state
-    from cornplug.sglang_hooks import hook_registry, hook_selection
+    from cornplug.sglang_hooks import hook_registry, hook_selection, tokenizer_workers
     from cornplug.sglang_hooks.kv import hicache_config
 
     engine_state.begin(anew=True)
     hook_registry.install(hook_selection.RESOLUTION)
-    _say_what_is_not_shared(server_args)
     hicache_config.check(server_args, activation.config())
     original(server_args)
     needed = hook_selection.needed(server_args)
     activation.need(needed)
+    tokenizer_workers.hook(server_args, needed)
     hook_registry.install(needed)
-
-
-def _say_what_is_not_shared(server_args: Any) -> None:
-    """Warn of front ends in which SGLang runs no plugin: images pass them without a key, and still work."""
-    from sglang.srt.environ import envs
-
-    without = [
-        flag
-        for flag, is_set in (
-            (
-                f"--tokenizer-worker-num {server_args.tokenizer_worker_num}",
-                server_args.tokenizer_worker_num > 1,
-            ),
-            ("--smg-grpc-mode", server_args.smg_grpc_mode),
-            ("--grpc-mode", server_args.grpc_mode),
-            ("SGLANG_RUST_SERVER", envs.SGLANG_RUST_SERVER.get()),
-        )
-        if is_set
-    ]
-    if without:
-        logger.warning(
-            "cornplug: images are not shared: SGLang runs no plugin where it reads them under %s",
-            ", ".join(without),
-        )
 
 
 HOOKS: tuple[Hook, ...] = (

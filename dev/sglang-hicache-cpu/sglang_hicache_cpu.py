@@ -15,6 +15,13 @@ attend to the latents always, as it does rightly with a cached prefix and in dec
 
 LoRA: with `--lora-backend torch_native` SGLang computes it without a GPU's kernels, but pins host
 memory, which raises where there is no accelerator. That memory is left as it is.
+
+Speculative decoding: `torch_native` has no pass that verifies a tree of drafts; here is one. A draft
+model (`--speculative-num-steps 1`: SGLang has no backend of several steps for it) extends with the backend
+that it has. Pair it with `sgl_kernel` of dev/sgl-kernel-cpu.
+
+`--kv-cache-dtype fp8_e4m3`: SGLang's CPU backend keeps it with scales, under AMX only. Here it is as on a
+GPU: values are cast, one byte each.
 """
 
 from __future__ import annotations
@@ -28,6 +35,9 @@ import torch
 _POOLS = "sglang.srt.mem_cache.pool_host"
 _MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
+_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
+_DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
+_POOL_CONFIG = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
 
 def register() -> None:
@@ -55,6 +65,11 @@ def register() -> None:
     # A hook imports what it is around, and few servers have adapters. Children inherit the arguments.
     if any(arg.startswith(("--enable-lora", "--lora-paths")) for arg in sys.argv):
         HookRegistry.register(f"{_LORA}.__init__", _unpinned_lora, before)
+    if any(arg.startswith("--speculative-algorithm") for arg in sys.argv):
+        HookRegistry.register(f"{_NATIVE}.forward_extend", _verify_drafts, HookType.AROUND)
+        HookRegistry.register(f"{_DRAFTS}.create_draft_extend_backend", _own_backend, HookType.AROUND)
+    if any(arg.startswith("--kv-cache-dtype") for arg in sys.argv):
+        HookRegistry.register(f"{_POOL_CONFIG}.configure", _plain_fp8, HookType.AROUND)
 
 
 def _latent_handler(original: Callable[..., Any], *args: Any) -> Any:
@@ -89,6 +104,81 @@ def _unpinned_lora(*args: Any, **kwargs: Any) -> None:
 
 def _as_it_is(tensor: torch.Tensor, device: object = None) -> torch.Tensor:
     return tensor
+
+
+def _verify_drafts(
+    original: Callable[..., torch.Tensor],
+    backend: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layer: Any,
+    forward_batch: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Attention of drafts: to all tokens before them, and in their tree to themselves and their ancestors."""
+    if not forward_batch.forward_mode.is_target_verify():
+        return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+    pool = backend.token_to_kv_pool
+    pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+    drafts = forward_batch.spec_info.draft_token_num
+    trees = forward_batch.spec_info.custom_mask.view(-1, drafts, drafts).bool()
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    found = []
+    queries = q.view(-1, drafts, layer.tp_q_head_num, layer.qk_head_dim)
+    for query, tree, row, before in zip(
+        queries,
+        trees,
+        forward_batch.req_pool_indices.tolist(),
+        forward_batch.seq_lens.tolist(),
+        strict=True,
+    ):
+        slots = backend.req_to_token_pool.req_to_token[row, : before + drafts]
+        mask = torch.cat([torch.ones(drafts, before, dtype=torch.bool), tree], dim=1)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            query.transpose(0, 1),
+            keys[slots].to(query.dtype).transpose(0, 1),
+            values[slots].to(query.dtype).transpose(0, 1),
+            attn_mask=mask,
+            scale=layer.scaling,
+            enable_gqa=layer.tp_q_head_num != layer.tp_k_head_num,
+        )
+        found.append(attended.transpose(0, 1).reshape(drafts, -1))
+    return torch.cat(found)
+
+
+def _own_backend(original: Callable[..., Any], factory: Any) -> Any:
+    from sglang.srt.runtime_context import attention_backends
+
+    # None: the draft's runner keeps the backend that it was made with, whose extend pass is torch_native's.
+    return None if attention_backends()[0] == "torch_native" else original(factory)
+
+
+class _NoCpu:
+    """SGLang's platform, which says that it is no CPU."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def is_cpu(self) -> bool:
+        return False
+
+
+def _plain_fp8(original: Callable[..., Any], configurator: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang.srt.mem_cache import kv_cache_configurator
+
+    if configurator.kv_cache_dtype != torch.float8_e4m3fn:
+        return original(configurator, *args, **kwargs)
+    platform = kv_cache_configurator.current_platform
+    kv_cache_configurator.current_platform = _NoCpu(platform)
+    try:
+        return original(configurator, *args, **kwargs)
+    finally:
+        kv_cache_configurator.current_platform = platform
 
 
 def _load_mha(

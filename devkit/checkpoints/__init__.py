@@ -15,6 +15,7 @@ from __future__ import annotations
 from devkit.checkpoints.any_families import ANY_FAMILIES
 from devkit.checkpoints.any_family import any_family
 from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
+from devkit.checkpoints.glm import TINY_GLM_VISION, glm4v
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.qwen import (
     QWEN2_5_VISION,
@@ -34,6 +35,7 @@ __all__ = [
     "CLIP_L_336",
     "QWEN2_5_VISION",
     "TINY_CLIP",
+    "TINY_GLM_VISION",
     "TINY_INTERNVL",
     "TINY_QWEN2_5_VISION",
     "TINY_QWEN2_VISION",
@@ -43,6 +45,7 @@ __all__ = [
     "any_family",
     "deepseek_v2",
     "gemma3",
+    "glm4v",
     "internvl",
     "llava",
     "llava_next",

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import Final
 
 from cornplug.codec import ITEM_BYTES
-from cornplug.sglang_hooks.kv.exclusions import DEPLOYMENTS, HYBRID_FIELDS
+from cornplug.kv_page import QUANTISED
+from cornplug.sglang_hooks.kv.exclusions import DEPLOYMENTS, DRAFTS, HYBRID_FIELDS, TREES, WINDOWS
 from cornplug.sglang_hooks.kv.hicache_config import RIVALS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 from devkit.sglang_kinds import KINDS, ServerKind
@@ -20,6 +21,9 @@ _INTRO: Final = """# Kinds of SGLang servers: shared, or why not
 ## KV is shared
 
 Tests resolve the settings of a server with each of these flags (`tests/sglang_hooks/test_kinds.py`).
+`tests/integration/test_sglang_ranks.py` runs servers of several ranks on a CPU, and
+`tests/integration/test_sglang_kinds.py` those with several tokenizers, an fp8 KV cache,
+n-grams, and those of models whose windows lie in one pool.
 
 {shared}
 
@@ -46,8 +50,15 @@ def page() -> str:
     excluded = [(f"`{each.flag}`", each.why) for each in DEPLOYMENTS]
     excluded += [
         ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),
-        ("`--kv-cache-dtype`", f"shared are {_words(ITEM_BYTES)}: the others quantise"),
-        ("hybrid models: sliding window, chunks, Mamba, sparse", f"{_words(HYBRID_FIELDS)} in config.json"),
+        ("`--speculative-algorithm`", DRAFTS),
+        ("`--speculative-algorithm NGRAM`", TREES),
+        (
+            "`--kv-cache-dtype`",
+            f"shared are {_words(ITEM_BYTES)} and, without scales in the checkpoint and not of MLA, "
+            f"{_words(sorted(QUANTISED))}: the others keep scales beside the values",
+        ),
+        ("models with sliding windows", WINDOWS),
+        ("other hybrid models: chunks, Mamba, sparse", f"{_words(HYBRID_FIELDS)} in config.json"),
         ("models of SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
     ]
     return _INTRO.format(

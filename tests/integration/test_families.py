@@ -44,7 +44,8 @@ VLLM: Mapping[str, Callable[[Path], Path]] = {
     "qwen3_vl": checkpoints.qwen3_vl,
     "qwen3_vl_moe": checkpoints.qwen3_vl_moe,
 }
-SGLANG = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+SGLANG = ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+MODELS = {**VLLM, "glm4v": checkpoints.glm4v}
 REPRESENTATIVES = ("vllm-llava_onevision", "vllm-qwen3_vl_moe", "sglang-qwen3_vl_moe")
 """The lines of script/test: tiles with a row's end between them, and rows with deepstack levels beside them,
 the two forms that no other test of script/test has. LLaVA and Qwen2-VL are those of test_sharing and
@@ -93,7 +94,7 @@ class Scene:
 @pytest.fixture(scope="module")
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     folder, sockets = tmp_path_factory.mktemp("families"), Path(tempfile.mkdtemp(prefix="cp-"))
-    models = {name: make(folder / name) for name, make in VLLM.items()}
+    models = {name: make(folder / name) for name, make in MODELS.items()}
     encoder = EncoderProcess(
         list(models.values()),
         *("--store-socket", str(sockets / "store.sock")),

@@ -26,7 +26,13 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.layout import HostPages, host_pages, page_geometry, rank_heads
+from cornplug.sglang_hooks.kv.layout import (
+    HostPages,
+    host_pages,
+    page_geometry,
+    quantised_format,
+    rank_heads,
+)
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.kv.reader import PageReader
@@ -139,8 +145,10 @@ def page_of(geometry: PageGeometry, seed: int) -> torch.Tensor:
 def sequence(geometry: PageGeometry, tokens: int, seed: int = 7) -> torch.Tensor:
     """KV of a whole sequence: (heads, layers, planes, tokens, dim)."""
     shape = (*geometry.shape[:3], tokens, geometry.dim)
-    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(getattr(torch, geometry.dtype))
+    generator = torch.Generator().manual_seed(seed)
+    if geometry.quantised:
+        return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    return torch.randn(shape, generator=generator).to(getattr(torch, geometry.dtype))
 
 
 @dataclass
@@ -159,6 +167,7 @@ class Engine:
     threads: int = 1
     """That copy pages."""
     dim: int = DIM
+    dtype: torch.dtype = torch.bfloat16
     stopping: bool = False
     """SGLang waits for the end of its storage threads."""
 
@@ -168,12 +177,18 @@ class Engine:
         device = (
             latent_pool(self.page_size)
             if self.latent
-            else device_pool(self.page_size, heads=per_rank, dim=self.dim)
+            else device_pool(self.page_size, heads=per_rank, dim=self.dim, dtype=self.dtype)
         )
         self.host = host_pool(device, self.layout)
         self.pages: HostPages = host_pages(self.host)
         self.geometry = page_geometry(
-            self.pages, page_tokens=self.page_tokens, heads=HEADS, layers=LAYERS, config={}
+            self.pages,
+            page_tokens=self.page_tokens,
+            heads=HEADS,
+            layers=LAYERS,
+            config={},
+            quantised=quantised_format(self.dtype),
+            attention="torch_native torch_native",
         )
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
         self.faulty = FaultyStore(self.store)

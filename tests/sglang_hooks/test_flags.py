@@ -231,8 +231,6 @@ REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("--pp-size 2", ["--pp-size", "2"], {}),
     ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill"], {}),
     ("--is-embedding", ["--is-embedding"], {}),
-    ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype", "fp8_e4m3"], {}),
-    ("--kv-cache-dtype fp8_e5m2", ["--kv-cache-dtype", "fp8_e5m2"], {}),
     ("--chunked-prefill-size 100", ["--chunked-prefill-size", "100"], {}),
     ("hybrid model", [], {"layer_types": ["full_attention", "sliding_attention"]}),
     ("hybrid model", [], {"attention_chunk_size": 64}),
@@ -245,6 +243,17 @@ REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
                 "quant_method": "fp8",
                 "activation_scheme": "dynamic",
                 "kv_cache_quant_algo": "FP8",
+            }
+        },
+    ),
+    (
+        "KV cache quantised",
+        ["--kv-cache-dtype", "fp8_e4m3"],
+        {
+            "quantization_config": {
+                "quant_method": "fp8",
+                "activation_scheme": "dynamic",
+                "kv_cache_scheme": {"num_bits": 8, "type": "float"},
             }
         },
     ),
@@ -295,6 +304,72 @@ def test_hicache_config_is_set_after_sglang_checks(text: str, monkeypatch: pytes
     monkeypatch.setattr(kv_cache_hook, "handle_kv4_compatibility", asked)
     assert shares_kv(resolved(text, "--enable-cornplug"))
     assert seen == [False]
+
+
+@pytest.mark.parametrize("declared", [True, False], ids=["layer_types", ""])
+@pytest.mark.parametrize("in_one_pool", [True, False])
+def test_hicache_config_windows_are_shared_out_of_one_pool(
+    tmp_path: Path, declared: bool, in_one_pool: bool
+) -> None:
+    """SGLang decides for Gemma 3 that KV of windows lies in the pool of all layers, for all tokens."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    folder = checkpoints.gemma3(tmp_path / "gemma")
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"]
+    text.pop("layer_types", None)
+    if declared:
+        text["layer_types"] = ["sliding_attention"] * (text["num_hidden_layers"] - 1) + ["full_attention"]
+    text["is_hybrid_swa"] = not in_one_pool
+    (folder / "config.json").write_text(json.dumps(config))
+    record = given(str(folder), "--enable-cornplug")
+    declare_resolution(record, "a model", disable_hybrid_swa_memory=in_one_pool)
+    with mock.patch.object(compat.logger, "warning") as warning:
+        hicache_config.settle(record)
+    assert resolving_view(record).enable_hierarchical_cache is in_one_pool
+    assert ("a hybrid model" in str(warning.call_args)) is not in_one_pool
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_hicache_config_fp8_kv_is_shared_but_for_latents(text: str, tmp_path: Path, dtype: str) -> None:
+    args = ("--enable-cornplug", "--kv-cache-dtype", dtype)
+    assert shares_kv(resolved(text, *args))
+    with mock.patch.object(compat.logger, "warning") as warning:
+        latents = str(checkpoints.deepseek_v2(tmp_path / "latents"))
+        record = given(latents, *args)
+        hicache_config.settle(record)
+    assert not resolving_view(record).enable_hierarchical_cache
+    assert f"--kv-cache-dtype {dtype} of latents" in str(warning.call_args)
+
+
+def test_hicache_config_kv_of_four_bits_is_stock(text: str) -> None:
+    record = given(text, "--enable-cornplug", "--kv-cache-dtype", "fp4_mx_block16")
+    with mock.patch.object(compat.logger, "warning") as warning:
+        hicache_config.settle(record)
+    assert not resolving_view(record).enable_hierarchical_cache
+    assert "--kv-cache-dtype fp4_mx_block16: only" in str(warning.call_args)
+
+
+@pytest.mark.parametrize(
+    ("args", "page"),
+    [
+        # SGLang ends the start of a server with trees in pages of several tokens, but for flashinfer's.
+        (("--attention-backend", "torch_native"), 1),
+        (("--attention-backend", "torch_native", "--speculative-ngram-max-bfs-breadth", "1"), 64),
+        (("--attention-backend", "flashinfer"), 64),
+    ],
+)
+def test_hicache_config_ngram_page_is_one_that_sglang_starts_with(
+    text: str, args: tuple[str, ...], page: int
+) -> None:
+    found = resolved(text, "--enable-cornplug", "--speculative-algorithm", "NGRAM", *args)
+    assert (found["page_size"], shares_kv(found)) == (page, page > 1)
+
+
+def test_flags_of_ngram_server_that_shares_nothing_exclude_nothing(text: str) -> None:
+    trees = ("--speculative-algorithm", "NGRAM", "--attention-backend", "torch_native")
+    stock = resolved(text, *trees, "--disable-radix-cache")
+    assert differences(resolved(text, "--enable-cornplug", *trees, "--disable-radix-cache"), stock) == {}
 
 
 def test_hicache_config_full_attention_layers_share_kv(text: str, tmp_path: Path) -> None:
@@ -361,7 +436,8 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
     [
         ([], "qwen2_text", {"weights", "loaded", "kv", "idle_backups"}),
         (["--cornplug-save", "always"], "qwen2_text", {"weights", "loaded", "kv"}),
-        (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights"}),
+        (["--pp-size", "2"], "qwen2_text", {"weights"}),
+        (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights", "loaded", "kv", "idle_backups"}),
         (
             ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
             "qwen2_text",
@@ -382,12 +458,6 @@ def test_activation_needed_hooks_follow_flags_and_model(
     folder = getattr(checkpoints, model)(tmp_path / model)
     resolved(str(folder), "--enable-cornplug", *args)
     assert activation.needed() == wanted
-
-
-def test_flags_several_tokenizers_warn_of_lost_images(text: str) -> None:
-    with mock.patch.object(compat.logger, "warning") as warning:
-        resolved(text, "--enable-cornplug", "--tokenizer-worker-num", "2")
-    assert "--tokenizer-worker-num 2" in str(warning.call_args)
 
 
 def test_share_from_python_sets_config(text: str) -> None:

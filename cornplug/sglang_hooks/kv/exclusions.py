@@ -14,6 +14,7 @@ from cornplug.codec import ITEM_BYTES
 from cornplug.engine_common.model_identity import declares_quantised_kv
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
+from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
@@ -45,12 +46,6 @@ DEPLOYMENTS: Final = (
         "--disaggregation-mode",
         "not tested beside SGLang's own transfer of KV",
     ),
-    ExcludedFlag(
-        "speculative_algorithm",
-        None,
-        "--speculative-algorithm",
-        "host pools hold a draft's layers too; no kind is tested",
-    ),
     ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it was written"),
     ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
     ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
@@ -62,6 +57,22 @@ DEPLOYMENTS: Final = (
     ExcludedFlag("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel", _REFUSES),
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
+WINDOWS: Final = (
+    "SGLang keeps KV of layers with sliding windows in a pool of its own, which has no pages here; with "
+    "--disable-hybrid-swa-memory (Gemma 2 and 3, OLMo 3 and EXAONE 4 have it by default) it is shared"
+)
+"""Why KV of models with sliding windows is not shared."""
+DRAFTS: Final = (
+    "a draft's KV is in pools of its own, which SGLang loads with the model's or not at all; NGRAM, which "
+    "has none, is shared"
+)
+"""Why KV is not shared under `--speculative-algorithm`, but for `_WITHOUT_DRAFT_KV`."""
+_WITHOUT_DRAFT_KV: Final = frozenset({"", "NGRAM"})
+TREES: Final = (
+    "SGLang takes its trees of several branches in pages of one token only, or with flashinfer: set "
+    "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
+)
+"""Why KV is not shared under NGRAM in its default breadth, with other attention backends."""
 # Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
@@ -76,7 +87,8 @@ HYBRID_FIELDS: Final = (
     "ssm_state_size",
 )
 _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
-"""Settings under which a value of the cache is one of `codec.ITEM_BYTES`. All others quantise."""
+"""Settings under which a value of the cache is one of `codec.ITEM_BYTES`. All others quantise: those of
+`kv_page.QUANTISED`, which are named alike, by a cast, the rest with scales beside the values."""
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
@@ -90,7 +102,9 @@ def excluded(server_args: Any, page_tokens: int) -> str:
     settled = resolving_view(server_args)
     return (
         deployment(settled)
+        or branches(settled)
         or _checkpoint(settled)
+        or _windows(server_args)
         or _kv_dtype(server_args, settled)
         or _cache(server_args, settled, page_tokens)
         or _images_look_alike(server_args)
@@ -129,9 +143,20 @@ def deployment(settings: Any) -> str:
     for field, plain, flag, why in DEPLOYMENTS:
         if (value := getattr(settings, field)) != plain:
             return f"{flag} {value} ({why})"
+    if (algorithm := str(settings.speculative_algorithm or "")).upper() not in _WITHOUT_DRAFT_KV:
+        return f"--speculative-algorithm {algorithm} ({DRAFTS})"
     if settings.load_format not in READS_SAFETENSORS:
         return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
     return ""
+
+
+def branches(settings: Any) -> str:
+    """Why pages of several tokens would end the start of a server that drafts; "" where they do not."""
+    if str(settings.speculative_algorithm or "").upper() != "NGRAM":
+        return ""
+    if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
+        return ""
+    return f"--speculative-algorithm NGRAM ({TREES})"
 
 
 def _checkpoint(settled: Any) -> str:
@@ -141,22 +166,49 @@ def _checkpoint(settled: Any) -> str:
         return ""  # A model that cannot be identified later is not shared.
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
-    hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
+    kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
+    if settled.disable_hybrid_swa_memory:
+        # Of layers with windows, too, the one pool has K and V of every token.
+        kinds.discard("sliding_attention")
+    hybrid += sorted(kinds)
     return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
 
 
-def _kv_dtype(server_args: Any, settled: Any) -> str:
-    if settled.kv_cache_dtype not in _KV_DTYPES:
-        return f"--kv-cache-dtype {settled.kv_cache_dtype}: only {', '.join(ITEM_BYTES)} are shared"
-    if settled.kv_cache_dtype != "auto":
-        return ""
+def _windows(server_args: Any) -> str:
+    """Whether SGLang frees KV that windows have passed, by its own decision; "" where it does not."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
+    if not model_config_of(server_args).is_hybrid_swa:
+        return ""
+    return f"a hybrid model: {WINDOWS}"
+
+
+def _kv_dtype(server_args: Any, settled: Any) -> str:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    dtype = settled.kv_cache_dtype
+    if dtype not in _KV_DTYPES | QUANTISED:
+        return f"--kv-cache-dtype {dtype}: only {', '.join((*ITEM_BYTES, *sorted(QUANTISED)))} are shared"
+    if dtype in ("bf16", "bfloat16"):
+        return ""
     model = model_config_of(server_args)
     if field := declares_quantised_kv(model.hf_config):
         return f"the checkpoint has its KV cache quantised ({field})"
+    if dtype in QUANTISED:
+        return _fp8(dtype, model)
     name = str(model.dtype).removeprefix("torch.")
     return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
+
+
+def _fp8(dtype: str, model: Any) -> str:
+    from sglang.kernels.ops.quantization.fp8_kernel import is_fp8_fnuz
+    from sglang.srt.configs.model_config import AttentionArch
+
+    if model.attention_arch != AttentionArch.MHA:
+        return f"--kv-cache-dtype {dtype} of latents (MLA)"
+    if is_fp8_fnuz():
+        return f"--kv-cache-dtype {dtype}: on this GPU of AMD's the same name means other values"
+    return ""
 
 
 def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:

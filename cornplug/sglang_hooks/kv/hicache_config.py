@@ -56,6 +56,8 @@ def check(server_args: Any, config: Config) -> None:
     """
     if not config.engine.share_kv or exclusions.deployment(server_args):
         return
+    if server_args.attention_backend is not None and exclusions.branches(server_args):
+        return
     _refuse_rivals(server_args)
     if server_args.page_size is not None:
         _check_page(server_args.page_size, config.engine.page_tokens)

@@ -34,7 +34,14 @@ from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
-from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv.layout import (
+    attention_backends,
+    host_pages,
+    page_geometry,
+    quantised_format,
+    rank_heads,
+    verify,
+)
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_copies import copy_threads
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
@@ -103,6 +110,7 @@ class CornplugStorage(HiCacheStorage):
         from sglang.srt.runtime_context import get_server_args
 
         model = model_config_of(get_server_args())
+        quantised = quantised_format(self._controller.mem_pool_device.dtype)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         page = page_geometry(
@@ -111,6 +119,8 @@ class CornplugStorage(HiCacheStorage):
             heads=model.get_total_num_kv_heads(),
             layers=model.num_hidden_layers,
             config=model.hf_config.to_dict(),
+            quantised=quantised,
+            attention=attention_backends() if quantised else "",
         )
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)

@@ -20,17 +20,25 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.kv.layout import quantised_format
 
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
-def unshareable(pool: Any) -> str:
-    """Why a device pool of SGLang's cannot be shared as pages; "" where it can."""
+def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
+    """Why a device pool of SGLang's cannot be shared as pages; "" where it can.
+
+    `model` is the model that writes it; needed where its KV has fp8 values.
+    """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
     # Their subclasses keep something else: block scales, asymmetric heads, sparse slots, other orders.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         return f"a KV pool of kind {type(pool).__name__} has no pages"
+    if quantised_format(pool.dtype) and type(pool) is MHATokenToKVPool:
+        if pool.is_quantized_kv_cache:  # SGLang's CPU backend with AMX
+            return f"fp8 KV with the scales of {type(pool.quant_method).__name__}"
+        return _scaled(model)
     try:
         name = dtype_name(pool.dtype)
     except CodecError:
@@ -38,12 +46,29 @@ def unshareable(pool: Any) -> str:
     return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
 
 
+def _scaled(model: torch.nn.Module | None) -> str:
+    """Why the fp8 values that a model writes are not its KV's own; "" where every scale is 1."""
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)] if model else []
+    if not layers:
+        return "fp8 KV of a model whose attention layers, and so their scales, are not known"
+    for layer in layers:
+        for name in ("k_scale", "v_scale", "k_scale_float", "v_scale_float"):
+            scale = getattr(layer, name)
+            # None: the values are cast as they are.
+            if scale is not None and torch.any(torch.as_tensor(scale) != 1):
+                return f"layer {layer.layer_id} scales its fp8 KV by another {name} than 1"
+    return ""
+
+
 def _pools_made(_result: None, scheduler: Any) -> None:
     """After the device pools were made, before the host pools are."""
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
-    if why := unshareable(scheduler.tp_worker.model_runner.token_to_kv_pool):
+    runner = scheduler.tp_worker.model_runner
+    if why := unshareable(runner.token_to_kv_pool, getattr(runner, "model", None)):
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
         _without_storage(scheduler)
         if not _given(scheduler):

@@ -17,6 +17,8 @@ from cornplug.engine_common.kv_root import engine_of_latents
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 
+_FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
+"""dtypes of one byte a value, and their names in `PageGeometry.quantised`. AMD's first fp8 is another."""
 _MHA: Final = {
     # Where (plane, head, layer, token) lie among a page's dimensions; dim is the last.
     "layer_first": (0, 3, 1, 2),
@@ -64,6 +66,20 @@ class HostPages:
         return found.permute(head, layer, plane, token, 4)
 
 
+def quantised_format(dtype: torch.dtype) -> str:
+    """The format of a device pool of one byte a value, as `PageGeometry.quantised`; "" for other pools."""
+    return _FP8.get(dtype, "")
+
+
+def attention_backends() -> str:
+    """The names of this process's attention backends, for `page_geometry`."""
+    from sglang.srt.arg_groups.model_override_base import attention_backends_of
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    return " ".join(map(str, attention_backends_of(resolved_view(get_server_args()))))
+
+
 def host_pages(pool: Any) -> HostPages:
     """The pages of one of SGLang's host pools. Raises LayoutError for a pool that cannot be shared."""
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
@@ -84,10 +100,26 @@ def host_pages(pool: Any) -> HostPages:
 
 
 def page_geometry(
-    pages: HostPages, *, page_tokens: int, heads: int, layers: int, config: Mapping[str, Any]
+    pages: HostPages,
+    *,
+    page_tokens: int,
+    heads: int,
+    layers: int,
+    config: Mapping[str, Any],
+    quantised: str = "",
+    attention: str = "",
 ) -> PageGeometry:
-    """The model's page, `heads`, `layers` and `config` being the whole model's. Raises LayoutError."""
+    """The model's page. Raises LayoutError.
+
+    Args:
+        heads, layers, config: The whole model's.
+        quantised: `quantised_format` of the device pool.
+        attention: SGLang's attention backends. They round queries in ways of their own where KV is quantised,
+            and what follows from that is in the KV of all later layers.
+    """
     pool = pages.pool
+    if quantised and (pages.latent or pool.dtype != torch.uint8):
+        raise LayoutError(f"{quantised} values in a host pool of {dtype_name(pool.dtype)}", reason="kv_dtype")
     if pool.layer_num != layers:
         raise LayoutError(
             f"the host pool holds {pool.layer_num} of {layers} layers: shared, windowed or state layers",
@@ -100,13 +132,17 @@ def page_geometry(
         dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
         dtype=dtype_name(pool.dtype),
         planes=1 if pages.latent else 2,
-        engine=_only_engine(pages, config),
+        engine=_only_engine(pages, config, attention if quantised else ""),
+        quantised=quantised,
     )
 
 
-def _only_engine(pages: HostPages, config: Mapping[str, Any]) -> str:
+def _only_engine(pages: HostPages, config: Mapping[str, Any], attention: str) -> str:
     if pages.latent:
         return engine_of_latents("sglang", config)
+    if attention:
+        # No test compares bytes of fp8 with vLLM's.
+        return f"sglang {attention}"
     return "sglang" if _declares_windows(config) else ""
 
 
@@ -177,13 +213,17 @@ def verify(pages: HostPages, controller: Any) -> None:
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
     """Random values: hardly two are equal, so another order of them is another pattern."""
-    values = torch.randn(like.shape, generator=torch.Generator().manual_seed(seed))
-    return values.to(like.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    if like.dtype == torch.uint8:
+        return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8)
+    return torch.randn(like.shape, generator=generator).to(like.dtype)
 
 
 def _cache_write(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
     """As the engine's attention writes; `pattern` is (heads, layers, planes, tokens, dim)."""
     values = pattern.to(device.device)
+    if device.store_dtype != device.dtype:  # fp8 values, kept as bytes
+        values = values.view(device.dtype)
     for i in range(pattern.shape[1]):
         layer = device.start_layer + i
         planes = [plane.transpose(0, 1).contiguous() for plane in values[:, i].unbind(1)]

@@ -76,10 +76,10 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
 
 def _names(model: EngineModel) -> Sequence[str]:
     """Names of the tensors that a tower of this family takes for an image."""
-    family = FAMILIES.get(str(model.checkpoint.config.get("model_type")))
-    return (
-        family.inputs["image"] if family and "image" in family.inputs else ("pixel_values", "image_grid_thw")
-    )
+    name = str(model.checkpoint.config.get("model_type"))
+    family = FAMILIES.get(name)
+    described = family.inputs.get("image") if family else None
+    return described or model.generic_inputs.get(name) or ("pixel_values", "image_grid_thw")
 
 
 def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:

@@ -277,3 +277,29 @@ def test_generic_family_is_not_shared_in_an_engine_that_was_not_compared(room: A
     with pytest.raises(CheckpointError, match="no test compares any's embeddings of 'paligemma'") as caught:
         model.tower_identity()
     assert caught.value.reason == "unproven_family"
+
+
+@pytest.mark.parametrize("name", sglang_compat.GENERIC_INPUTS)
+def test_generic_family_compared_in_an_engine_asks_the_service_for_its_identity(
+    name: str, tiny: Tiny
+) -> None:
+    _, loaded = opened(tiny(name), device="meta")
+    inputs = sglang_compat.GENERIC_INPUTS[name]
+
+    def model(validated: set[str]) -> EngineModel:
+        return EngineModel(
+            checkpoint=Checkpoint.open(str(tiny(name))),
+            dtype="float32",
+            max_model_len=64,
+            engine="sglang",
+            validated_families=frozenset(validated),
+            generic_inputs=sglang_compat.GENERIC_INPUTS,
+        )
+
+    found = model({name}).tower_identity()
+    assert found.served_identity == found.identity == loaded.checkpoint.identity("float32").identity
+    assert found.image_inputs == inputs
+    method = loaded.tower.methods["image"]
+    assert method.needed <= set(inputs) <= set(method.names)
+    with pytest.raises(CheckpointError, match="no test compares"):
+        model(set()).tower_identity()

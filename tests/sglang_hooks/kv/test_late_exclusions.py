@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.kv import late_exclusions
@@ -30,8 +31,9 @@ def overridden(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 class Scheduler:
     enable_hicache_storage = enable_hierarchical_cache = True
 
-    def __init__(self, pool: Any, *, given: bool) -> None:
-        self.tp_worker = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool))
+    def __init__(self, pool: Any, *, given: bool, model: torch.nn.Module | None = None) -> None:
+        runner = SimpleNamespace(token_to_kv_pool=pool, model=model)
+        self.tp_worker = SimpleNamespace(model_runner=runner)
         # As the operator wrote it: what we declare is not seen there.
         self.server_args = SimpleNamespace(enable_hierarchical_cache=given)
 
@@ -62,7 +64,8 @@ class Another(type(device_pool(16))):  # type: ignore[misc]
     [
         (device_pool(16), ""),
         (latent_pool(16), ""),
-        (device_pool(16, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
+        (device_pool(16, dtype=torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
+        (device_pool(16, dtype=torch.float8_e4m3fn), "scales, are not known"),
         (Another.__new__(Another), "kind Another"),
     ],
 )
@@ -80,6 +83,43 @@ def test_late_exclusions_unsupported_pool_turns_hicache_off(
         assert overridden.pop("hicache_storage_backend") is None
         assert overridden.pop("hicache_storage_backend_extra_config") is None
     assert overridden == ({"enable_hierarchical_cache": False} if why and not given else {})
+
+
+def _attention(**scales: Any) -> torch.nn.Module:
+    """A model of two attention layers, the second with these scales."""
+    layers = [RadixAttention(4, 8, 1.0, 4, layer_id=i) for i in range(2)]
+    for name, scale in scales.items():
+        setattr(layers[1], name, scale)
+    return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    ("scales", "why"),
+    [
+        ({}, ""),
+        ({"k_scale": torch.tensor(1.0), "k_scale_float": 1.0, "v_scale_float": 1.0}, ""),
+        ({"k_scale": torch.tensor(0.5)}, "layer 1 scales its fp8 KV by another k_scale"),
+        ({"v_scale": torch.tensor([1.0, 2.0])}, "v_scale"),
+        ({"v_scale_float": 0.25}, "v_scale_float"),
+        ({"k_scale_float": float("nan")}, "k_scale_float"),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_late_exclusions_fp8_kv_is_shared_with_scales_of_one(
+    dtype: torch.dtype, scales: dict[str, Any], why: str
+) -> None:
+    scheduler: Any = Scheduler(device_pool(16, dtype=dtype), given=False, model=_attention(**scales))
+    with mock.patch.object(compat.logger, "warning") as warning:
+        late_exclusions._pools_made(None, scheduler)
+    assert scheduler.enable_hicache_storage is not bool(why)
+    assert why in str(warning.call_args)
+
+
+def test_late_exclusions_fp8_kv_with_a_quantisers_scales_is_refused() -> None:
+    """As SGLang's CPU backend with AMX keeps it, and FP4 everywhere."""
+    pool = device_pool(16, dtype=torch.float8_e4m3fn)
+    pool.quant_method = SimpleNamespace()
+    assert "fp8 KV with the scales of" in late_exclusions.unshareable(pool, _attention())
 
 
 @pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True), (False, False)])

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from cornplug.errors import LayoutError
 from cornplug.sglang_hooks.kv import layout as kv_layout
-from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv.layout import (
+    host_pages,
+    page_geometry,
+    quantised_format,
+    rank_heads,
+    verify,
+)
 
 from ..kv_rig import DIM, HEADS, LAYERS, LAYOUTS, Controller, device_pool, host_pool, latent_pool
 
@@ -53,6 +59,52 @@ def test_verify_sglang_write_passes_and_restores_pools(layout: str) -> None:
     assert host.available_size() == free
     after = (*device.k_buffer, *device.v_buffer)
     assert all(torch.equal(a, b) for a, b in zip(after, device_before, strict=True))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_verify_fp8_pool_moves_every_byte(layout: str, dtype: torch.dtype) -> None:
+    device = device_pool(16, dtype=dtype)
+    host = host_pool(device, layout)
+    written = []
+    write = type(device).set_kv_buffer
+
+    def seen(pool: object, layer: object, at: object, k: torch.Tensor, v: torch.Tensor, **more: int) -> None:
+        written.append(k.dtype)
+        write(pool, layer, at, k, v, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(device), "set_kv_buffer", seen)
+        verify(host_pages(host), Controller(device, host))
+    # As attention writes it: not as bytes, which SGLang would cast to numbers.
+    assert set(written) == {dtype}
+
+
+def test_page_geometry_of_fp8_is_of_one_engine_format_and_attention() -> None:
+    device = device_pool(16, dtype=torch.float8_e4m3fn)
+    pages = host_pages(host_pool(device, "page_first"))
+
+    def spec(**more: str) -> dict[str, object]:
+        return page_geometry(pages, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, **more).spec()
+
+    assert quantised_format(device.dtype) == "fp8_e4m3"
+    own = spec(quantised="fp8_e4m3", attention="fa3 fa3")
+    assert (own["engine"], own["quantised"], own["dtype"]) == ("sglang fa3 fa3", "fp8_e4m3", "uint8")
+    assert own != spec(quantised="fp8_e5m2", attention="fa3 fa3")
+    assert own != spec(quantised="fp8_e4m3", attention="triton triton")
+    with pytest.raises(LayoutError):
+        spec()  # bytes of no format
+    plain = host_pages(host_pool(device_pool(16), "page_first"))
+    with pytest.raises(LayoutError, match="host pool of bfloat16"):
+        page_geometry(
+            plain, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, quantised="fp8_e4m3", attention="x"
+        )
+    # Two backends differ in nothing where values have the model's dtype.
+    geometries = [
+        page_geometry(plain, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, attention=name)
+        for name in ("fa3 fa3", "triton triton")
+    ]
+    assert geometries[0] == geometries[1]
 
 
 @pytest.mark.parametrize(

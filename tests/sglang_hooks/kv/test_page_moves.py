@@ -74,6 +74,24 @@ def test_kv_pages_load_between_all_tp_degrees(store: MemoryStore, writes: int, r
     assert (stat.entries, stat.reservations, stat.leases) == (4, 0, 0)
 
 
+FORMATS = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+@pytest.mark.parametrize(("writes", "reads"), list(itertools.product(FORMATS, FORMATS)))
+def test_kv_pages_load_in_their_own_format_only(
+    store: MemoryStore, writes: torch.dtype, reads: torch.dtype
+) -> None:
+    writer = Engine(store.connect(), dtype=writes, layout="page_head")
+    reader = Engine(store.connect(), dtype=reads, layout="page_first", page_size=32)
+    kv = sequence(writer.geometry, len(TOKENS))
+    writer.save(TOKENS, kv)
+    found = reader.load(TOKENS)
+    if reads == writes:
+        assert torch.equal(found, kv)
+    else:
+        assert found.shape[3] == 0
+
+
 @pytest.mark.parametrize("writes", [16, 64])
 @pytest.mark.parametrize("reads", [16, 64])
 def test_kv_latent_pages_load_between_page_sizes(store: MemoryStore, writes: int, reads: int) -> None:

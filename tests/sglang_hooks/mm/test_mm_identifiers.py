@@ -287,7 +287,7 @@ def test_mm_identifiers_noncanonical_args_get_no_key() -> None:
     assert bundled.identity is None
 
 
-@pytest.mark.parametrize("family", ["glm4v", "mistral3", "gemma3", "llava_next", "nobody_knows"])
+@pytest.mark.parametrize("family", ["glm4v_moe", "mistral3", "gemma3", "llava_next", "nobody_knows"])
 def test_tower_identity_of_unvalidated_family_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:

@@ -1,20 +1,28 @@
 """What SGLang 0.5.23 asks of its compiled `sgl_kernel` on a CPU without AMX, in pure Python.
 
 The compiled package is published for CUDA only. On a CPU without AMX SGLang computes with
-plain torch, and needs of `sgl_kernel` one function for every request, some names that it
-imports and calls for speculative decoding only, and some operators that model files look up
-when they are imported. Those that are never called on the plain path are there by name: a call
-says so and raises.
+plain torch, and needs of `sgl_kernel` one function for every request, those of speculative
+decoding (`speculative.py`), and some operators that model files look up when they are
+imported. These are there by name: a call says so and raises.
 
 `torch.ops.sgl_kernel.convert_weight_packed` must stay absent: SGLang takes it for AMX support.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Final, NoReturn
+from typing import Final
 
 import torch
+
+from .speculative import (
+    assign_draft_cache_locs_contiguous_cpu,
+    assign_extend_cache_locs_cpu,
+    build_tree_kernel_efficient_cpu,
+    copy_all_layer_kv_cache_cpu,
+    fill_accept_out_cache_loc_cpu,
+    fill_bonus_tokens_cpu,
+    verify_tree_greedy_cpu,
+)
 
 __all__ = [
     "assign_draft_cache_locs_contiguous_cpu",
@@ -64,22 +72,6 @@ def assign_req_to_token_pool_cpu(
         req_to_token[row, start:end] = out_cache_loc[at : at + end - start].to(req_to_token.dtype)
         at += end - start
 
-
-def _absent(name: str) -> Callable[..., NoReturn]:
-    def call(*_args: object, **_kwargs: object) -> NoReturn:
-        raise NotImplementedError(f"sgl_kernel.{name} is compiled code that this machine does not have")
-
-    call.__name__ = call.__qualname__ = name
-    return call
-
-
-assign_draft_cache_locs_contiguous_cpu = _absent("assign_draft_cache_locs_contiguous_cpu")
-assign_extend_cache_locs_cpu = _absent("assign_extend_cache_locs_cpu")
-build_tree_kernel_efficient_cpu = _absent("build_tree_kernel_efficient_cpu")
-copy_all_layer_kv_cache_cpu = _absent("copy_all_layer_kv_cache_cpu")
-fill_accept_out_cache_loc_cpu = _absent("fill_accept_out_cache_loc_cpu")
-fill_bonus_tokens_cpu = _absent("fill_bonus_tokens_cpu")
-verify_tree_greedy_cpu = _absent("verify_tree_greedy_cpu")
 
 for _name in _OPERATORS:
     # A schema without a kernel: torch raises NotImplementedError with the name when it is called.

@@ -1,0 +1,58 @@
+"""Whether SGLang's front ends run this room's hooks, where images get their keys.
+
+One front end is hooked as the main process: it loads plugins itself. The worker processes of
+`--tokenizer-worker-num` are hooked by the application that they import (`http_workers.py`). The others run
+no plugin: their images have no key, so that neither they nor KV behind them are shared, and all else is.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any, Final
+
+from cornplug.sglang_hooks.compat import logger
+
+APPLICATION: Final = "cornplug.sglang_hooks.http_workers:app"
+_VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
+_IMAGES: Final = "images"
+"""The part of the room (`hook_selection.py`) that the front ends need."""
+
+
+def hook(server_args: Any, needed: Iterable[str]) -> None:
+    """Have the tokenizer workers of this server import our application, if its images are shared.
+
+    In the main process, before it starts others. Where a front end runs no plugin, a warning names its flag.
+    """
+    unhook()
+    if _IMAGES not in needed:
+        return
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.environ import envs
+
+    settled = resolved_view(server_args)
+    workers = settled.tokenizer_worker_num
+    own_application = workers > 1 and _VARIABLE in os.environ
+    unhooked = [
+        flag
+        for flag, is_set in (
+            (f"{_VARIABLE} with --tokenizer-worker-num {workers}", own_application),
+            ("--smg-grpc-mode", settled.smg_grpc_mode),
+            ("--grpc-mode", settled.grpc_mode),
+            ("SGLANG_RUST_SERVER", envs.SGLANG_RUST_SERVER.get()),
+        )
+        if is_set
+    ]
+    if unhooked:
+        logger.warning(
+            "cornplug: images are not shared: SGLang runs no plugin where it reads them under %s",
+            ", ".join(unhooked),
+        )
+    elif workers > 1:
+        os.environ[_VARIABLE] = APPLICATION
+
+
+def unhook() -> None:
+    """Leave the workers of the server that this process starts next to SGLang."""
+    if os.environ.get(_VARIABLE) == APPLICATION:
+        del os.environ[_VARIABLE]
