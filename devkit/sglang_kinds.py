@@ -15,6 +15,10 @@ class ServerKind(NamedTuple):
     remark: str = ""
 
 
+_STANDALONE: Final = (
+    "--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "1",
+    "--speculative-num-draft-tokens", "2",
+)  # fmt: skip
 KINDS: Final = (
     ServerKind("tensor parallelism", ("--tp-size", "2"), remark="all ranks of a page write it together"),
     ServerKind("replicas", ("--dp-size", "2"), remark="each is an engine of its own to the store"),
@@ -44,20 +48,29 @@ KINDS: Final = (
         "--speculative-algorithm NGRAM",
     ),
     ServerKind(
-        "speculation by a draft model (EAGLE)",
+        "speculation by EAGLE-3",
+        (
+            "--speculative-algorithm", "EAGLE3", "--speculative-num-steps", "1",
+            "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
+        ),
+        "--speculative-algorithm EAGLE3",
+    ),
+    ServerKind(
+        "speculation by a smaller model", (*_STANDALONE, "--speculative-eagle-topk", "1"),
+        remark="with servers of the same draft; the model's own pages with all",
+    ),
+    ServerKind(
+        "speculation by EAGLE",
         (
             "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1",
             "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
         ),
-        "--speculative-algorithm EAGLE",
+        remark="the same",
     ),
     ServerKind(
-        "speculation by a smaller model",
-        (
-            "--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "1",
-            "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
-        ),
-        "--speculative-algorithm STANDALONE",
+        "a smaller model that proposes a tree",
+        (*_STANDALONE, "--speculative-eagle-topk", "2"),
+        "--speculative-eagle-topk 2",
     ),
     ServerKind("embeddings", ("--is-embedding",), "--is-embedding"),
     ServerKind("dummy weights", ("--load-format", "dummy"), "--load-format"),

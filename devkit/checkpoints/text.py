@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
-from devkit.checkpoints.parts import Text, make_folder, qwen2_tokenizer, token_ids, write_json, write_weights
+from devkit.checkpoints.parts import (
+    Text,
+    make_folder,
+    qwen2_tokenizer,
+    token_ids,
+    write_json,
+    write_tensors,
+    write_weights,
+)
 
 
 def qwen2_text(
@@ -32,6 +41,36 @@ def qwen2_text(
     }
     write_json(folder, config=config)
     write_weights(folder, "Qwen2ForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
+    return folder
+
+
+def qwen2_eagle(
+    path: Path | str,
+    *,
+    hidden_size: int = 64,
+    heads: int = 2,
+    llm_seed: int = 5,
+    max_positions: int = 4096,
+    dtype: str = "float32",
+) -> Path:
+    """An EAGLE draft for a `qwen2_text` of the same width, as SGLang reads it. Returns `path`.
+
+    One layer without a first norm, and a map of a token's embedding beside the model's hidden state.
+    """
+    folder = qwen2_text(
+        path, hidden_size=hidden_size, layers=1, heads=heads, max_positions=max_positions, dtype=dtype
+    )
+    config = json.loads((folder / "config.json").read_text())
+    write_json(folder, config={**config, "architectures": ["Qwen2ForCausalLMEagle"]})
+    from safetensors.torch import load_file
+
+    shapes = {
+        name.removeprefix("model."): tuple(tensor.shape)
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if ".layers." in name and "input_layernorm" not in name
+    }
+    shapes |= {"fc.weight": (hidden_size, 2 * hidden_size), "fc.bias": (hidden_size,)}
+    write_tensors(folder, shapes, {"": llm_seed}, {}, dtype)
     return folder
 
 

@@ -7,7 +7,16 @@ from typing import Final
 
 from cornplug.codec import ITEM_BYTES
 from cornplug.kv_page import QUANTISED
-from cornplug.sglang_hooks.kv.exclusions import DEPLOYMENTS, DRAFTS, HYBRID_FIELDS, TREES, WINDOWS
+from cornplug.sglang_hooks.kv.exclusions import (
+    BESIDE_DRAFT,
+    DEPLOYMENTS,
+    DRAFT_SETTINGS,
+    DRAFT_TREES,
+    DRAFTS,
+    HYBRID_FIELDS,
+    TREES,
+    WINDOWS,
+)
 from cornplug.sglang_hooks.kv.hicache_config import RIVALS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 from devkit.sglang_kinds import KINDS, ServerKind
@@ -23,7 +32,7 @@ _INTRO: Final = """# Kinds of SGLang servers: shared, or why not
 Tests resolve the settings of a server with each of these flags (`tests/sglang_hooks/test_kinds.py`).
 `tests/integration/test_sglang_ranks.py` runs servers of several ranks on a CPU, and
 `tests/integration/test_sglang_kinds.py` those with several tokenizers, an fp8 KV cache,
-n-grams, and those of models whose windows lie in one pool.
+n-grams, a smaller model, EAGLE, and those of models whose windows lie in one pool.
 
 {shared}
 
@@ -52,6 +61,9 @@ def page() -> str:
         ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),
         ("`--speculative-algorithm`", DRAFTS),
         ("`--speculative-algorithm NGRAM`", TREES),
+        *((f"`EAGLE`, `STANDALONE` with `{each.flag}`", each.why) for each in DRAFT_SETTINGS),
+        ("`EAGLE`, `STANDALONE` with `--speculative-eagle-topk`", DRAFT_TREES),
+        *(("`EAGLE`, `STANDALONE`", why) for why in BESIDE_DRAFT.values()),
         (
             "`--kv-cache-dtype`",
             f"shared are {_words(ITEM_BYTES)} and, without scales in the checkpoint and not of MLA, "

@@ -22,7 +22,6 @@ from devkit.sglang_engine import Generation, SglangServer, sglang_python
 pytestmark = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 
 PAGE: Final = 64
-NEW: Final = 24
 PROMPTS: Final = (f"{PREAMBLE} What is a cache?", f"Again. {PREAMBLE} {PREAMBLE} And a page?")
 
 
@@ -35,6 +34,10 @@ class SglangKind:
     """The flags of the server that takes its pages, and leaves others for it."""
     stock: Sequence[str] = ()
     model: Callable[[Path], Path] = checkpoints.qwen2_text
+    draft: Callable[[Path], Path] | None = None
+    """A draft model for each of its servers."""
+    new: int = 24
+    """Tokens of an answer: a draft that knows nothing is right now and then only."""
 
 
 def _windowed(path: Path) -> Path:
@@ -52,9 +55,22 @@ _NGRAMS: Final = (
     *("--speculative-num-draft-tokens", "6"),
 )
 _FP8: Final = ("--kv-cache-dtype", "fp8_e4m3")
+_STANDALONE: Final = (
+    *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "1"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"),
+)
+_EAGLE: Final = tuple("EAGLE" if flag == "STANDALONE" else flag for flag in _STANDALONE)
 KINDS: Final[Mapping[str, SglangKind]] = {
     # Of drafts from n-grams the answers do not depend, and there is no KV of theirs: a plain server's pages.
     "n-grams": SglangKind(_NGRAMS),
+    "draft model": SglangKind(
+        _STANDALONE,
+        (*_STANDALONE, "--page-size", "16"),
+        stock=_STANDALONE,
+        # The model itself: as it sees all tokens but the first, most of its proposals are right.
+        draft=checkpoints.qwen2_text,
+    ),
+    "EAGLE": SglangKind(_EAGLE, _EAGLE, stock=_EAGLE, draft=checkpoints.qwen2_eagle, new=200),
     "fp8": SglangKind(_FP8, (*_FP8, "--page-size", "16"), stock=_FP8),
     # SGLang's own choice for Gemma 3.
     "windows in one pool": SglangKind(model=_windowed),
@@ -99,23 +115,27 @@ def test_sglang_kind_fresh_server_answers_as_stock_from_the_store(
 ) -> None:
     which = KINDS[kind]
     model = which.model(tmp_path / "model")
-    with SglangServer(model, *which.stock, log=tmp_path / "stock.log") as stock:
-        expected = [stock.generate(prompt, max_tokens=NEW) for prompt in PROMPTS]
-    first = sharing(model, store, tmp_path, "first", which.flags)
-    second = sharing(model, store, tmp_path, "second", which.then)
+    draft = ("--speculative-draft-model-path", str(which.draft(tmp_path / "draft"))) if which.draft else ()
+    with SglangServer(model, *which.stock, *draft, log=tmp_path / "stock.log") as stock:
+        expected = [stock.generate(prompt, max_tokens=which.new) for prompt in PROMPTS]
+    first = sharing(model, store, tmp_path, "first", (*which.flags, *draft))
+    second = sharing(model, store, tmp_path, "second", (*which.then, *draft))
     with together(first, second):
-        same(first.generate(PROMPTS[0], max_tokens=NEW), expected[0])
-        same(second.generate(PROMPTS[1], max_tokens=NEW), expected[1])
+        same(first.generate(PROMPTS[0], max_tokens=which.new), expected[0])
+        same(second.generate(PROMPTS[1], max_tokens=which.new), expected[1])
         for server in (first, second):
             count(server, "saves_total")
         store.settle()
         for server, i in ((first, 1), (second, 0)):
-            answer = server.generate(PROMPTS[i], max_tokens=NEW)
+            answer = server.generate(PROMPTS[i], max_tokens=which.new)
             assert answer.cached["storage"] == shareable(answer) > 3 * PAGE
             same(answer, expected[i])
+            if draft:
+                # The draft's KV came with the model's: with none it would propose worse.
+                assert accepted(answer) == accepted(expected[i]) > 1
         if kind == "n-grams":
             # It has answered so before: the drafts are right, and what they leave in the cache is, too.
-            drafted = first.generate(PROMPTS[0], max_tokens=NEW)
+            drafted = first.generate(PROMPTS[0], max_tokens=which.new)
             same(drafted, expected[0])
             assert accepted(drafted) > 1.5
             longer = f"{PROMPTS[0]}{drafted.text} {PROMPTS[1]}"

@@ -126,9 +126,13 @@ class RigRuntime(EngineRuntime):
         return Another(self.store)
 
 
-def hashes_of(tokens: Sequence[int], page_size: int, space: CacheNamespace = PLAIN) -> list[str]:
-    """SGLang's own page hashes."""
-    key = RadixKey(array("q", tokens), extra_key=space.extra_key, cache_salt=space.cache_salt)
+def hashes_of(
+    tokens: Sequence[int], page_size: int, space: CacheNamespace = PLAIN, *, in_pairs: bool = False
+) -> list[str]:
+    """SGLang's own page hashes, of pairs of tokens beside an EAGLE draft."""
+    key = RadixKey(
+        array("q", tokens), extra_key=space.extra_key, cache_salt=space.cache_salt, is_bigram=in_pairs
+    )
     # Without our hook, which another test may have left there.
     hashed = inspect.unwrap(get_storage_hash_str)
     found = hashed(key.page_aligned(page_size), None, page_size=page_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,7 +21,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation, compat, flags, plugin
-from cornplug.sglang_hooks.kv import hicache_config
+from cornplug.sglang_hooks.kv import exclusions, hicache_config
 from devkit import checkpoints
 
 from .zygote import Zygote
@@ -224,6 +224,11 @@ def test_flags_embeddings_only_leave_cache_settings(text: str, monkeypatch: pyte
     assert differences(resolved(text, "--enable-cornplug", "--disable-radix-cache"), stock) == {}
 
 
+STANDALONE = (
+    *("--speculative-algorithm", "STANDALONE", "--speculative-num-steps", "1"),
+    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2"),
+)
+
 # What is said, and the settings or the model's config under which KV is not shared.
 REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("--load-format dummy", ["--load-format", "dummy"], {}),
@@ -370,6 +375,42 @@ def test_flags_of_ngram_server_that_shares_nothing_exclude_nothing(text: str) ->
     trees = ("--speculative-algorithm", "NGRAM", "--attention-backend", "torch_native")
     stock = resolved(text, *trees, "--disable-radix-cache")
     assert differences(resolved(text, "--enable-cornplug", *trees, "--disable-radix-cache"), stock) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "why"),
+    [
+        ("speculative_adaptive", True, "--speculative-adaptive True"),
+        ("speculative_draft_window_size", 128, "--speculative-draft-window-size 128"),
+        ("speculative_draft_sink_size", 4, "--speculative-draft-sink-size 4"),
+        ("speculative_eagle_topk", 2, "--speculative-eagle-topk 2"),
+        ("speculative_draft_load_format", "dummy", "--speculative-draft-load-format dummy"),
+        ("speculative_algorithm", "EAGLE3", "--speculative-algorithm EAGLE3"),
+    ],
+)
+def test_exclusions_of_a_draft_name_its_setting(text: str, field: str, value: object, why: str) -> None:
+    settings = given(text, *STANDALONE)
+    assert exclusions.deployment(settings) == ""
+    setattr(settings, field, value)
+    assert exclusions.deployment(settings).startswith(why)
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "why"),
+    [
+        (checkpoints.qwen2_vl, ["--enable-multimodal"], "beside a model of images"),
+        (checkpoints.deepseek_v2, [], "beside a model of latents"),
+        (checkpoints.qwen2_text, ["--kv-cache-dtype", "fp8_e4m3"], "beside a model with an fp8 KV cache"),
+    ],
+)
+def test_hicache_config_draft_beside_other_models_is_stock(
+    tmp_path: Path, make: Callable[[Path], Path], args: list[str], why: str
+) -> None:
+    record = given(str(make(tmp_path / "model")), "--enable-cornplug", *STANDALONE, *args)
+    with mock.patch.object(compat.logger, "warning") as warning:
+        hicache_config.settle(record)
+    assert not resolving_view(record).enable_hierarchical_cache
+    assert why in str(warning.call_args)
 
 
 def test_hicache_config_full_attention_layers_share_kv(text: str, tmp_path: Path) -> None:

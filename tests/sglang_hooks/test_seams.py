@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
 from cornplug.sglang_hooks import hook_selection
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
@@ -35,8 +37,9 @@ def seams() -> Iterator[str]:
             yield f"{hook.target}({parameters(pkgutil.resolve_name(hook.target))})"
         except (AttributeError, ImportError):
             yield f"{hook.target} is gone"
-    for name, method in vars(CornplugStorage).items():
-        theirs = getattr(super(CornplugStorage, CornplugStorage), name, None)
+    ours = [each for each in CornplugStorage.__mro__ if each.__module__.startswith("cornplug.")]
+    for name, method in (item for each in ours for item in vars(each).items()):
+        theirs = getattr(HiCacheStorage, name, None)
         if not name.startswith("_") and inspect.isfunction(method) and theirs is not None:
             yield f"HiCacheStorage.{name}({parameters(theirs)})"
 

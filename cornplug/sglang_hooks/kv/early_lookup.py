@@ -29,14 +29,21 @@ class EarlyLookup:
         self._index, self._reader, self._pace, self._tally, self._app = index, reader, pace, tally, app
 
     def worth(
-        self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: CacheNamespace
+        self,
+        tokens: Sequence[int],
+        prefix: Sequence[int],
+        last_hash: str | None,
+        space: CacheNamespace,
+        *,
+        in_pairs: bool = False,
     ) -> int:
         """How many of `tokens`, which follow `prefix` in a request, are stored and quicker to fetch than to
         compute. Counts the misses. Raises CornplugError."""
-        first = first_page(self._index, tokens, prefix, last_hash, space)
+        first = first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
         if not self._reader.begins(first, len(tokens)):
             return 0
-        names = pages(self._index, tokens[:_NEAR_TOKENS], prefix, last_hash, space)
+        near = tokens[: _NEAR_TOKENS + in_pairs]
+        names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
         count, on_disk = self._reader.count(names)
         # Where every page of the lookup is stored, the pages behind them are likely to be.
         ahead = len(tokens) if count == len(names) else count * self._index.page_size
@@ -54,13 +61,20 @@ def pages(
     prefix: Sequence[int],
     last_hash: str | None,
     space: CacheNamespace,
+    *,
+    in_pairs: bool = False,
 ) -> list[str]:
-    """SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages."""
+    """SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages.
+
+    `in_pairs`: of tokens and their next ones, so that the last token begins no pair.
+    """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
 
     def hashed(run: Sequence[int], prior: str | None) -> list[str]:
-        key = RadixKey(array("q", run), extra_key=space.extra_key, cache_salt=space.cache_salt)
+        key = RadixKey(
+            array("q", run), extra_key=space.extra_key, cache_salt=space.cache_salt, is_bigram=in_pairs
+        )
         aligned = key.page_aligned(index.page_size)
         found: list[str] = get_storage_hash_str(aligned, prior, page_size=index.page_size)
         index.record(prior, found, run, space)
@@ -68,7 +82,7 @@ def pages(
 
     if last_hash is not None and prefix and index.find([last_hash])[0] is None:
         # Hashed anew, as `last_hash` may be of other tokens: then it is not recorded.
-        hashed(prefix, None)
+        hashed([*prefix, *tokens[:in_pairs]], None)
     return hashed(tokens, last_hash)
 
 
@@ -78,11 +92,13 @@ def first_page(
     prefix: Sequence[int],
     last_hash: str | None,
     space: CacheNamespace,
+    *,
+    in_pairs: bool = False,
 ) -> str | None:
     """SGLang's hash of the first page of `tokens`; None where there is no whole page.
 
     Records every page of SGLang's inside the store page in which that page begins.
     """
     whole = max(index.page_size, index.page_tokens - len(prefix) % index.page_tokens)
-    names = pages(index, tokens[:whole], prefix, last_hash, space)
+    names = pages(index, tokens[: whole + in_pairs], prefix, last_hash, space, in_pairs=in_pairs)
     return names[0] if names else None

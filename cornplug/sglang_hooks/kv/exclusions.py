@@ -62,12 +62,34 @@ WINDOWS: Final = (
     "--disable-hybrid-swa-memory (Gemma 2 and 3, OLMo 3 and EXAONE 4 have it by default) it is shared"
 )
 """Why KV of models with sliding windows is not shared."""
-DRAFTS: Final = (
-    "a draft's KV is in pools of its own, which SGLang loads with the model's or not at all; NGRAM, which "
-    "has none, is shared"
+_WINDOWED: Final = "not tested: a draft that sees a window only"
+DRAFT_SETTINGS: Final = (
+    ExcludedFlag(
+        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several drafts"
+    ),
+    ExcludedFlag("decrypted_draft_config_file", None, "--decrypted-draft-config-file", "not in its key"),
+    ExcludedFlag(
+        "speculative_adaptive",
+        False,
+        "--speculative-adaptive",
+        "a draft's KV has gaps where the server was too busy to draft",
+    ),
+    ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
+    ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
 )
-"""Why KV is not shared under `--speculative-algorithm`, but for `_WITHOUT_DRAFT_KV`."""
-_WITHOUT_DRAFT_KV: Final = frozenset({"", "NGRAM"})
+"""Settings under which KV is not shared beside a draft model (`_WITH_DRAFT_KV`)."""
+DRAFTS: Final = "not tested: shared are EAGLE, STANDALONE, and NGRAM, whose drafts have no KV"
+"""Why KV is not shared under `--speculative-algorithm`, but for `_DRAFTERS`."""
+_WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
+_DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
+DRAFT_TREES: Final = "not tested: drafts in trees of several branches. Set --speculative-eagle-topk 1"
+"""Why KV is not shared beside a draft model that proposes several tokens for one place."""
+BESIDE_DRAFT: Final = {
+    "mla": "not tested: a draft beside a model of latents (MLA)",
+    "images": "not tested: a draft beside a model of images",
+    "fp8": "not tested: a draft beside a model with an fp8 KV cache",
+}
+"""Why KV is not shared beside a draft model of some models."""
 TREES: Final = (
     "SGLang takes its trees of several branches in pages of one token only, or with flashinfer: set "
     "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
@@ -105,6 +127,7 @@ def excluded(server_args: Any, page_tokens: int) -> str:
         or branches(settled)
         or _checkpoint(settled)
         or _windows(server_args)
+        or _beside_draft(server_args, settled)
         or _kv_dtype(server_args, settled)
         or _cache(server_args, settled, page_tokens)
         or _images_look_alike(server_args)
@@ -143,10 +166,26 @@ def deployment(settings: Any) -> str:
     for field, plain, flag, why in DEPLOYMENTS:
         if (value := getattr(settings, field)) != plain:
             return f"{flag} {value} ({why})"
-    if (algorithm := str(settings.speculative_algorithm or "")).upper() not in _WITHOUT_DRAFT_KV:
-        return f"--speculative-algorithm {algorithm} ({DRAFTS})"
+    if why := _drafter(settings):
+        return why
     if settings.load_format not in READS_SAFETENSORS:
         return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
+    return ""
+
+
+def _drafter(settings: Any) -> str:
+    algorithm = str(settings.speculative_algorithm or "").upper()
+    if algorithm not in _DRAFTERS:
+        return f"--speculative-algorithm {algorithm} ({DRAFTS})"
+    if algorithm not in _WITH_DRAFT_KV:
+        return ""
+    for field, plain, flag, why in DRAFT_SETTINGS:
+        if (value := getattr(settings, field)) != plain:
+            return f"{flag} {value} ({why})"
+    if (settings.speculative_eagle_topk or 1) > 1:
+        return f"--speculative-eagle-topk {settings.speculative_eagle_topk} ({DRAFT_TREES})"
+    if (read := settings.speculative_draft_load_format) not in {None, *READS_SAFETENSORS}:
+        return f"--speculative-draft-load-format {read} does not read the checkpoint's safetensors"
     return ""
 
 
@@ -181,6 +220,23 @@ def _windows(server_args: Any) -> str:
     if not model_config_of(server_args).is_hybrid_swa:
         return ""
     return f"a hybrid model: {WINDOWS}"
+
+
+def _beside_draft(server_args: Any, settled: Any) -> str:
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    algorithm = str(settled.speculative_algorithm or "").upper()
+    if algorithm not in _WITH_DRAFT_KV:
+        return ""
+    model = model_config_of(server_args)
+    is_so = {
+        "mla": model.attention_arch != AttentionArch.MHA,
+        "images": model.is_multimodal,
+        "fp8": settled.kv_cache_dtype in QUANTISED,
+    }
+    why = next((BESIDE_DRAFT[kind] for kind, is_this in is_so.items() if is_this), "")
+    return f"--speculative-algorithm {algorithm} ({why})" if why else ""
 
 
 def _kv_dtype(server_args: Any, settled: Any) -> str:

@@ -13,12 +13,9 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolName,
-    PoolTransfer,
-    PoolTransferResult,
 )
 
 from cornplug.engine_common import weights_guard
@@ -31,8 +28,10 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
+from cornplug.sglang_hooks.kv.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
+from cornplug.sglang_hooks.kv.hicache_operations import HiCacheOperations
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.layout import (
     attention_backends,
@@ -44,12 +43,12 @@ from cornplug.sglang_hooks.kv.layout import (
 )
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_copies import copy_threads
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 
 
-class CornplugStorage(HiCacheStorage):
+class CornplugStorage(HiCacheOperations):
     """One a rank. An exclusion is logged once; SGLang then runs with its host pool alone."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -59,10 +58,12 @@ class CornplugStorage(HiCacheStorage):
                 "names cornplug's storage in a server without cornplug",
                 "Add --enable-cornplug.",
             )
+        super().__init__()
         self._config = storage_config
         self._run = activation.runtime()
         self._tally = activation.tally()
         self._off = "starting"
+        self._index: PageHashIndex | None = None
         self._reader: PageReader | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
@@ -79,12 +80,17 @@ class CornplugStorage(HiCacheStorage):
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank shares KV."""
+        """Whether this rank shares KV, once it has the pool of a draft model, if there is one."""
         return not self._off
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name != PoolName.KV:
+        if host_pool_name == PoolName.DRAFT and self.is_open and self.lacks_draft:
+            try:
+                self._open_draft()
+            except CornplugError as e:
+                self._stop(e.reason, f"its draft's is not: {e}")
+        elif host_pool_name != PoolName.KV:
             self._extra_pools.add(str(host_pool_name))
             if self._reader is not None:
                 self._stop("attention_kind", f"a pool {host_pool_name} came later")
@@ -125,7 +131,7 @@ class CornplugStorage(HiCacheStorage):
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
         verify(pages, self._controller)
         try:
-            index = page_hash_hooks.open_index(pages.page_size, tokens)
+            self._index = index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
         # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
@@ -147,9 +153,8 @@ class CornplugStorage(HiCacheStorage):
             raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
         # Pages that SGLang's own tree offers at their second request need no other one.
-        seconds = self._run.config.engine.save == "second"
-        only_seen = seconds and self._controller.write_policy != SECOND_SIGHT
-        if seconds and not only_seen:
+        only_seen = self._only_seen()
+        if self._run.config.engine.save == "second" and not only_seen:
             self.idle = IdleBackups(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
         self._writer = PageWriter(
             self._run,
@@ -181,6 +186,29 @@ class CornplugStorage(HiCacheStorage):
         if self._config.tp_rank == 0:
             log_store_size(self._run, page, self._controller.mem_pool_device.size, logger)
 
+    def _open_draft(self) -> None:
+        assert self._index is not None
+        assert self._reader is not None
+        assert self.pace is not None
+        self._draft = DraftPages(
+            self._run,
+            self._index,
+            self._drafter,
+            self._controller.mem_pool_host.entry_map[PoolName.DRAFT],
+            self._controller,
+            (self._config.tp_size, self._config.tp_rank),
+            self._tally,
+            pace=self.pace,
+            only_seen=self._only_seen(),
+            stopping=self._reader.stopping,
+        )
+        logger.info("cornplug: KV of the draft model is shared with it, for servers with the same draft")
+
+    def _only_seen(self) -> bool:
+        """Whether the store itself counts the requests that have a page: SGLang's tree does not."""
+        by_tree = self._controller.write_policy == SECOND_SIGHT
+        return self._run.config.engine.save == "second" and not by_tree
+
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason
         page_hash_hooks.close_index()
@@ -190,24 +218,30 @@ class CornplugStorage(HiCacheStorage):
         """End the sharing of KV; the process keeps its store connection, for embeddings."""
         self._off = "closed"
         page_hash_hooks.close_index()
-        if self._reader is not None:
-            self._reader.close()
-        if self._writer is not None:
-            self._writer.close()
+        for part in (self._reader, self._writer, self._draft):
+            if part is not None:
+                part.close()
 
     # -- reading ----------------------------------------------------------------------------
 
     def ahead(
-        self, tokens: Sequence[int], prefix: Sequence[int], last_hash: str | None, space: CacheNamespace
+        self,
+        tokens: Sequence[int],
+        prefix: Sequence[int],
+        last_hash: str | None,
+        space: CacheNamespace,
+        *,
+        in_pairs: bool = False,
     ) -> int:
         """How many of `tokens`, which follow `prefix` in a request, are worth fetching; 0: none.
 
-        From the scheduler's thread; never raises for want of the store.
+        `in_pairs`: SGLang hashes pairs of tokens, as beside an EAGLE draft. From the scheduler's thread;
+        never raises for want of the store.
         """
         found = 0
         if self._ahead is not None and self._may_share():
             with miss(self._tally, self._run.app, KV_PAGE):
-                found = self._ahead.worth(tokens, prefix, last_hash, space)
+                found = self._ahead.worth(tokens, prefix, last_hash, space, in_pairs=in_pairs)
         return found
 
     def queued(self, request: Any, tokens: int) -> None:
@@ -246,13 +280,21 @@ class CornplugStorage(HiCacheStorage):
         """Tokens that the store takes without an eviction; 0 where none are shared."""
         if self._off or weights_guard.replaced():
             return 0
-        return free_pages(self._run, page) * page.page_tokens
+        free = free_pages(self._run, page) * page.page_tokens
+        if self._draft is not None:
+            free = free * page.page_bytes // (page.page_bytes + self._draft.page_bytes)
+        return free
 
     def _may_share(self) -> bool:
-        reason = self._off or ("weights_updated" if weights_guard.replaced() else "")
+        reason = self._off or ("speculative" if self.lacks_draft else "")
+        reason = reason or ("weights_updated" if weights_guard.replaced() else "")
         if reason:
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         return not reason
+
+    def _may_save(self) -> bool:
+        may = self._run.config.engine.save != "never" and not self._off and not self.lacks_draft
+        return may and not weights_guard.replaced()
 
     def _slots(self, host_indices: torch.Tensor) -> list[int]:
         size: int = self.mem_pool_host.page_size
@@ -271,68 +313,9 @@ class CornplugStorage(HiCacheStorage):
         Always True: SGLang would log each page that a full or absent store did not take, for
         ever, and does nothing else with the answer. The metrics count the outcomes.
         """
-        saves = self._run.config.engine.save != "never"
-        if saves and self._writer is not None and not self._off and not weights_guard.replaced():
+        if self._writer is not None and self._may_save():
             self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
-
-    # -- the parts of SGLang's interface that our pages have no use for -----------------------
-
-    def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
-        extra_info: HiCacheStorageExtraInfo | None = None,
-    ) -> PoolTransferResult:
-        """With further pools nothing is shared; without, as `batch_exists`."""
-        if pool_transfers:
-            return PoolTransferResult.empty()
-        return PoolTransferResult(self.batch_exists(keys, extra_info), {})
-
-    def batch_get_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
-        """Nothing of further pools is stored."""
-        return {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
-
-    def batch_set_v2(
-        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
-    ) -> dict[str, list[bool]]:
-        """Nothing of further pools is stored."""
-        return self.batch_get_v2(transfers, extra_info)
-
-    def exists(self, key: str) -> bool:
-        """Whether the store has this page."""
-        return self.batch_exists([key]) == 1
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """None: pages move by `batch_get_v1` only."""
-        return None
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None] | int:
-        """None of them, as `get`."""
-        return [None] * len(keys)
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """False: pages move by `batch_set_v1` only."""
-        return False
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """False, as `set`."""
-        return False
-
-    def clear(self) -> bool:
-        """False: the store is also others', and is not this engine's to empty."""
-        logger.warning("cornplug: the host's store is shared and stays as it is")
-        return False
 
 
 def _identify() -> tuple[bytes, dict[str, Any]]:

@@ -40,10 +40,13 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
     idle = _of(cache)
     if idle is None or not request.finished():
         return
-    if cache.tree_core.is_eagle or cache.buffer_pipeline is not None:
-        return  # Keys of pairs of tokens; copies that bypass the host pool.
+    if cache.buffer_pipeline is not None:
+        return  # Copies that bypass the host pool.
     key = RadixKey(
-        request.full_untruncated_fill_ids[: call["up_to"]], request.extra_key, cache_salt=request.cache_salt
+        request.full_untruncated_fill_ids[: call["up_to"]],
+        request.extra_key,
+        is_bigram=cache.tree_core.is_eagle,
+        cache_salt=request.cache_salt,
     ).page_aligned(cache.page_size)
     if len(key):
         idle.remember(key)

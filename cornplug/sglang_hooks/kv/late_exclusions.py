@@ -2,10 +2,11 @@
 
     model and device pools are there ──> their kind and dtype exclude sharing? HiCache is not set up
     storage is attached ──> its layout did not verify, or a rank's did not? storage is detached
+    a draft model's host pool is there ──> the same, of the draft's
 
-Both run in SGLang's scheduler processes, at start. The first depends only on properties that are equal on
-every rank; the second is a vote of all ranks, over SGLang's own group, in a function that all of them call
-anyway. HiCache that the operator asked for by name stays on in both.
+All run in SGLang's scheduler processes, at start. The first depends only on properties that are equal on
+every rank; the others are votes of all ranks, over SGLang's own group, in functions that all of them call
+anyway. HiCache that the operator asked for by name stays on in all.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ def _pools_made(_result: None, scheduler: Any) -> None:
         return
     _schedulers.add(scheduler)
     runner = scheduler.tp_worker.model_runner
-    if why := unshareable(runner.token_to_kv_pool, getattr(runner, "model", None)):
+    why = unshareable(runner.token_to_kv_pool, getattr(runner, "model", None)) or _draft_seen(scheduler)
+    if why:
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
         _without_storage(scheduler)
         if not _given(scheduler):
@@ -78,19 +80,50 @@ def _pools_made(_result: None, scheduler: Any) -> None:
             get_context().override("cornplug", enable_hierarchical_cache=False)
 
 
+def _draft_seen(scheduler: Any) -> str:
+    """Tell the storage of this process which draft model keeps KV beside its model.
+
+    Returns why its KV cannot be shared; "" where it can, and where there is none.
+    """
+    from cornplug.sglang_hooks.kv import draft_pages
+
+    drafts = scheduler.draft_worker
+    runners = drafts._draft_model_runners() if drafts is not None else ()
+    draft_pages.announce(runners[0].model_config if runners else None)
+    if len(runners) > 1:
+        return f"{len(runners)} draft models"
+    if runners and (mode := drafts.hicache_draft_plan.mode) != "sidecar":
+        return f"its draft model's KV has no pool of its own: SGLang keeps it as {mode.value}"
+    why = unshareable(runners[0].token_to_kv_pool) if runners else ""
+    return f"its draft model: {why}" if why else ""
+
+
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
     """After the host pools and the storage behind them. All ranks pass here, in step."""
+    _vote(cache, with_draft=False)
+
+
+def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
+    """After a draft's host pool, if its algorithm has one. All ranks pass here, in step."""
+    _vote(tree_cache, with_draft=True)
+
+
+def _vote(cache: Any, *, with_draft: bool) -> None:
+    """Detach the storage of all ranks where one rank cannot share."""
     from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
-    controller = cache.cache_controller
+    controller = getattr(cache, "cache_controller", None)
     storage = controller.storage_backend if controller is not None else None
     if not isinstance(storage, CornplugStorage):
         return
-    vote = torch.tensor([storage.is_open], dtype=torch.int32)
+    shares = storage.is_open and not (with_draft and storage.lacks_draft)
+    if storage.is_open and not shares:
+        logger.warning("cornplug: KV of this engine is not shared: its draft model's has no pages here")
+    vote = torch.tensor([shares], dtype=torch.int32)
     cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
     if vote.item():
         return
-    if storage.is_open:
+    if shares:
         logger.warning("cornplug: KV of this engine is not shared: another rank cannot share")
     cache.detach_storage_backend()
     for scheduler in _schedulers:
@@ -121,5 +154,11 @@ HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.managers.scheduler.Scheduler.init_model_worker", "after", _pools_made),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", "after", _host_pools_made
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",
+        "after",
+        _draft_pools_made,
+        ("tree_cache",),
     ),
 )

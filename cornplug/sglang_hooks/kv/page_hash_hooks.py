@@ -71,8 +71,9 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
         return result
     call = arguments(original, args, kwargs)
     key = call["key"]
-    # A speculative draft's pages are of pairs of tokens, the last of which lies beyond the page.
-    if call["page_size"] == index.page_size and not key.is_bigram:
+    # Beside an EAGLE draft pages are of pairs of tokens, of which the last lies beyond the page: the model's
+    # KV does not depend on it, and the index leaves it out.
+    if call["page_size"] == index.page_size:
         index.record(
             call["prior_hash"], result, key.raw_token_ids(), CacheNamespace(key.extra_key, key.cache_salt)
         )
@@ -83,7 +84,7 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around a node's backup: `_writing_storage` needs its namespace."""
     call = arguments(original, args, kwargs)
     cache = call["self"]
-    if _index is None or not activation.is_on() or cache.tree_core.is_eagle:
+    if _index is None or not activation.is_on():
         return original(*args, **kwargs)
     _writing.space = CacheNamespace(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
     try:
@@ -98,7 +99,8 @@ def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
     if index is not None and space is not None:
         call = arguments(original, args, kwargs)
         hashes, tokens, prefix = call["hash_value"], call["token_ids"], call["prefix_keys"]
-        if hashes and prefix is not None and len(tokens) == len(hashes) * index.page_size:
+        # Pairs of tokens end one token later.
+        if hashes and prefix is not None and len(tokens) - len(hashes) * index.page_size in (0, 1):
             index.record(prefix[-1] if prefix else None, hashes, tokens, space)
     return original(*args, **kwargs)
 

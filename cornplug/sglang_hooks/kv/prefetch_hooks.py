@@ -23,7 +23,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     call = arguments(original, args, kwargs)
     cache = call["self"]
     storage = cache.cache_controller.storage_backend if cache.enable_storage else None
-    if not isinstance(storage, CornplugStorage) or cache.tree_core.is_eagle or call["storage_hit_end"]:
+    if not isinstance(storage, CornplugStorage) or call["storage_hit_end"]:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
         return original(*args, **kwargs)  # SGLang prefetches no run so short.
@@ -32,6 +32,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
         call["matched_prefix_tokens"] or (),
         call["last_hash"],
         CacheNamespace(call["extra_key"], call["cache_salt"]),
+        in_pairs=cache.tree_core.is_eagle,
     )
     fetches = ahead > 0
     if cache.tp_world_size > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import json
 import os
@@ -26,6 +27,8 @@ READS_SAFETENSORS: Final = frozenset(
 
 _READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
 """Keys of `--model-loader-extra-config` that only say how fast the files are read."""
+_DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_draft_model_revision"})
+"""Where a draft's files lie: its fingerprint is of their content."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 
@@ -62,6 +65,26 @@ def describe(settings: Any, model: Any) -> EngineModel:
         epochs=EPOCHS,
         overrides=_overrides(settings, model, checkpoint),
     )
+
+
+def draft_model(draft: Any) -> EngineModel:
+    """The draft that runs beside this process's model, of SGLang's ModelConfig of it.
+
+    Every setting of speculation is in its key: none is known to leave a draft's KV as it is. Raises as
+    `engine_model`.
+    """
+    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    settings = resolved_view(get_server_args())
+    alone = describe(settings, draft)
+    values, defaults = _fields(settings)
+    chosen = {
+        name: values[name]
+        for name in sorted(values)
+        if name.startswith("speculative_") and name not in _DRAFT_SOURCES and values[name] != defaults[name]
+    }
+    return dataclasses.replace(alone, overrides={**alone.overrides, "sglang_draft": chosen})
 
 
 def _check_sources(settings: Any, model: Any) -> None:

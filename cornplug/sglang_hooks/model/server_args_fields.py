@@ -234,7 +234,7 @@ _HARMLESS: Final = {
     "how KV of 4 bits is read; it is not shared": "prefill_kv_cache_dequant_dtype",
     "how --kt-weight-path's experts are computed; nothing is shared under it": """
         kt_cpuinfer kt_max_deferred_experts_per_token kt_method kt_num_gpu_experts kt_threadpool_count""",
-    "what drafts propose; KV is not shared under --speculative-algorithm": """
+    "what drafts propose: it is in the key of a draft's KV (`draft_model`), as no token depends on it": """
         _speculative_draft_quantization_explicitly_set decoupled_spec_bind_endpoint
         decoupled_spec_connect_endpoints decoupled_spec_rank decoupled_spec_role
         decrypted_draft_config_file enable_multi_layer_eagle spec_trace_dir

@@ -10,9 +10,10 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode
 
 from cornplug.sglang_hooks import activation, compat
-from cornplug.sglang_hooks.kv import late_exclusions
+from cornplug.sglang_hooks.kv import draft_pages, late_exclusions
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
 from ..kv_rig import device_pool, latent_pool
@@ -34,6 +35,7 @@ class Scheduler:
     def __init__(self, pool: Any, *, given: bool, model: torch.nn.Module | None = None) -> None:
         runner = SimpleNamespace(token_to_kv_pool=pool, model=model)
         self.tp_worker = SimpleNamespace(model_runner=runner)
+        self.draft_worker: Any = None
         # As the operator wrote it: what we declare is not seen there.
         self.server_args = SimpleNamespace(enable_hierarchical_cache=given)
 
@@ -134,6 +136,48 @@ def test_late_exclusions_one_rank_off_detaches_all(
     assert cache.detached is not (here and others)
     assert scheduler.enable_hicache_storage is (here and others)
     assert overridden.get("hicache_storage_backend", "ours") == ("ours" if here and others else None)
+
+
+@pytest.mark.parametrize(("lacks", "others"), [(False, True), (True, True), (False, False)])
+def test_late_exclusions_rank_without_the_drafts_pool_detaches_all(
+    lacks: bool, others: bool, overridden: dict[str, Any]
+) -> None:
+    cache = Cache(here=True, others=others)
+    storage = cache.cache_controller.storage_backend
+    storage._drafter, storage._draft = object(), None if lacks else object()
+    late_exclusions._host_pools_made(None, Cache(here=True, others=True))
+    late_exclusions._draft_pools_made(None, tree_cache=cache, draft_plan=None)
+    assert cache.detached is (lacks or not others)
+
+
+@pytest.mark.parametrize(
+    ("pools", "mode", "why"),
+    [
+        ((), "none", ""),
+        ((device_pool(16, heads=2),), "sidecar", ""),
+        ((device_pool(16, dtype=torch.float8_e4m3fn),), "sidecar", "its draft model: fp8 KV"),
+        ((Another.__new__(Another),), "sidecar", "its draft model: a KV pool of kind Another"),
+        ((device_pool(16), device_pool(16)), "sidecar", "2 draft models"),
+        ((device_pool(16),), "packed", "no pool of its own: SGLang keeps it as packed"),
+    ],
+)
+def test_late_exclusions_draft_is_announced_and_its_pool_judged(
+    pools: tuple[Any, ...], mode: str, why: str, overridden: dict[str, Any]
+) -> None:
+    scheduler: Any = Scheduler(device_pool(16), given=False)
+    runners = [
+        SimpleNamespace(token_to_kv_pool=pool, model_config=f"draft {i}") for i, pool in enumerate(pools)
+    ]
+    plan = SimpleNamespace(mode=HiCacheDraftMode(mode))
+    scheduler.draft_worker = SimpleNamespace(
+        _draft_model_runners=lambda: tuple(runners), hicache_draft_plan=plan
+    )
+    with mock.patch.object(compat.logger, "warning") as warning:
+        late_exclusions._pools_made(None, scheduler)
+    assert draft_pages.announced() == ("draft 0" if pools else None)
+    assert scheduler.enable_hicache_storage is not bool(why)
+    assert why in str(warning.call_args)
+    draft_pages.announce(None)
 
 
 def test_late_exclusions_other_storage_stays_attached(overridden: dict[str, Any]) -> None:

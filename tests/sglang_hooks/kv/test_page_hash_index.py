@@ -295,8 +295,28 @@ def test_page_hash_hooks_lookup_is_recorded(index: PageHashIndex) -> None:
     assert all(page and page.space == CacheNamespace(None, "a") for page in index.find(salted))
 
 
-def test_page_hash_hooks_draft_bigrams_are_not_recorded(index: PageHashIndex) -> None:
-    assert set(index.find(looked_up(prompt(161), None, bigram=True))) == {None}
+def test_page_hash_hooks_pairs_of_tokens_are_the_pages_of_the_first_ones(index: PageHashIndex) -> None:
+    """As SGLang hashes beside an EAGLE draft: the last pair's second token lies beyond the page."""
+    tokens = prompt(160)
+    for beyond in (7, 8):
+        hashes = looked_up([*tokens, beyond], None, bigram=True)
+        check(index, tokens, hashes)
+    assert hashes != looked_up(tokens, None)
+    page, plain = index.find([hashes[-1], looked_up(tokens, None)[-1]])
+    assert page is not None
+    assert plain is not None
+    assert (page.end, page.link) == (plain.end, plain.link)
+
+
+@pytest.mark.parametrize("prefix", [0, 128])
+def test_first_page_of_pairs_of_tokens_is_sglangs(index: PageHashIndex, prefix: int) -> None:
+    tokens = prompt(257)
+    hashes = hashes_of(tokens, 16, in_pairs=True)
+    first = early_lookup.first_page(
+        index, array("q", tokens[prefix:]), array("q", tokens[:prefix]),
+        hashes[prefix // 16 - 1] if prefix else None, PLAIN, in_pairs=True,
+    )  # fmt: skip
+    assert first == hashes[prefix // 16]
 
 
 def test_first_page_of_forgotten_prefix_records_it(index: PageHashIndex) -> None:
@@ -339,6 +359,14 @@ def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] |
         assert page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
 
     page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
+
+
+def test_page_hash_hooks_backup_of_pairs_of_tokens_is_recorded(index: PageHashIndex) -> None:
+    tokens = prompt(257)
+    hashes = hashes_of(tokens, 16, in_pairs=True)
+    back_up(0, tokens[:129], hashes[:8], [])
+    back_up(0, tokens[128:], hashes[8:], hashes[:8])
+    check(index, tokens[:256], hashes)
 
 
 def test_page_hash_hooks_backup_is_recorded(index: PageHashIndex) -> None:

@@ -18,7 +18,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES
-from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, describe
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, describe, draft_model
 
 _CONFIG = {
     "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
@@ -133,3 +133,19 @@ def _described_with(folder: Path, quantization_config: Any, **settings: Any) -> 
         hf_config=SimpleNamespace(quantization_config=quantization_config),
     )
     return describe(ServerArgs(model_path=str(folder), **settings), model)
+
+
+def test_draft_model_names_every_setting_of_speculation_but_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drafted(**settings: Any) -> EngineModel:
+        plain = {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(folder)}
+        args = ServerArgs(model_path=str(folder), device="cpu", **plain | settings)
+        monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: args)
+        return draft_model(ModelConfig.from_server_args(args))
+
+    found = drafted()
+    assert found.overrides == {"sglang_draft": {"speculative_algorithm": "STANDALONE"}}
+    assert found.checkpoint.path == folder
+    assert drafted(speculative_draft_attention_backend="triton").overrides != found.overrides
+    assert drafted(speculative_draft_model_revision="main").overrides == found.overrides

@@ -1,0 +1,163 @@
+"""KV of a draft model, beside the KV of the model that it drafts for.
+
+SGLang keeps it in a host pool of its own, at the slots of the model's pages, and takes a page for a hit only
+if both pools get it. So a page and its draft have two keys, and are looked up, loaded and saved together. A
+draft's KV changes how many of its proposals the model accepts, and no accepted token.
+
+A page's last place in the draft's KV depends on the token behind the page, which is in no key: where another
+request goes on with another token, that place is a stale one, of 64. SGLang's own tree has it so for
+STANDALONE.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.errors import LayoutError
+from cornplug.kv_page import RankSlice
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv.costs import LoadPace
+from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_copies import copy_threads
+from cornplug.sglang_hooks.kv.page_hash_index import PageHashIndex
+from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
+
+_ENGINE: Final = "sglang draft"
+"""A draft sees each token one place early: its pages are no pages of the same model as a server's own."""
+
+_model: Any = None
+
+
+def announce(model: Any) -> None:
+    """Name the draft of this process's engine, by SGLang's ModelConfig of it; None for none with KV."""
+    global _model
+    _model = model
+
+
+def announced() -> Any:
+    """What `announce` was called with last."""
+    return _model
+
+
+class DraftPages:
+    """A draft's host pool on this rank, whose pages lie at the slots of the model's.
+
+    Metrics count the model's pages, and as missed those of which the draft's is missing.
+
+    Args:
+        model: SGLang's ModelConfig of the draft.
+        pool: the entry of the draft's host pool, with its device pool.
+        controller: SGLang's cache controller.
+        tp: (size, rank).
+        only_seen, pace, stopping: as `PageReader`'s and `PageWriter`'s.
+
+    Raises LayoutError for a pool that cannot be shared.
+    """
+
+    def __init__(
+        self,
+        runtime: EngineRuntime,
+        index: PageHashIndex,
+        model: Any,
+        pool: Any,
+        controller: Any,
+        tp: tuple[int, int],
+        tally: Tally,
+        *,
+        pace: LoadPace,
+        only_seen: bool,
+        stopping: Callable[[], bool],
+    ) -> None:
+        pages = host_pages(pool.host_pool)
+        if pages.latent:
+            raise LayoutError("a draft with latents (MLA)", reason="speculative")
+        plain = page_geometry(
+            pages,
+            page_tokens=index.page_tokens,
+            heads=model.get_total_num_kv_heads(),
+            layers=model.num_hidden_layers,
+            config=model.hf_config.to_dict(),
+        )
+        page = dataclasses.replace(plain, engine=_ENGINE)
+        heads, writes = rank_heads(pages, page, *tp)
+        verify(pages, controller, pool.device_pool)
+        group = activation.group() if tp[0] > 1 else b""
+        if tp[0] > 1 and not group:
+            raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
+        held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
+        mine, uncounted = RankPages(page, held, runtime.store), Tally()
+        roots = NamespaceRoots(runtime.secret, page, partial(_identify, model))
+        self.page_bytes, self._page_size = page.page_bytes, pages.page_size
+        # Those of the model's pages rest meanwhile: SGLang moves a page and its draft in turn.
+        threads = copy_threads(pool.device_pool.device, tp[0])
+        self._reader = PageReader(runtime, roots, index, mine, pages, uncounted, stopping, threads=threads)
+        self._run, self._index, self._tally = runtime, index, tally
+        self._writer = PageWriter(
+            runtime,
+            self._reader,
+            index,
+            mine,
+            pages,
+            part_of(page, *tp, group),
+            uncounted,
+            pace=pace,
+            only_seen=only_seen,
+            threads=threads,
+        )
+
+    def present(self, hashes: Sequence[str]) -> int:
+        """How many pages, from the first, the store has of the draft. Never raises for want of the store."""
+        found = 0
+        with miss(self._tally, self._run.app, KV_PAGE):
+            found = self._reader.present(hashes)
+            if lacking := (len(hashes) - found) * self._index.page_size // self._index.page_tokens:
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "absent", by=lacking)
+        return found
+
+    def get(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        """Fill the draft's host pages: for each of a pool's keys, whether it holds verified KV now."""
+        found = {}
+        for transfer in transfers:
+            keys, done = transfer.keys or [], 0
+            if transfer.name == PoolName.DRAFT:
+                done = self._reader.load(keys, self._slots(transfer))
+            found[str(transfer.name)] = [True] * done + [False] * (len(keys) - done)
+        return found
+
+    def set(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        """Offer the draft's pages to the store: True for each key of its pool."""
+        found = {}
+        for transfer in transfers:
+            keys, is_draft = transfer.keys or [], transfer.name == PoolName.DRAFT
+            if is_draft:
+                self._writer.save(keys, self._slots(transfer))
+            found[str(transfer.name)] = [is_draft] * len(keys)
+        return found
+
+    def _slots(self, transfer: PoolTransfer) -> list[int]:
+        return [int(slot) for slot in transfer.host_indices[:: self._page_size].tolist()]
+
+    def close(self) -> None:
+        """As `PageReader.close` and `PageWriter.close`."""
+        self._reader.close()
+        self._writer.close()
+
+
+def _identify(model: Any) -> tuple[bytes, dict[str, Any]]:
+    from cornplug.sglang_hooks.model.model_config import draft_model, engine_model
+
+    fingerprint, spec = draft_model(model).kv_identity()
+    # EAGLE's sees the model's hidden states and takes its embedding; of a standalone draft the key says more
+    # than it must.
+    of, beside = engine_model().kv_identity()
+    return fingerprint, {**spec, "drafts_for": {"weights": of.hex(), "spec": beside}}
