@@ -15,6 +15,8 @@ from __future__ import annotations
 from devkit.checkpoints.any_families import ANY_FAMILIES
 from devkit.checkpoints.any_family import any_family
 from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
+from devkit.checkpoints.drafts import eagle_head
+from devkit.checkpoints.hybrids import falcon_h1, gemma3n_text, gpt_oss, lfm2, llama4_text, mamba2
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.qwen import (
     QWEN2_5_VISION,
@@ -42,11 +44,18 @@ __all__ = [
     "TINY_WHISPER",
     "any_family",
     "deepseek_v2",
+    "eagle_head",
+    "falcon_h1",
     "gemma3",
+    "gemma3n_text",
+    "gpt_oss",
     "internvl",
+    "lfm2",
+    "llama4_text",
     "llava",
     "llava_next",
     "llava_onevision",
+    "mamba2",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_text",

@@ -66,12 +66,13 @@ def qwen3_5_text(
     }
     write_json(folder, config=config)
     write_weights(folder, "Qwen3_5ForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
-    _forget_slowly(folder)
+    forget_slowly(folder)
     return folder
 
 
-def _forget_slowly(folder: Path) -> None:
-    """Let states last for hundreds of tokens: drawn as other tensors are, they would last for two."""
+def forget_slowly(folder: Path) -> None:
+    """Let a checkpoint's states, if it has any, last for hundreds of tokens: drawn as other tensors are,
+    they would last for two."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")
