@@ -28,7 +28,7 @@ from devkit.checkpoints.qwen import (
     qwen3_vl,
     qwen3_vl_moe,
 )
-from devkit.checkpoints.text import deepseek_v2, qwen2_text, qwen3_5_text
+from devkit.checkpoints.text import deepseek_v2, mellum, qwen2_text, qwen3_5_text
 from devkit.checkpoints.tiles import TINY_INTERNVL, TINY_SIGLIP, gemma3, internvl, llava_next, llava_onevision
 
 __all__ = [
@@ -56,6 +56,7 @@ __all__ = [
     "llava_next",
     "llava_onevision",
     "mamba2",
+    "mellum",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_text",

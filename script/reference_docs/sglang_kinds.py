@@ -23,6 +23,9 @@ Tests resolve the settings of a server with each of these flags (`tests/sglang_h
 
 {shared}
 
+Sliding windows in a pool beside full attention (GPT-OSS, Mellum 2) are shared with other SGLang servers
+(`tests/integration/test_sglang_hybrids.py`).
+
 ## KV is not shared: the server runs with the settings of a stock one
 
 Its log names the reason. Images can be shared all the same.
@@ -47,7 +50,7 @@ def page() -> str:
     excluded += [
         ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),
         ("`--kv-cache-dtype`", f"shared are {_words(ITEM_BYTES)}: the others quantise"),
-        ("hybrid models: sliding window, chunks, Mamba, sparse", f"{_words(HYBRID_FIELDS)} in config.json"),
+        ("hybrid models: chunks, states, sparse attention", f"{_words(HYBRID_FIELDS)} in config.json"),
         ("models of SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
     ]
     return _INTRO.format(

@@ -7,11 +7,13 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import yaml
+from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.mem_cache import host_memory
 from sglang.srt.mem_cache.pool_host import base as pool_base
@@ -21,7 +23,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation, compat, flags, plugin
-from cornplug.sglang_hooks.kv import hicache_config
+from cornplug.sglang_hooks.kv import exclusions, hicache_config
 from devkit import checkpoints
 
 from .zygote import Zygote
@@ -301,6 +303,42 @@ def test_hicache_config_full_attention_layers_share_kv(text: str, tmp_path: Path
     layers = json.loads((Path(text) / "config.json").read_text())["num_hidden_layers"]
     model = _model(text, tmp_path / "model", {"layer_types": ["full_attention"] * layers})
     assert shares_kv(resolved(model, "--enable-cornplug"))
+
+
+def test_hicache_config_windows_beside_full_attention_share_kv(tmp_path: Path) -> None:
+    model = str(checkpoints.mellum(tmp_path / "model"))
+    assert shares_kv(resolved(model, "--enable-cornplug"))
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"is_hybrid_swa": False},
+        {"is_multimodal": True},  # attention in both directions
+        {"sliding_window_size": None},
+        {"swa_attention_layer_ids": [0]},  # a layer of no pool
+        {"full_attention_layer_ids": [], "swa_attention_layer_ids": [0, 1, 2]},
+        {"get_swa_num_kv_heads": lambda ranks: 1},
+    ],
+    ids=lambda unlike: next(iter(unlike)),
+)
+def test_exclusions_of_other_windows_keep_kv_stock(
+    unlike: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windowed = {
+        "is_hybrid_swa": True,
+        "is_multimodal": False,
+        "sliding_window_size": 128,
+        "full_attention_layer_ids": [2],
+        "swa_attention_layer_ids": [0, 1],
+        "num_hidden_layers": 3,
+        "get_num_kv_heads": lambda ranks: 2,
+        "get_swa_num_kv_heads": lambda ranks: 2,
+    }
+    models = iter([SimpleNamespace(**windowed), SimpleNamespace(**windowed | unlike)])
+    monkeypatch.setattr(overrides, "model_config_of", lambda args: next(models))
+    assert exclusions.keeps_windows_apart(None)
+    assert not exclusions.keeps_windows_apart(None)
 
 
 def test_hicache_config_without_host_memory_stays_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

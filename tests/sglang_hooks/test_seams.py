@@ -13,8 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
+
 from cornplug.sglang_hooks import hook_selection
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+from cornplug.sglang_hooks.kv.storage_interface import PagesOnly
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "sglang_seams.txt"
 
@@ -35,8 +38,8 @@ def seams() -> Iterator[str]:
             yield f"{hook.target}({parameters(pkgutil.resolve_name(hook.target))})"
         except (AttributeError, ImportError):
             yield f"{hook.target} is gone"
-    for name, method in vars(CornplugStorage).items():
-        theirs = getattr(super(CornplugStorage, CornplugStorage), name, None)
+    for name, method in (*vars(PagesOnly).items(), *vars(CornplugStorage).items()):
+        theirs = getattr(HiCacheStorage, name, None)
         if not name.startswith("_") and inspect.isfunction(method) and theirs is not None:
             yield f"HiCacheStorage.{name}({parameters(theirs)})"
 

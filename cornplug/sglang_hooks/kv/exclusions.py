@@ -90,7 +90,7 @@ def excluded(server_args: Any, page_tokens: int) -> str:
     settled = resolving_view(server_args)
     return (
         deployment(settled)
-        or _checkpoint(settled)
+        or _checkpoint(server_args, settled)
         or _kv_dtype(server_args, settled)
         or _cache(server_args, settled, page_tokens)
         or _images_look_alike(server_args)
@@ -134,15 +134,33 @@ def deployment(settings: Any) -> str:
     return ""
 
 
-def _checkpoint(settled: Any) -> str:
+def _checkpoint(server_args: Any, settled: Any) -> str:
     try:
         config = Checkpoint.open(settled.model_path, settled.revision).config
     except CheckpointError:
         return ""  # A model that cannot be identified later is not shared.
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
-    hybrid += sorted({str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"})
+    kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
+    if kinds == {"sliding_attention"} and keeps_windows_apart(server_args):
+        kinds.clear()
+    hybrid += sorted(kinds)
     return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
+
+
+def keeps_windows_apart(server_args: Any) -> bool:
+    """Whether SGLang keeps the layers with sliding windows in a pool of their own that can be shared.
+
+    Its models of images do not count: attention in both directions makes KV that depends on later tokens.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
+    if not model.is_hybrid_swa or model.is_multimodal or not (model.sliding_window_size or 0) > 0:
+        return False
+    full, windows = model.full_attention_layer_ids or (), model.swa_attention_layer_ids or ()
+    whole = full and windows and len(full) + len(windows) == model.num_hidden_layers
+    return bool(whole) and model.get_num_kv_heads(1) == model.get_swa_num_kv_heads(1)
 
 
 def _kv_dtype(server_args: Any, settled: Any) -> str:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
-    HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
     PoolName,
@@ -26,7 +25,7 @@ from cornplug.engine_common.page_publish import free_pages
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, log_store_size, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
-from cornplug.kv_page import PageGeometry, RankSlice
+from cornplug.kv_page import PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
@@ -39,10 +38,12 @@ from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_copies import copy_threads
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.storage_interface import PagesOnly
+from cornplug.sglang_hooks.kv.window_pool import WindowPool, layer_groups, open_windows
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 
 
-class CornplugStorage(HiCacheStorage):
+class CornplugStorage(PagesOnly):
     """One a rank. An exclusion is logged once; SGLang then runs with its host pool alone."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -64,7 +65,8 @@ class CornplugStorage(HiCacheStorage):
         """Durations of loads and steps on this rank; None before the pools are known."""
         self.idle: IdleBackups | None = None
         """Of a server that saves what it had once while it idles; None before the pools are known."""
-        self._extra_pools: set[str] = set()
+        self._windows: WindowPool | None = None
+        self._extra_pools: dict[str, Any] = {}
         self._controller = page_hash_hooks.attaching()
         self._excluded = _excluded(storage_config)
 
@@ -78,7 +80,7 @@ class CornplugStorage(HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV:
-            self._extra_pools.add(str(host_pool_name))
+            self._extra_pools[str(host_pool_name)] = host_pool
             if self._reader is not None:
                 self._stop("attention_kind", f"a pool {host_pool_name} came later")
 
@@ -92,28 +94,25 @@ class CornplugStorage(HiCacheStorage):
     def _open(self) -> None:
         if self._excluded:
             raise LayoutError(self._excluded, reason="parallelism")
-        if self._extra_pools:
-            raise LayoutError(
-                f"state besides KV of full attention: {', '.join(sorted(self._extra_pools))}",
-                reason="attention_kind",
-            )
         if self._controller is None:
             raise LayoutError("SGLang's cache controller was not seen", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.runtime_context import get_server_args
 
         model = model_config_of(get_server_args())
+        groups = layer_groups(self._controller, self._extra_pools, model)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         page = page_geometry(
             pages,
             page_tokens=tokens,
             heads=model.get_total_num_kv_heads(),
-            layers=model.num_hidden_layers,
+            layers=model.num_hidden_layers if groups is None else len(groups.full.layers),
             config=model.hf_config.to_dict(),
         )
+        page = page if groups is None else groups.full.page(page)
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
-        verify(pages, self._controller)
+        verify(pages, self._controller, None if groups is None else groups.full.device)
         try:
             index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
@@ -129,7 +128,6 @@ class CornplugStorage(HiCacheStorage):
         stops = self._controller.storage_stop_event.is_set
         threads = copy_threads(self._controller.mem_pool_device.device, self._config.tp_size)
         self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stops, threads=threads)
-        self._ahead = EarlyLookup(index, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
         group = activation.group() if ranks > 1 else b""
@@ -139,8 +137,6 @@ class CornplugStorage(HiCacheStorage):
         # Pages that SGLang's own tree offers at their second request need no other one.
         seconds = self._run.config.engine.save == "second"
         only_seen = seconds and self._controller.write_policy != SECOND_SIGHT
-        if seconds and not only_seen:
-            self.idle = IdleBackups(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
         self._writer = PageWriter(
             self._run,
             self._reader,
@@ -152,6 +148,20 @@ class CornplugStorage(HiCacheStorage):
             pace=self.pace,
             only_seen=only_seen,
             threads=threads,
+        )
+        if groups is not None:
+            self._windows = open_windows(
+                self._run, groups.windows, self._extra_pools[str(PoolName.SWA)], self._controller, roots,
+                index, self._tally, heads=model.get_total_num_kv_heads(),
+                rank=(self._config.tp_size, self._config.tp_rank, group),
+                pace=self.pace, only_seen=only_seen, stopping=stops,
+            )  # fmt: skip
+        whole: PageSize = page if self._windows is None else self._windows.with_full(page)
+        own_tokens = self._controller.mem_pool_device.size
+        if seconds and not only_seen:
+            self.idle = IdleBackups(partial(self._free_tokens, whole), own_tokens)
+        self._ahead = EarlyLookup(
+            index, self._reader, self.pace, self._tally, self._run.app, windows=self._windows
         )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
@@ -166,10 +176,10 @@ class CornplugStorage(HiCacheStorage):
         logger.info(
             "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
             "request with beam_width",
-            self.mem_pool_host.kv_buffer.nbytes / (1 << 30),
+            sum(pool.kv_buffer.nbytes for pool in self.registered_pools.values()) / (1 << 30),
         )
         if self._config.tp_rank == 0:
-            log_store_size(self._run, page, self._controller.mem_pool_device.size, logger)
+            log_store_size(self._run, whole, own_tokens, logger)
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason
@@ -184,6 +194,8 @@ class CornplugStorage(HiCacheStorage):
             self._reader.close()
         if self._writer is not None:
             self._writer.close()
+        if self._windows is not None:
+            self._windows.close()
 
     # -- reading ----------------------------------------------------------------------------
 
@@ -208,9 +220,10 @@ class CornplugStorage(HiCacheStorage):
                 logger.info("cornplug: %s", said)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of these pages, from the first, the store has."""
+        """How many of these pages, from the first, the store has; 0 where a model with windows asks for none:
+        behind full attention alone no request goes on."""
         found = 0
-        if self._may_share() and self._reader is not None:
+        if self._may_share() and self._reader is not None and self._windows is None:
             with miss(self._tally, self._run.app, KV_PAGE):
                 found = self._reader.present(keys)
         return found
@@ -232,7 +245,7 @@ class CornplugStorage(HiCacheStorage):
                 self.pace.moved(done * self._host_page_bytes, took_s)
         return [True] * done + [False] * (len(keys) - done)
 
-    def _free_tokens(self, page: PageGeometry) -> int:
+    def _free_tokens(self, page: PageSize) -> int:
         """Tokens that the store takes without an eviction; 0 where none are shared."""
         if self._off or weights_guard.replaced():
             return 0
@@ -261,12 +274,14 @@ class CornplugStorage(HiCacheStorage):
         Always True: SGLang would log each page that a full or absent store did not take, for
         ever, and does nothing else with the answer. The metrics count the outcomes.
         """
-        saves = self._run.config.engine.save != "never"
-        if saves and self._writer is not None and not self._off and not weights_guard.replaced():
+        if self._writer is not None and self._saves():
             self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
 
-    # -- the parts of SGLang's interface that our pages have no use for -----------------------
+    def _saves(self) -> bool:
+        return self._run.config.engine.save != "never" and not self._off and not weights_guard.replaced()
+
+    # -- both pools of a model with windows ---------------------------------------------------
 
     def batch_exists_v2(
         self,
@@ -274,55 +289,37 @@ class CornplugStorage(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """With further pools nothing is shared; without, as `batch_exists`."""
-        if pool_transfers:
+        """How many of these pages, from the first, the store has together with the window at their end."""
+        if not pool_transfers:
+            return PoolTransferResult(self.batch_exists(keys, extra_info), {})
+        windows, ends = self._windows, list[int]()
+        if windows is not None and self._reader is not None and self._may_share():
+            at_start = extra_info is None or not extra_info.prefix_keys
+            with miss(self._tally, self._run.app, KV_PAGE):
+                ends = windows.hits(self._reader, keys, pool_transfers, at_start=at_start)
+        if not ends:
             return PoolTransferResult.empty()
-        return PoolTransferResult(self.batch_exists(keys, extra_info), {})
+        return PoolTransferResult(ends[-1], {PoolName.KV: ends[-1], PoolName.SWA: ends[-1]}, ends)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Nothing of further pools is stored."""
-        return {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
+        """Fill host pages of windows; True for those that hold verified KV now."""
+        done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
+        if self._windows is not None and self._may_share():
+            began = time.monotonic()
+            done |= self._windows.fetch(transfers)
+            self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, KV_PAGE)
+        return done
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Nothing of further pools is stored."""
-        return self.batch_get_v2(transfers, extra_info)
-
-    def exists(self, key: str) -> bool:
-        """Whether the store has this page."""
-        return self.batch_exists([key]) == 1
-
-    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """None: pages move by `batch_get_v1` only."""
-        return None
-
-    def batch_get(
-        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
-    ) -> list[torch.Tensor | None] | int:
-        """None of them, as `get`."""
-        return [None] * len(keys)
-
-    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """False: pages move by `batch_set_v1` only."""
-        return False
-
-    def batch_set(
-        self,
-        keys: list[str],
-        values: Any = None,
-        target_locations: Any = None,
-        target_sizes: Any = None,
-    ) -> bool:
-        """False, as `set`."""
-        return False
-
-    def clear(self) -> bool:
-        """False: the store is also others', and is not this engine's to empty."""
-        logger.warning("cornplug: the host's store is shared and stays as it is")
-        return False
+        """Offer pages of windows to the store. True for each of them, as in `batch_set_v1`."""
+        if self._windows is not None and self._saves():
+            self._windows.offer(transfers)
+        kept = self._windows is not None
+        return {str(transfer.name): [kept] * len(transfer.keys or ()) for transfer in transfers}
 
 
 def _identify() -> tuple[bytes, dict[str, Any]]:

@@ -135,13 +135,15 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
     return heads, writes
 
 
-def verify(pages: HostPages, controller: Any) -> None:
+def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
     """Check that SGLang backs values of the device pool up to `pages`, and loads values of `pages` back.
 
-    Uses one free host page and the device's page of padding, and restores both. Raises
-    LayoutError("layout") where a value is lost or moved, and where no host page is free.
+    `device` is the pool behind `pages` where the controller has several. Uses one free host page and the
+    device's page of padding, and restores both. Raises LayoutError("layout") where a value is lost or
+    moved, and where no host page is free.
     """
-    host, device, size = pages.pool, controller.mem_pool_device, pages.page_size
+    host, size = pages.pool, pages.page_size
+    device = controller.mem_pool_device if device is None else device
     slots = host.alloc(size)
     if slots is None:
         raise LayoutError("no free page in the host pool to verify the layout with", reason="layout")

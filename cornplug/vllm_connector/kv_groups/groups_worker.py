@@ -122,8 +122,8 @@ def _reads(
     name: str, known: Collection[str], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
 ) -> bool:
     """Whether a layer has no cache but reads that of a known one, under whose name pages hold it."""
-    target = getattr(layers.get(name), "kv_sharing_target_layer_name", None)
-    return target in known and caches[name].data_ptr() == caches[target].data_ptr()
+    target: str | None = getattr(layers.get(name), "kv_sharing_target_layer_name", None)
+    return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, PageSize, tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, PageSize, WholePage, tensor_parallel_heads
 from cornplug.vllm_connector.kv.cache_geometry import page_geometry
 from cornplug.vllm_connector.kv_groups.state_pages import state_page
 from cornplug.vllm_connector.model.cache_specs import (
@@ -49,14 +49,6 @@ class PageKind:
             return 0
         tail = 1 if self.geometry.state else self.geometry.window - 1
         return max(0, end - tail) // self.block_size * self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class WholePage:
-    """One page of each kind, as one size."""
-
-    page_tokens: int
-    page_bytes: int
 
 
 def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tuple[PageKind, ...]:

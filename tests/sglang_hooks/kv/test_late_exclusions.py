@@ -14,7 +14,7 @@ from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.kv import late_exclusions
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
-from ..kv_rig import device_pool, latent_pool
+from ..kv_rig import device_pool, latent_pool, windowed_pool
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +62,8 @@ class Another(type(device_pool(16))):  # type: ignore[misc]
     [
         (device_pool(16), ""),
         (latent_pool(16), ""),
+        (windowed_pool(16), ""),
+        (windowed_pool(16, swa_head_num=2), "kind SWAKVPool"),
         (device_pool(16, dtype=torch.float8_e4m3fn), "float8_e4m3fn"),
         (Another.__new__(Another), "kind Another"),
     ],
