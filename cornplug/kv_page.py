@@ -42,6 +42,14 @@ class PageSize(Protocol):
     def page_bytes(self) -> int: ...
 
 
+@dataclass(frozen=True, slots=True)
+class WholePage:
+    """One page of each kind, as one size."""
+
+    page_tokens: int
+    page_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageGeometry:
     """The shape of every page of one model, at any parallelism of the engine."""

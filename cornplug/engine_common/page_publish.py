@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from cornplug.engine_common.page_envelope import page_headers, page_part
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.kv_page import PageGeometry
+from cornplug.kv_page import PageGeometry, PageSize
 from cornplug.metrics import Tally
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.allocator import align_up
@@ -34,7 +34,7 @@ class PageCost:
     seconds: float = 0.0
 
 
-def free_pages(runtime: EngineRuntime, page: PageGeometry) -> int:
+def free_pages(runtime: EngineRuntime, page: PageSize) -> int:
     """Pages that the store takes without an eviction; 0 where it does not answer."""
     try:
         stat = runtime.store.stat(deadline_s=runtime.deadline_s)

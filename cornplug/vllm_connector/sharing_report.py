@@ -20,6 +20,7 @@ from cornplug.vllm_connector.connector_config import why_not
 from cornplug.vllm_connector.flags import NAME
 from cornplug.vllm_connector.kv.cache_geometry import rank_slice
 from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
+from cornplug.vllm_connector.model.kv_scales import checkpoint_scales
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
 from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 
@@ -113,8 +114,11 @@ def _undivided(parallel: Any) -> Any:
 def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
     """Raise LayoutError with an engine's reason for keeping KV of these layers to itself."""
     groups = _grouped(config, specs)
-    for kind in page_kinds(config, groups, page_tokens):
+    kinds = page_kinds(config, groups, page_tokens)
+    for kind in kinds:
         rank_slice(config, groups, kind.geometry)
+    if any(kind.geometry.quantised for kind in kinds):
+        checkpoint_scales(config)
 
 
 def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
@@ -137,6 +141,7 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.platforms import current_platform
     from vllm.utils.torch_utils import set_default_torch_dtype
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
@@ -146,6 +151,8 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
             initialize_model(vllm_config=config)
+        # Beside states a block is as large as a state, which only the layers know.
+        current_platform.update_block_size_for_backend(config)
         found: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
     return found
 

@@ -13,6 +13,9 @@ hands them to the attention backend; `torch_native` ignores them and reads the l
 their stead, which is wrong, and silently so where the widths agree. So that backend is told to
 attend to the latents always, as it does rightly with a cached prefix and in decoding.
 
+Sliding windows in a pool beside full attention: `torch_native` writes there at the pool's own slots, and
+reads at those of full attention. It is told to read where it has written.
+
 LoRA: with `--lora-backend torch_native` SGLang computes it without a GPU's kernels, but pins host
 memory, which raises where there is no accelerator. That memory is left as it is.
 
@@ -34,8 +37,8 @@ import torch
 
 _POOLS = "sglang.srt.mem_cache.pool_host"
 _MLA = "sglang.srt.models.deepseek_common.attention_backend_handler"
+_ATTENTION = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _LORA = "sglang.srt.lora.lora_manager.LoRAManager"
-_NATIVE = "sglang.srt.layers.attention.torch_native_backend.TorchNativeAttnBackend"
 _DRAFTS = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 _POOL_CONFIG = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 
@@ -62,11 +65,13 @@ def register() -> None:
     HookRegistry.register(
         f"{_POOLS}.mla.MLATokenToKVPoolHost.backup_from_device_all_layer", _save_mla, replace
     )
+    for run in ("_run_sdpa_forward_extend", "_run_sdpa_forward_decode"):
+        HookRegistry.register(f"{_ATTENTION}.{run}", _windows_where_written, HookType.AROUND)
     # A hook imports what it is around, and few servers have adapters. Children inherit the arguments.
     if any(arg.startswith(("--enable-lora", "--lora-paths")) for arg in sys.argv):
         HookRegistry.register(f"{_LORA}.__init__", _unpinned_lora, before)
     if any(arg.startswith("--speculative-algorithm") for arg in sys.argv):
-        HookRegistry.register(f"{_NATIVE}.forward_extend", _verify_drafts, HookType.AROUND)
+        HookRegistry.register(f"{_ATTENTION}.forward_extend", _verify_drafts, HookType.AROUND)
         HookRegistry.register(f"{_DRAFTS}.create_draft_extend_backend", _own_backend, HookType.AROUND)
     if any(arg.startswith("--kv-cache-dtype") for arg in sys.argv):
         HookRegistry.register(f"{_POOL_CONFIG}.configure", _plain_fp8, HookType.AROUND)
@@ -76,6 +81,27 @@ def _latent_handler(original: Callable[..., Any], *args: Any) -> Any:
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     return handlers._dispatch_mla_subtype if args[-1] == "torch_native" else original(*args)
+
+
+def _windows_where_written(
+    original: Callable[..., Any],
+    backend: Any,
+    query: torch.Tensor,
+    output: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    slots: torch.Tensor,
+    rows: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """`slots` are full attention's, a row for each request; `rows` are those of the batch."""
+    if backend.use_sliding_window_kv_pool and any(
+        keys.data_ptr() == own.data_ptr() for own in backend.token_to_kv_pool.swa_kv_pool.k_buffer
+    ):
+        slots = backend.token_to_kv_pool.translate_loc_from_full_to_swa(slots[rows].long())
+        rows = torch.arange(len(rows))
+    return original(backend, query, output, keys, values, slots, rows, *args, **kwargs)
 
 
 def _unpinned(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

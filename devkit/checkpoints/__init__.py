@@ -15,7 +15,9 @@ from __future__ import annotations
 from devkit.checkpoints.any_families import ANY_FAMILIES
 from devkit.checkpoints.any_family import any_family
 from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
+from devkit.checkpoints.drafts import eagle_head
 from devkit.checkpoints.glm import TINY_GLM_VISION, glm4v
+from devkit.checkpoints.hybrids import falcon_h1, gemma3n_text, gpt_oss, lfm2, llama4_text, mamba2
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.qwen import (
     QWEN2_5_VISION,
@@ -27,7 +29,7 @@ from devkit.checkpoints.qwen import (
     qwen3_vl,
     qwen3_vl_moe,
 )
-from devkit.checkpoints.text import deepseek_v2, qwen2_eagle, qwen2_text, qwen3_5_text
+from devkit.checkpoints.text import deepseek_v2, mellum, qwen2_eagle, qwen2_text, qwen3_5_text
 from devkit.checkpoints.tiles import TINY_INTERNVL, TINY_SIGLIP, gemma3, internvl, llava_next, llava_onevision
 
 __all__ = [
@@ -44,12 +46,20 @@ __all__ = [
     "TINY_WHISPER",
     "any_family",
     "deepseek_v2",
+    "eagle_head",
+    "falcon_h1",
     "gemma3",
+    "gemma3n_text",
     "glm4v",
+    "gpt_oss",
     "internvl",
+    "lfm2",
+    "llama4_text",
     "llava",
     "llava_next",
     "llava_onevision",
+    "mamba2",
+    "mellum",
     "qwen2_5_vl",
     "qwen2_audio",
     "qwen2_eagle",

@@ -105,12 +105,53 @@ def qwen3_5_text(
     }
     write_json(folder, config=config)
     write_weights(folder, "Qwen3_5ForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
-    _forget_slowly(folder)
+    forget_slowly(folder)
     return folder
 
 
-def _forget_slowly(folder: Path) -> None:
-    """Let states last for hundreds of tokens: drawn as other tensors are, they would last for two."""
+def mellum(
+    path: Path | str,
+    *,
+    window: int = 128,
+    hidden_size: int = 64,
+    layers: int = 3,
+    heads: int = 2,
+    head_dim: int = 32,
+    llm_seed: int = 1,
+    max_positions: int = 4096,
+    dtype: str = "float32",
+) -> Path:
+    """A Mellum 2 of dense layers: a window of so many tokens in all layers but the last, which sees all.
+    SGLang keeps the two kinds in pools of their own. Returns `path`."""
+    folder = make_folder(path)
+    ids = qwen2_tokenizer(folder)
+    text = Text(hidden_size, layers, heads, None, None, max_positions).config("mellum", ids)
+    kinds = ["sliding_attention"] * (layers - 1) + ["full_attention"]
+    config = {
+        **text,
+        "architectures": ["MellumForCausalLM"],
+        "head_dim": head_dim,
+        "sliding_window": window,
+        "layer_types": kinds,
+        # Experts are declared, as the config class wants, and no layer has them.
+        **{"mlp_layer_types": ["dense"] * layers, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": hidden_size, "decoder_sparse_step": 1, "mlp_only_layers": []},
+        "attention_bias": False,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        **token_ids(ids, "<|endoftext|>", "<|im_end|>", "<|endoftext|>"),
+        "torch_dtype": dtype,
+    }
+    write_json(folder, config=config)
+    write_weights(folder, "MellumForCausalLM", lambda name: name, {"": llm_seed}, ids, dtype)
+    return folder
+
+
+def forget_slowly(folder: Path) -> None:
+    """Let a checkpoint's states, if it has any, last for hundreds of tokens: drawn as other tensors are,
+    they would last for two."""
     from safetensors.torch import load_file, save_file
 
     tensors = load_file(folder / "model.safetensors")

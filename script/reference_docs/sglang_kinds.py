@@ -9,6 +9,7 @@ from cornplug.codec import ITEM_BYTES
 from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.kv.exclusions import (
     BESIDE_DRAFT,
+    BESIDE_WINDOWS,
     DEPLOYMENTS,
     DRAFT_SETTINGS,
     DRAFT_TREES,
@@ -35,6 +36,9 @@ Tests resolve the settings of a server with each of these flags (`tests/sglang_h
 n-grams, a smaller model, EAGLE, and those of models whose windows lie in one pool.
 
 {shared}
+
+Sliding windows in a pool beside full attention (GPT-OSS, Mellum 2) are shared with other SGLang servers
+(`tests/integration/test_sglang_hybrids.py`).
 
 ## KV is not shared: the server runs with the settings of a stock one
 
@@ -69,8 +73,9 @@ def page() -> str:
             f"shared are {_words(ITEM_BYTES)} and, without scales in the checkpoint and not of MLA, "
             f"{_words(sorted(QUANTISED))}: the others keep scales beside the values",
         ),
-        ("models with sliding windows", WINDOWS),
-        ("other hybrid models: chunks, Mamba, sparse", f"{_words(HYBRID_FIELDS)} in config.json"),
+        ("some models with sliding windows", WINDOWS),
+        ("`--speculative-algorithm`, fp8 KV", BESIDE_WINDOWS),
+        ("other hybrid models: chunks, states, sparse attention", f"{_words(HYBRID_FIELDS)} in config.json"),
         ("models of SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
     ]
     return _INTRO.format(

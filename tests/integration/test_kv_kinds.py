@@ -94,6 +94,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "states (gated delta nets)": Kind(
         checkpoints.qwen3_5_text, lambda _: ("--dtype", "bfloat16", "--block-size", "64"), page=128
     ),
+    "layers that read another's cache (Gemma 3n)": Kind(checkpoints.gemma3n_text),
     "two API servers": Kind(checkpoints.qwen2_text, lambda _: ("--api-server-count", "2"), stock=()),
 }
 

@@ -24,6 +24,27 @@ def test_plan_of_example_matches_its_input(name):
     assert f"{plan.proof.bound:.2f}" in readme
 
 
+def test_readme_of_example_matches_its_plans():
+    ours, by_hand = (Plan.load(EXAMPLE / name / "plan.json") for name in ("plan", "hand-made"))
+    readme = " ".join((EXAMPLE / "README.md").read_text().split())
+    saved = 1 - ours.cost_per_hour / by_hand.cost_per_hour
+
+    assert (
+        f"The plan costs ${ours.cost_per_hour:.2f} an hour ({machines(ours)}), "
+        f"the hand-made one ${by_hand.cost_per_hour:.2f} ({machines(by_hand)}): {saved:.0%} less."
+    ).replace("%", " %") in readme
+    assert f"| hand-made | {by_hand.cost_per_hour:.2f} |" in readme
+    assert readme.split("| + ")[-1].split(" |")[1].strip() == f"{ours.cost_per_hour:.2f}"
+    monolith = next(p for p in readme.split("| + ")[1:] if p.startswith("any GPU")).split(" |")[1].strip()
+    assert f"everywhere, it costs ${monolith}/h" in ours.explanation.monolith
+
+
+def machines(plan):
+    """ "1 machine of 4 L4, 1 of 8 A100"; the README leaves out memory sizes."""
+    first, *others = (f"{n.count} of {n.gpus} {n.gpu.partition('-')[0]}" for n in plan.nodes)
+    return ", ".join([first if plan.name == "hand-made" else first.replace(" of", " machine of", 1), *others])
+
+
 def test_plan_of_example_keeps_every_bound():
     for name in ("plan", "hand-made"):
         for latency_forecasts in Plan.load(EXAMPLE / name / "plan.json").latency_forecasts:

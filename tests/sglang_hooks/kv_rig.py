@@ -5,17 +5,23 @@ from __future__ import annotations
 import inspect
 import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import sglang_hicache_cpu
 import torch
+from sglang.srt.arg_groups import overrides
 from sglang.srt.managers.cache_controller import HiCacheController
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_parallel
@@ -25,6 +31,8 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.layout import (
     HostPages,
@@ -81,6 +89,27 @@ def latent_pool(page_size: int) -> Any:
     )
 
 
+WINDOW = 100
+WINDOWED = (0, 2)
+"""Layers with a window; the others see all."""
+
+
+def windowed_pool(page_size: int, *, heads: int = HEADS, **more: Any) -> Any:
+    """Sliding windows beside full attention."""
+    return SWAKVPool(
+        size=256,
+        size_swa=256,
+        page_size=page_size,
+        dtype=torch.bfloat16,
+        head_num=heads,
+        head_dim=DIM,
+        swa_attention_layer_ids=list(WINDOWED),
+        full_attention_layer_ids=[layer for layer in range(LAYERS) if layer not in WINDOWED],
+        device="cpu",
+        **more,
+    )
+
+
 def host_pool(device: Any, layout: str) -> Any:
     kind = MLATokenToKVPoolHost if isinstance(device, MLATokenToKVPool) else MHATokenToKVPoolHost
     more: dict[str, Any] = {"target_layer_num": LAYERS} if kind is MLATokenToKVPoolHost else {}
@@ -92,7 +121,7 @@ def host_pool(device: Any, layout: str) -> Any:
         layout,
         device_capacity_tokens=256,
         start_layer=0,
-        end_layer=LAYERS - 1,
+        end_layer=device.layer_num - 1,
         **more,
     )
 
@@ -124,6 +153,63 @@ class RigRuntime(EngineRuntime):
 
     def another_connection(self) -> Store:
         return Another(self.store)
+
+
+def as_scheduler(monkeypatch: pytest.MonkeyPatch, store: Store) -> tuple[Tally, SimpleNamespace]:
+    """Make this a scheduler process of a server with cornplug, up to the attaching of its storage.
+
+    Returns its metrics and SGLang's config of its model.
+    """
+    runtime, tally = RigRuntime(store), Tally()
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    monkeypatch.setattr(activation, "runtime", lambda: runtime)
+    monkeypatch.setattr(activation, "tally", lambda: tally)
+    monkeypatch.setattr(hicache_storage, "_identify", lambda: (b"model", {"config": "x"}))
+    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
+    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
+    model = SimpleNamespace(
+        get_total_num_kv_heads=lambda: HEADS,
+        num_hidden_layers=LAYERS,
+        sliding_window_size=None,
+        hf_config=SimpleNamespace(to_dict=dict),
+    )
+    monkeypatch.setattr(overrides, "model_config_of", lambda args: model)
+    return tally, model
+
+
+def storage_config(**more: Any) -> HiCacheStorageConfig:
+    """SGLang's for one rank with the storage "cornplug"."""
+    plain: dict[str, Any] = {
+        "tp_rank": 0,
+        "tp_size": 1,
+        "pp_rank": 0,
+        "pp_size": 1,
+        "attn_cp_rank": 0,
+        "attn_cp_size": 1,
+        "is_mla_model": False,
+        "enable_storage_metrics": False,
+        "is_page_first_layout": True,
+        "model_name": "model",
+        "extra_config": dict(hicache_config.BACKEND),
+    }
+    return HiCacheStorageConfig(**plain | more)
+
+
+def attached(device: Any, hosts: Mapping[PoolName, Any], **more: Any) -> hicache_storage.CornplugStorage:
+    """A storage as HybridCacheController.attach_storage_backend makes it for these host pools."""
+    anchor = hosts[PoolName.KV]
+
+    def making(controller: Any) -> Any:
+        backend = StorageBackendFactory.create_backend("dynamic", storage_config(**more), anchor)
+        backend.register_mem_pool_host(anchor)
+        for name, host in hosts.items():
+            backend.register_mem_host_pool_v2(host, name)
+        backend.on_host_pools_registered()
+        return backend
+
+    found = page_hash_hooks._attach(making, Controller(device, anchor))
+    assert isinstance(found, hicache_storage.CornplugStorage)
+    return found
 
 
 def hashes_of(

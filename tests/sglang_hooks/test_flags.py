@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 import yaml
+from sglang.srt.arg_groups import overrides
 from sglang.srt.arg_groups.overrides import resolving_view
 from sglang.srt.mem_cache import host_memory
 from sglang.srt.mem_cache.pool_host import base as pool_base
@@ -417,6 +419,60 @@ def test_hicache_config_full_attention_layers_share_kv(text: str, tmp_path: Path
     layers = json.loads((Path(text) / "config.json").read_text())["num_hidden_layers"]
     model = _model(text, tmp_path / "model", {"layer_types": ["full_attention"] * layers})
     assert shares_kv(resolved(model, "--enable-cornplug"))
+
+
+def test_hicache_config_windows_beside_full_attention_share_kv(tmp_path: Path) -> None:
+    model = str(checkpoints.mellum(tmp_path / "model"))
+    assert shares_kv(resolved(model, "--enable-cornplug"))
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["--kv-cache-dtype", "fp8_e4m3"],
+        ["--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"],
+        STANDALONE,
+    ],
+)
+def test_hicache_config_untested_beside_windows_of_their_own_is_stock(
+    tmp_path: Path, args: Sequence[str]
+) -> None:
+    record = given(str(checkpoints.mellum(tmp_path / "model")), "--enable-cornplug", *args)
+    with mock.patch.object(compat.logger, "warning") as warning:
+        hicache_config.settle(record)
+    assert not resolving_view(record).enable_hierarchical_cache
+    assert "beside sliding windows in a pool of their own" in str(warning.call_args)
+
+
+@pytest.mark.parametrize(
+    "unlike",
+    [
+        {"is_hybrid_swa": False},
+        {"is_multimodal": True},  # attention in both directions
+        {"sliding_window_size": None},
+        {"swa_attention_layer_ids": [0]},  # a layer of no pool
+        {"full_attention_layer_ids": [], "swa_attention_layer_ids": [0, 1, 2]},
+        {"get_swa_num_kv_heads": lambda ranks: 1},
+    ],
+    ids=lambda unlike: next(iter(unlike)),
+)
+def test_exclusions_of_other_windows_keep_kv_stock(
+    unlike: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    windowed = {
+        "is_hybrid_swa": True,
+        "is_multimodal": False,
+        "sliding_window_size": 128,
+        "full_attention_layer_ids": [2],
+        "swa_attention_layer_ids": [0, 1],
+        "num_hidden_layers": 3,
+        "get_num_kv_heads": lambda ranks: 2,
+        "get_swa_num_kv_heads": lambda ranks: 2,
+    }
+    models = iter([SimpleNamespace(**windowed), SimpleNamespace(**windowed | unlike)])
+    monkeypatch.setattr(overrides, "model_config_of", lambda args: next(models))
+    assert exclusions.keeps_windows_apart(None)
+    assert not exclusions.keeps_windows_apart(None)
 
 
 def test_hicache_config_without_host_memory_stays_off(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import VLLM
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, verdicts_of
 from devkit import checkpoints
+from devkit.quantised import with_kv_scales
 
 pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
 
@@ -30,6 +31,11 @@ for model in sys.argv[1:]:
     print(last_line(describe(model)))
 for flags in {flags}:
     print(last_line(describe(sys.argv[1], flags.split())))
+draft = '{"method":"draft_model","num_speculative_tokens":2,"model":"%s"}' % sys.argv[1]
+print(last_line(describe(sys.argv[1], ["--speculative-config", draft])))
+eagle = '{"method":"eagle","num_speculative_tokens":2,"model":"%s-eagle"}' % sys.argv[1]
+print(last_line(describe(sys.argv[1], ["--speculative-config", eagle])))
+print(last_line(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
 print(last_line(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
@@ -47,7 +53,14 @@ FLAGS = {
     "text, guesses": f"--tensor-parallel-size 2 --speculative-config {_DRAFTS}",
     "text, int8": "--kv-cache-dtype int8_per_token_head",
 }
-AROUND = ("windows, odd pages", "text, KV off", "text, no connector")
+AROUND = (
+    "text, draft",
+    "text, EAGLE",
+    "states, no prefix caching",
+    "windows, odd pages",
+    "text, KV off",
+    "text, no connector",
+)
 
 Said = dict[str, SharingVerdict]
 
@@ -78,10 +91,19 @@ def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, S
         "text": text,
         "windows": _with_windows(folder / "windows"),
         "latents": checkpoints.deepseek_v2(folder / "latents", kv_lora_rank=512, rope_dim=64),
+        "states": checkpoints.qwen3_5_text(folder / "states"),
+        "scales": with_kv_scales(text, folder / "scales", k_scale=0.5, v_scale=0.5),
+        "sinks": checkpoints.gpt_oss(folder / "sinks"),
+        "chunks": checkpoints.llama4_text(folder / "chunks"),
+        "caches of others": checkpoints.gemma3n_text(folder / "caches"),
+        "convolutions": checkpoints.lfm2(folder / "convolutions"),
+        "states beside KV": checkpoints.falcon_h1(folder / "both"),
+        "states alone": checkpoints.mamba2(folder / "alone"),
         "audio": checkpoints.qwen2_audio(folder / "audio"),
         "none": folder,
         "unreadable": checkpoints.qwen2_text(folder / "unreadable"),
     }
+    checkpoints.eagle_head(f"{text}-eagle", text)
     (models["unreadable"] / "consolidated.safetensors").symlink_to("model.safetensors")
     found = run(_ALL.replace("{flags}", repr(list(FLAGS.values()))), *map(str, models.values()))
     return dict(zip((*models, *FLAGS, *AROUND), found, strict=True))
@@ -122,12 +144,35 @@ def test_sharing_report_of_flags_that_do_not_share_says_why(said: Mapping[str, S
     assert (refused.shared, "expandable_segments" in refused.why) == (False, True)
 
 
-def test_sharing_report_of_latents_is_kv(said: Mapping[str, Said]) -> None:
-    assert said["latents"]["KV"] == SharingVerdict(what="KV", shared=True)
+KINDS = [
+    *("latents", "states", "scales", "text, draft", "text, EAGLE", "sinks", "caches of others"),
+    *("convolutions", "states beside KV"),
+]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_sharing_report_of_every_kind_is_kv(name: str, said: Mapping[str, Said]) -> None:
+    assert said[name]["KV"] == SharingVerdict(what="KV", shared=True)
+
+
+def test_sharing_report_of_states_alone_says_why(said: Mapping[str, Said]) -> None:
+    found = said["states alone"]["KV"]
+    assert (found.shared, "MambaSpec" in found.why) == (False, True)
+
+
+def test_sharing_report_of_states_without_prefix_caching_says_why(said: Mapping[str, Said]) -> None:
+    found = said["states, no prefix caching"]["KV"]
+    assert (found.shared, "--enable-prefix-caching" in found.why) == (False, True)
 
 
 def test_sharing_report_of_windows_is_shared(said: Mapping[str, Said]) -> None:
     assert (said["windows"]["embeddings"].shared, said["windows"]["KV"].shared) == (True, True)
+
+
+def test_sharing_report_of_chunks_names_a_remedy(said: Mapping[str, Said]) -> None:
+    found = said["chunks"]["KV"]
+    assert (found.shared, "ChunkedLocalAttentionSpec" in found.why) == (False, True)
+    assert "--disable-hybrid-kv-cache-manager" in found.remedy
 
 
 def test_sharing_report_of_windows_in_other_blocks_names_a_remedy(said: Mapping[str, Said]) -> None:

@@ -27,7 +27,8 @@ class CounterfactualQuestion:
 @dataclass(frozen=True)
 class CounterfactualAnswer:
     value: float | None
-    """Of the pool's objective (dollars an hour, goodput, least share); None: no plan was found."""
+    """Of the pool's objective (dollars an hour, goodput, least share); None: no plan was found that is good
+    enough."""
     proven: bool
     """To the solver's gap; of None, that there is none."""
     reason: str = ""
@@ -48,10 +49,15 @@ class ExplanationBudget:
 
 
 def ask(
-    pool: OptimizationProblem, settings: SolverOptions, budget: ExplanationBudget
+    pool: OptimizationProblem,
+    settings: SolverOptions,
+    budget: ExplanationBudget,
+    *,
+    at_least: float | None = None,
 ) -> CounterfactualAnswer:
     """The answer by the first objective only: no tie-breaks, and no search for the shortfall.
 
+    `at_least`: only a plan that is as good as this is asked for, which prunes most of the search.
     Its work, at most `QUESTION_WORK`, is taken from the budget.
     """
     budget.spend(BUILD_WORK)
@@ -60,6 +66,8 @@ def ask(
         return CounterfactualAnswer(None, True, reason)
     goal = objectives.goals(model)[0]
     model.problem.setObjective(goal.sign * goal.expression)
+    if at_least is not None:
+        model.problem.addConstraint(goal.sign * goal.expression <= goal.sign * at_least * hours(pool))
     work = min(QUESTION_WORK, budget.left)
     run = run_solver(model.problem, SolverLimits(settings.gap, settings.time_limit_s, settings.threads, work))
     budget.spend(run.work)

@@ -61,14 +61,21 @@ class _Asked:
         """A difference below it may be the solver's."""
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
-    def ask(self, name: str, pool: OptimizationProblem) -> CounterfactualAnswer | None:
-        """None when the work is spent. `name`: a second question of this name has the first one's answer."""
+    def ask(
+        self, name: str, pool: OptimizationProblem, *, better: bool = False
+    ) -> CounterfactualAnswer | None:
+        """None when the work is spent. `name`: a second question of this name has the first one's answer.
+
+        `better`: only a plan that is better than this one, by more than the noise, is an answer.
+        """
         if name in self.answers:
             return self.answers[name]
         if self.budget.left <= 0:
             self.skipped.append(name)
             return None
-        answer = self.answers[name] = ask(pool, self.settings, self.budget)
+        gain = -self.noise if self.costs else self.noise
+        at_least = self.value + gain if better else None
+        answer = self.answers[name] = ask(pool, self.settings, self.budget, at_least=at_least)
         if answer.timed_out:
             self.timed_out.append(name)
         return answer
@@ -167,10 +174,10 @@ def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
 def _bindings(asked: _Asked) -> list[BindingConstraint]:
     found = []
     for relaxed in binding_constraints.questions(asked.decision.pool, asked.decision.solution):
-        answer = asked.ask(relaxed.question.name, relaxed.question.pool)
+        answer = asked.ask(relaxed.question.name, relaxed.question.pool, better=True)
         gained = None if answer is None else asked.gained(answer)
-        matters = gained is not None and gained > asked.noise
-        if matters or (not relaxed.price and abs(relaxed.slack) < 1e-6 and gained is None):
+        unasked = answer is None and not relaxed.price and abs(relaxed.slack) < 1e-6
+        if gained is not None or unasked:
             found.append(
                 BindingConstraint(
                     constraint=relaxed.question.name,

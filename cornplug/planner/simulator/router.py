@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import reduce
 from operator import or_
+from typing import Final
 
 import numpy as np
 
@@ -24,6 +25,9 @@ from cornplug.planner.simulator.replicas import (
 )
 from cornplug.planner.simulator.stations import QueuePeak, Station
 
+_BLOCK: Final = 512
+"""Random numbers that a station draws at once."""
+
 
 class RouterDispatch:
     def __init__(
@@ -31,6 +35,7 @@ class RouterDispatch:
     ) -> None:
         self.station = station
         self._rng = rng
+        self._drawn: list[float] = []
         self._replicas = [_replica(station, agenda, log) for _ in range(station.replicas)]
 
     def arrive(self, now: float, job: int, request: SampledRequest) -> None:
@@ -48,13 +53,24 @@ class RouterDispatch:
         if len(self._replicas) == 1:
             return self._replicas[0]
         if self.station.router == "random":
-            return self._replicas[int(self._rng.integers(len(self._replicas)))]
+            return self._replicas[self._below(len(self._replicas))]
         if self.station.router == "power_of_two":
-            two: list[int] = self._rng.choice(len(self._replicas), 2, replace=False).tolist()
-            return min((self._replicas[i] for i in two), key=lambda replica: replica.outstanding)
+            return self._shorter_of_two()
         if self.station.router == "join_shortest_queue":
             return min(self._replicas, key=lambda replica: replica.outstanding)
         return self._least_work(now)
+
+    def _shorter_of_two(self) -> SimulatedReplica:
+        """Of two different replicas, each pair as likely as any other; of equals the first drawn."""
+        i, k = self._below(len(self._replicas)), self._below(len(self._replicas) - 1)
+        one, other = self._replicas[i], self._replicas[k + (k >= i)]
+        return one if one.outstanding <= other.outstanding else other
+
+    def _below(self, n: int) -> int:
+        """A random index; drawn in blocks, for a call of numpy's generator costs as much as the request."""
+        if not self._drawn:
+            self._drawn = self._rng.random(_BLOCK).tolist()
+        return int(self._drawn.pop() * n)
 
     def _least_work(self, now: float) -> SimulatedReplica:
         best, least = self._replicas[0], float("inf")

@@ -15,6 +15,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.window_pool import WindowPool
 
 _NEAR_TOKENS: Final = 4096
 """Tokens of a prompt that one lookup covers, in about a millisecond."""
@@ -24,9 +25,16 @@ class EarlyLookup:
     """One a rank."""
 
     def __init__(
-        self, index: PageHashIndex, reader: PageReader, pace: LoadPace, tally: Tally, app: str
+        self,
+        index: PageHashIndex,
+        reader: PageReader,
+        pace: LoadPace,
+        tally: Tally,
+        app: str,
+        windows: WindowPool | None = None,
     ) -> None:
         self._index, self._reader, self._pace, self._tally, self._app = index, reader, pace, tally, app
+        self._windows = windows
 
     def worth(
         self,
@@ -45,6 +53,12 @@ class EarlyLookup:
         near = tokens[: _NEAR_TOKENS + in_pairs]
         names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
         count, on_disk = self._reader.count(names)
+        # A window behind the pages of this lookup is looked up with them, on the storage's thread.
+        if self._windows is not None and (count < len(names) or len(tokens) <= _NEAR_TOKENS):
+            count = self._windows.reach(names[:count], at_start=not prefix)
+            if not count:
+                self._reader.count_absent(len(names))
+                return 0
         # Where every page of the lookup is stored, the pages behind them are likely to be.
         ahead = len(tokens) if count == len(names) else count * self._index.page_size
         disk_s = self._reader.disk_s(on_disk * ahead // (count * self._index.page_size)) if count else 0.0

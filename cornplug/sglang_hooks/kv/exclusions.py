@@ -58,10 +58,12 @@ DEPLOYMENTS: Final = (
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
 WINDOWS: Final = (
-    "SGLang keeps KV of layers with sliding windows in a pool of its own, which has no pages here; with "
-    "--disable-hybrid-swa-memory (Gemma 2 and 3, OLMo 3 and EXAONE 4 have it by default) it is shared"
+    "SGLang keeps KV of their windows in a pool without pages here, beside images or with other KV heads; "
+    "with --disable-hybrid-swa-memory (by default for Gemma 2 and 3, OLMo 3, EXAONE 4) it is shared"
 )
-"""Why KV of models with sliding windows is not shared."""
+"""Why KV of some models with sliding windows is not shared."""
+BESIDE_WINDOWS: Final = "not tested: beside sliding windows in a pool of their own"
+"""Why settings of KV and drafts that are shared otherwise are not, of models with windows."""
 _WINDOWED: Final = "not tested: a draft that sees a window only"
 DRAFT_SETTINGS: Final = (
     ExcludedFlag(
@@ -125,8 +127,8 @@ def excluded(server_args: Any, page_tokens: int) -> str:
     return (
         deployment(settled)
         or branches(settled)
-        or _checkpoint(settled)
-        or _windows(server_args)
+        or _checkpoint(server_args, settled)
+        or _windows(server_args, settled)
         or _beside_draft(server_args, settled)
         or _kv_dtype(server_args, settled)
         or _cache(server_args, settled, page_tokens)
@@ -198,7 +200,7 @@ def branches(settings: Any) -> str:
     return f"--speculative-algorithm NGRAM ({TREES})"
 
 
-def _checkpoint(settled: Any) -> str:
+def _checkpoint(server_args: Any, settled: Any) -> str:
     try:
         config = Checkpoint.open(settled.model_path, settled.revision).config
     except CheckpointError:
@@ -206,20 +208,42 @@ def _checkpoint(settled: Any) -> str:
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
-    if settled.disable_hybrid_swa_memory:
-        # Of layers with windows, too, the one pool has K and V of every token.
+    # In one pool it has K and V of every token of layers with windows, too.
+    in_one = settled.disable_hybrid_swa_memory
+    if in_one or (kinds == {"sliding_attention"} and keeps_windows_apart(server_args)):
         kinds.discard("sliding_attention")
     hybrid += sorted(kinds)
     return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
 
 
-def _windows(server_args: Any) -> str:
-    """Whether SGLang frees KV that windows have passed, by its own decision; "" where it does not."""
+def keeps_windows_apart(server_args: Any) -> bool:
+    """Whether SGLang keeps the layers with sliding windows in a pool of their own that can be shared.
+
+    Its models of images do not count: attention in both directions makes KV that depends on later tokens.
+    """
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    model = model_config_of(server_args)
+    if not model.is_hybrid_swa or model.is_multimodal or not (model.sliding_window_size or 0) > 0:
+        return False
+    full, windows = model.full_attention_layer_ids or (), model.swa_attention_layer_ids or ()
+    whole = full and windows and len(full) + len(windows) == model.num_hidden_layers
+    return bool(whole) and model.get_num_kv_heads(1) == model.get_swa_num_kv_heads(1)
+
+
+def _windows(server_args: Any, settled: Any) -> str:
+    """Why KV of a model whose windows have a pool of their own is not shared; "" where it is."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     if not model_config_of(server_args).is_hybrid_swa:
         return ""
-    return f"a hybrid model: {WINDOWS}"
+    if not keeps_windows_apart(server_args):
+        return f"a hybrid model: {WINDOWS}"
+    if algorithm := settled.speculative_algorithm:
+        return f"--speculative-algorithm {algorithm} ({BESIDE_WINDOWS})"
+    if settled.kv_cache_dtype in QUANTISED:
+        return f"--kv-cache-dtype {settled.kv_cache_dtype} ({BESIDE_WINDOWS})"
+    return ""
 
 
 def _beside_draft(server_args: Any, settled: Any) -> str:

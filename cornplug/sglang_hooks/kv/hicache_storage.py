@@ -23,7 +23,7 @@ from cornplug.engine_common.page_publish import free_pages
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, log_store_size, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
-from cornplug.kv_page import PageGeometry, RankSlice
+from cornplug.kv_page import PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.kv import page_hash_hooks
@@ -31,7 +31,6 @@ from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
-from cornplug.sglang_hooks.kv.hicache_operations import HiCacheOperations
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.layout import (
     attention_backends,
@@ -45,10 +44,12 @@ from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_copies import copy_threads
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
+from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 
 
-class CornplugStorage(HiCacheOperations):
+class CornplugStorage(FurtherPools):
     """One a rank. An exclusion is logged once; SGLang then runs with its host pool alone."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
@@ -58,13 +59,10 @@ class CornplugStorage(HiCacheOperations):
                 "names cornplug's storage in a server without cornplug",
                 "Add --enable-cornplug.",
             )
-        super().__init__()
+        super().__init__(activation.runtime(), activation.tally())
         self._config = storage_config
-        self._run = activation.runtime()
-        self._tally = activation.tally()
         self._off = "starting"
         self._index: PageHashIndex | None = None
-        self._reader: PageReader | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
@@ -72,7 +70,7 @@ class CornplugStorage(HiCacheOperations):
         """Durations of loads and steps on this rank; None before the pools are known."""
         self.idle: IdleBackups | None = None
         """Of a server that saves what it had once while it idles; None before the pools are known."""
-        self._extra_pools: set[str] = set()
+        self._extra_pools: dict[str, Any] = {}
         self._controller = page_hash_hooks.attaching()
         self._excluded = _excluded(storage_config)
 
@@ -91,7 +89,7 @@ class CornplugStorage(HiCacheOperations):
             except CornplugError as e:
                 self._stop(e.reason, f"its draft's is not: {e}")
         elif host_pool_name != PoolName.KV:
-            self._extra_pools.add(str(host_pool_name))
+            self._extra_pools[str(host_pool_name)] = host_pool
             if self._reader is not None:
                 self._stop("attention_kind", f"a pool {host_pool_name} came later")
 
@@ -105,11 +103,6 @@ class CornplugStorage(HiCacheOperations):
     def _open(self) -> None:
         if self._excluded:
             raise LayoutError(self._excluded, reason="parallelism")
-        if self._extra_pools:
-            raise LayoutError(
-                f"state besides KV of full attention: {', '.join(sorted(self._extra_pools))}",
-                reason="attention_kind",
-            )
         if self._controller is None:
             raise LayoutError("SGLang's cache controller was not seen", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
@@ -117,19 +110,21 @@ class CornplugStorage(HiCacheOperations):
 
         model = model_config_of(get_server_args())
         quantised = quantised_format(self._controller.mem_pool_device.dtype)
+        groups = layer_groups(self._controller, self._extra_pools, model)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         page = page_geometry(
             pages,
             page_tokens=tokens,
             heads=model.get_total_num_kv_heads(),
-            layers=model.num_hidden_layers,
+            layers=model.num_hidden_layers if groups is None else len(groups.full.layers),
             config=model.hf_config.to_dict(),
             quantised=quantised,
             attention=attention_backends() if quantised else "",
         )
+        page = page if groups is None else groups.full.page(page)
         heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
-        verify(pages, self._controller)
+        verify(pages, self._controller, None if groups is None else groups.full.device)
         try:
             self._index = index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
@@ -145,7 +140,6 @@ class CornplugStorage(HiCacheOperations):
         stops = self._controller.storage_stop_event.is_set
         threads = copy_threads(self._controller.mem_pool_device.device, self._config.tp_size)
         self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stops, threads=threads)
-        self._ahead = EarlyLookup(index, self._reader, self.pace, self._tally, self._run.app)
         # Latent pages are written by rank 0 alone, whole.
         ranks = 1 if pages.latent else self._config.tp_size
         group = activation.group() if ranks > 1 else b""
@@ -154,8 +148,6 @@ class CornplugStorage(HiCacheOperations):
         part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
         # Pages that SGLang's own tree offers at their second request need no other one.
         only_seen = self._only_seen()
-        if self._run.config.engine.save == "second" and not only_seen:
-            self.idle = IdleBackups(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
         self._writer = PageWriter(
             self._run,
             self._reader,
@@ -167,6 +159,20 @@ class CornplugStorage(HiCacheOperations):
             pace=self.pace,
             only_seen=only_seen,
             threads=threads,
+        )
+        if groups is not None:
+            self._windows = open_windows(
+                self._run, groups.windows, self._extra_pools[str(PoolName.SWA)], self._controller, roots,
+                index, self._tally, heads=model.get_total_num_kv_heads(),
+                rank=(self._config.tp_size, self._config.tp_rank, group),
+                pace=self.pace, only_seen=only_seen, stopping=stops,
+            )  # fmt: skip
+        whole: PageSize = page if self._windows is None else self._windows.with_full(page)
+        own_tokens = self._controller.mem_pool_device.size
+        if self._run.config.engine.save == "second" and not only_seen:
+            self.idle = IdleBackups(partial(self._free_tokens, whole), own_tokens)
+        self._ahead = EarlyLookup(
+            index, self._reader, self.pace, self._tally, self._run.app, windows=self._windows
         )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
@@ -181,10 +187,10 @@ class CornplugStorage(HiCacheOperations):
         logger.info(
             "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
             "request with beam_width",
-            self.mem_pool_host.kv_buffer.nbytes / (1 << 30),
+            sum(pool.kv_buffer.nbytes for pool in self.registered_pools.values()) / (1 << 30),
         )
         if self._config.tp_rank == 0:
-            log_store_size(self._run, page, self._controller.mem_pool_device.size, logger)
+            log_store_size(self._run, whole, own_tokens, logger)
 
     def _open_draft(self) -> None:
         assert self._index is not None
@@ -218,7 +224,7 @@ class CornplugStorage(HiCacheOperations):
         """End the sharing of KV; the process keeps its store connection, for embeddings."""
         self._off = "closed"
         page_hash_hooks.close_index()
-        for part in (self._reader, self._writer, self._draft):
+        for part in (self._reader, self._writer, self._windows, self._draft):
             if part is not None:
                 part.close()
 
@@ -252,9 +258,10 @@ class CornplugStorage(HiCacheOperations):
                 logger.info("cornplug: %s", said)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of these pages, from the first, the store has."""
+        """How many of these pages, from the first, the store has; 0 where a model with windows asks for none:
+        behind full attention alone no request goes on."""
         found = 0
-        if self._may_share() and self._reader is not None:
+        if self._may_share() and self._reader is not None and self._windows is None:
             with miss(self._tally, self._run.app, KV_PAGE):
                 found = self._reader.present(keys)
         return found
@@ -276,7 +283,7 @@ class CornplugStorage(HiCacheOperations):
                 self.pace.moved(done * self._host_page_bytes, took_s)
         return [True] * done + [False] * (len(keys) - done)
 
-    def _free_tokens(self, page: PageGeometry) -> int:
+    def _free_tokens(self, page: PageSize) -> int:
         """Tokens that the store takes without an eviction; 0 where none are shared."""
         if self._off or weights_guard.replaced():
             return 0

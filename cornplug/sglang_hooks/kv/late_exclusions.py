@@ -33,6 +33,10 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
+    from cornplug.sglang_hooks.kv.window_pool import window_pools
+
+    if (pools := window_pools(pool)) is not None:
+        return unshareable(pools[0]) or unshareable(pools[1])
     # Their subclasses keep something else: block scales, asymmetric heads, sparse slots, other orders.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         return f"a KV pool of kind {type(pool).__name__} has no pages"

@@ -174,9 +174,9 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
 def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
     """Check that SGLang backs values of the device pool up to `pages`, and loads values of `pages` back.
 
-    Uses one free host page and the device's page of padding, and restores both. `device` is the device pool
-    of `pages`, by default the controller's. Raises LayoutError("layout") where a value is lost or moved, and
-    where no host page is free.
+    `device` is the pool behind `pages` where the controller has several. Uses one free host page and the
+    device's page of padding, and restores both. Raises LayoutError("layout") where a value is lost or
+    moved, and where no host page is free.
     """
     host, size = pages.pool, pages.page_size
     device = controller.mem_pool_device if device is None else device

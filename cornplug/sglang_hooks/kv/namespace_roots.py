@@ -5,6 +5,7 @@ Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -34,6 +35,12 @@ class NamespaceRoots:
         self._identity = BackgroundIdentity(identify, "KV", logger.warning)
         self._known: dict[tuple[str | None, bytes | None], bytes] = {}
         self._identity.first_wait()
+
+    def of(self, page: PageGeometry) -> NamespaceRoots:
+        """The roots of another kind of the same model's pages."""
+        other = copy.copy(self)
+        other._page, other._known = page, {}
+        return other
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the checkpoint has been read, with an error or without, within that time."""

@@ -35,6 +35,7 @@ class PageReader:
     Args:
         stopping: whether SGLang waits for its storage threads' end: it ends its server after 10 s.
         threads: as `PageCopies`'.
+        counts_tokens: False for pages whose tokens another reader counts as saved.
     """
 
     def __init__(
@@ -48,7 +49,9 @@ class PageReader:
         stopping: Callable[[], bool],
         *,
         threads: int = 1,
+        counts_tokens: bool = True,
     ) -> None:
+        self._counts_tokens = counts_tokens
         self._run, self._roots, self._index = runtime, roots, index
         self._mine, self._tally = mine, tally
         self._copies = PageCopies(mine, host, threads=threads)
@@ -125,6 +128,30 @@ class PageReader:
         self._missed("disk_late" if late else "absent", (len(wanted) - count) * self._index.page_size)
         self._missed("no_page_key", (len(hashes) - len(wanted)) * self._index.page_size)
         return count
+
+    def tiers(self, hashes: Sequence[str], *, asking: bool = False, recall: bool = False) -> list[Tier]:
+        """Where each of these pages is: absent if a part of it is, on disk if a part is there only; absent
+        too behind the first page that has no name in the store. Raises CornplugError.
+
+        Args:
+            asking: from the scheduler's thread, as `begins`.
+            recall: wait for those that are on disk only, as `present`.
+        """
+        plan = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
+        keys = list(dict.fromkeys(key for parts in plan for part in parts for key in part))
+        found: dict[bytes, Tier] = {}
+        if keys and recall:
+            found = dict(zip(keys, map(Tier, self._recalled(keys)), strict=True))
+        elif keys:
+            store = self._asking if asking else self._run.store
+            tiers = tiers_of(store, keys, deadline_s=self._run.deadline_s)
+            found = dict(zip(keys, map(Tier, tiers), strict=True))
+        pages = [_farthest([_nearest([found[key] for key in part]) for part in parts]) for parts in plan]
+        return pages + [Tier.ABSENT] * (len(hashes) - len(pages))
+
+    def count_absent(self, pages: int) -> None:
+        """Count pages of SGLang's that the store cannot give."""
+        self._missed("absent", pages * self._index.page_size)
 
     def disk_s(self, entries: int) -> float:
         """Seconds that the store takes to read so many entries from disk; 0 where it read none lately."""
@@ -255,12 +282,23 @@ class PageReader:
 
     def _count(self, done: int, reason: str) -> None:
         app, tokens = self._run.app, done * self._index.page_size
-        if done:
+        if done and self._counts_tokens:
             # In pages of the store, as every other engine counts them.
             pages = max(1, tokens // self._index.page_tokens)
             self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
+        if done:
             moved = tokens * self._mine.size_bytes / self._index.page_tokens
             self._tally.count("cornplug_bytes_total", app, KV_PAGE, "load", by=moved)
         if reason:
             self._tally.count("cornplug_misses_total", app, KV_PAGE, reason)
+
+
+def _nearest(tiers: Sequence[Tier]) -> Tier:
+    """Where one of several entries is, any of which will do."""
+    return min((tier for tier in tiers if tier), default=Tier.ABSENT)
+
+
+def _farthest(tiers: Sequence[Tier]) -> Tier:
+    """Where several entries are, all of which are needed."""
+    return Tier.ABSENT if Tier.ABSENT in tiers else max(tiers)

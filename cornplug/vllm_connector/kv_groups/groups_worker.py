@@ -34,8 +34,8 @@ class GroupsWorker:
         A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
         """
         known = {name for names in self._layer_names for name in names}
-        if known != caches.keys():
-            # A layer that reads another's cache, or one that vLLM did not plan.
+        others = caches.keys() - known
+        if known - caches.keys() or not all(_reads(name, known, caches, layers) for name in others):
             error = LayoutError(
                 f"KV caches of other layers: {sorted(known ^ caches.keys())}", reason="layout"
             )
@@ -116,6 +116,14 @@ class GroupsWorker:
         """Finish the slabs that are being copied; drop all others."""
         for worker in self._workers:
             worker.close()
+
+
+def _reads(
+    name: str, known: Collection[str], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
+) -> bool:
+    """Whether a layer has no cache but reads that of a known one, under whose name pages hold it."""
+    target: str | None = getattr(layers.get(name), "kv_sharing_target_layer_name", None)
+    return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:

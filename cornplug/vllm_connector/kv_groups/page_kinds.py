@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, PageSize, tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, PageSize, WholePage, tensor_parallel_heads
 from cornplug.vllm_connector.kv.cache_geometry import page_geometry
 from cornplug.vllm_connector.kv_groups.state_pages import state_page
 from cornplug.vllm_connector.model.cache_specs import (
@@ -51,14 +51,6 @@ class PageKind:
         return max(0, end - tail) // self.block_size * self.block_size
 
 
-@dataclass(frozen=True, slots=True)
-class WholePage:
-    """One page of each kind, as one size."""
-
-    page_tokens: int
-    page_bytes: int
-
-
 def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tuple[PageKind, ...]:
     """The kinds of pages of this model, in vLLM's order of groups.
 
@@ -76,7 +68,7 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     if drafts_with_kv(config) is not None:
         raise LayoutError(f"{several} beside a draft model", reason="speculative")
     of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
-    _require_every_layer(config, cache, states=bool(of_states))
+    _require_layers_of_the_model(config, cache)
     kinds = tuple(_kind(config, group, max(of_states, default=page_tokens), several) for group in groups)
     if not any(kind.whole for kind in kinds):
         raise LayoutError(f"{several}, none of full attention", reason="hybrid")
@@ -97,15 +89,18 @@ def _keeps_states(group: KVCacheGroupSpec) -> bool:
     return type(group.kv_cache_spec) is MambaSpec
 
 
-def _require_every_layer(config: VllmConfig, cache: KVCacheConfig, *, states: bool) -> None:
-    """Raise LayoutError unless each of the model's layers is in exactly one group.
+def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise LayoutError unless the groups' layers are the model's, each once with KV and once with a state.
 
-    Beside `states` a layer may keep nothing (an MLP alone), or a state and KV.
+    A layer of no group keeps nothing (an MLP alone), or reads another's cache: the worker half refuses caches
+    that are in no group. Falcon-H1 numbers its states behind all of its layers.
     """
-    numbers = sorted(layer_number(name) for group in cache.kv_cache_groups for name in group.layer_names)
     total = config.model_config.get_total_num_hidden_layers()
-    if numbers[-1] >= total if states else numbers != list(range(total)):
-        raise LayoutError(f"cache groups of layers {numbers}, in a model of {total}", reason="hybrid")
+    for of_states, limit in ((False, total), (True, 2 * total)):
+        groups = [group for group in cache.kv_cache_groups if _keeps_states(group) is of_states]
+        numbers = sorted(layer_number(name) for group in groups for name in group.layer_names)
+        if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
+            raise LayoutError(f"cache groups of layers {numbers}, in a model of {total}", reason="hybrid")
 
 
 def _kind(config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several: str) -> PageKind:

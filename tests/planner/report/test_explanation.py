@@ -106,6 +106,15 @@ def test_explanation_binding_reserves_have_prices() -> None:
     assert binding["demand[chat/short]"] > 0  # type: ignore[operator]
 
 
+def test_ask_for_a_plan_as_good_as_none_is_finds_none() -> None:
+    """1 A100 and 2 A10G, $5.69, carry 14 requests/s: no plan costs $5.60."""
+    pool = decided(given(rate=14, rules=full())).pool
+    settings, budget = given().solver, ExplanationBudget(1.0)
+    assert counterfactual.ask(pool, settings, budget, at_least=5.70).value == pytest.approx(5.69)
+    answer = counterfactual.ask(pool, settings, budget, at_least=5.60)
+    assert (answer.value, answer.proven) == (None, True)
+
+
 def test_explanation_monolith_loses_when_roles_differ() -> None:
     found = explanation.explain(pair(10), decided(pair(10)))
     # At 2.5 requests/s 2 of either do; at 5, 2 do the work of 4.

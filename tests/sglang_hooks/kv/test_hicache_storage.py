@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from sglang.srt.arg_groups import overrides
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, PoolName, PoolTransfer
-from sglang.srt.mem_cache.storage import StorageBackendFactory
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.shared_flags import settings
@@ -27,15 +25,18 @@ from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
-from ..kv_rig import HEADS, LAYERS, Controller, RigRuntime, device_pool, hashes_of, host_pool
+from ..kv_rig import (
+    Controller,
+    RigRuntime,
+    as_scheduler,
+    attached,
+    device_pool,
+    hashes_of,
+    host_pool,
+    storage_config,
+)
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
-DYNAMIC = {
-    "backend_name": "cornplug",
-    "module_path": "cornplug.sglang_hooks.kv.hicache_storage",
-    "class_name": "CornplugStorage",
-    "interface_v1": 1,
-}
 
 
 @pytest.fixture
@@ -46,54 +47,16 @@ def store() -> FaultyStore:
 @pytest.fixture(autouse=True)
 def process(monkeypatch: pytest.MonkeyPatch, store: FaultyStore) -> Iterator[Tally]:
     """A scheduler process of a server with cornplug, up to the attaching of its storage."""
-    runtime, tally = RigRuntime(store), Tally()
-    monkeypatch.setattr(activation, "is_on", lambda: True)
-    monkeypatch.setattr(activation, "runtime", lambda: runtime)
-    monkeypatch.setattr(activation, "tally", lambda: tally)
-    monkeypatch.setattr(hicache_storage, "_identify", lambda: (b"model", {"config": "x"}))
-    monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: None)
-    monkeypatch.setattr("sglang.srt.layers.dp_attention.is_dp_attention_enabled", lambda: False)
-    model = SimpleNamespace(
-        get_total_num_kv_heads=lambda: HEADS,
-        num_hidden_layers=LAYERS,
-        hf_config=SimpleNamespace(to_dict=dict),
-    )
-    monkeypatch.setattr(overrides, "model_config_of", lambda args: model)
+    tally, _ = as_scheduler(monkeypatch, store)
     yield tally
     page_hash_hooks.close_index()
 
 
-def config(**more: Any) -> HiCacheStorageConfig:
-    plain: dict[str, Any] = {
-        "tp_rank": 0,
-        "tp_size": 1,
-        "pp_rank": 0,
-        "pp_size": 1,
-        "attn_cp_rank": 0,
-        "attn_cp_size": 1,
-        "is_mla_model": False,
-        "enable_storage_metrics": False,
-        "is_page_first_layout": True,
-        "model_name": "model",
-        "extra_config": DYNAMIC,
-    }
-    return HiCacheStorageConfig(**plain | more)
-
-
 def attach(page_size: int = 64, layout: str = "page_first", **more: Any) -> tuple[CornplugStorage, Any]:
-    """As HybridCacheController.attach_storage_backend does; (backend, host pool)."""
+    """(backend, host pool)"""
     device = device_pool(page_size)
     host = host_pool(device, layout)
-    controller = Controller(device, host)
-
-    def making(controller: Any) -> Any:
-        backend = StorageBackendFactory.create_backend("dynamic", config(**more), host)
-        backend.register_mem_pool_host(host)
-        backend.register_mem_host_pool_v2(host, PoolName.KV)
-        backend.on_host_pools_registered()
-        return backend
-
-    return page_hash_hooks._attach(making, controller), host
+    return attached(device, {PoolName.KV: host}, **more), host
 
 
 def name(tokens: list[int], page_size: int) -> list[str]:
@@ -356,7 +319,7 @@ def test_storage_of_unverified_layout_is_off(
     assert "not shared" in caplog.text
 
 
-def _refuse(pages: Any, controller: Any) -> None:
+def _refuse(pages: Any, controller: Any, device: Any) -> None:
     from cornplug.errors import LayoutError
 
     raise LayoutError("SGLang does not back up as believed", reason="layout")
@@ -387,4 +350,4 @@ def test_storage_old_interface_moves_nothing() -> None:
 def test_cornplug_storage_without_flag_is_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation, "is_on", lambda: False)
     with pytest.raises(ConfigError, match="enable-cornplug"):
-        CornplugStorage(config())
+        CornplugStorage(storage_config())

@@ -16,7 +16,7 @@ from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.kv import draft_pages, late_exclusions
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
-from ..kv_rig import device_pool, latent_pool
+from ..kv_rig import device_pool, latent_pool, windowed_pool
 
 
 @pytest.fixture(autouse=True)
@@ -68,6 +68,8 @@ class Another(type(device_pool(16))):  # type: ignore[misc]
         (latent_pool(16), ""),
         (device_pool(16, dtype=torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
         (device_pool(16, dtype=torch.float8_e4m3fn), "scales, are not known"),
+        (windowed_pool(16), ""),
+        (windowed_pool(16, swa_head_num=2), "kind SWAKVPool"),
         (Another.__new__(Another), "kind Another"),
     ],
 )

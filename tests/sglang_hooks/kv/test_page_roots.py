@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import page_root_vectors as vectors
 import pytest
@@ -40,3 +42,18 @@ def test_namespace_roots_equal_golden_vectors(name: str, tmp_path: Path) -> None
 
 def test_roots_of_all_cases_are_in_golden_file() -> None:
     assert json.loads(vectors.GOLDEN.read_text()).keys() == vectors.CASES.keys()
+
+
+def test_roots_of_another_kind_of_pages_read_the_checkpoint_once() -> None:
+    read = []
+
+    def identify() -> tuple[bytes, dict[str, Any]]:
+        read.append(1)
+        return vectors.IDENTITY
+
+    full = NamespaceRoots(vectors.SECRET, vectors.PAGE, identify)
+    assert full.wait(5)
+    windows = full.of(replace(vectors.PAGE, engine="sglang"))
+    space = CacheNamespace(None, None)
+    roots = {full.root(space), windows.root(space), full.root(space), windows.root(space)}
+    assert (len(roots), len(read)) == (2, 1)

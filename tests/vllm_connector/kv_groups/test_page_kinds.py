@@ -83,6 +83,20 @@ def test_page_kinds_of_one_group_is_the_page_of_the_model() -> None:
     }
 
 
+def test_page_kinds_of_layers_that_read_anothers_cache_are_those_of_the_other_layers() -> None:
+    """Gemma 3n: vLLM plans no cache for its last layers, which every page key counts with the config."""
+    kinds = page_kinds(config(6), planned(windowed(), FULL), 64)
+    assert [kind.geometry.group for kind in kinds] == [(0, 2), (1, 3)]
+
+
+def test_page_kinds_of_two_caches_in_one_layer_are_refused() -> None:
+    cache = planned(windowed(), FULL)
+    cache.kv_cache_groups[0].layer_names[0] = cache.kv_cache_groups[1].layer_names[0]
+    with pytest.raises(LayoutError) as error:
+        page_kinds(config(), cache, 64)
+    assert error.value.reason == "hybrid"
+
+
 @pytest.mark.parametrize(
     ("end", "first"), [(64, 0), (99, 0), (128, 16), (1000, 896), (1002, 896), (1011, 912)]
 )
@@ -112,8 +126,7 @@ def test_page_kinds_of_other_groups_are_refused(specs: list[Any], reason: str) -
     ("ours", "reason"),
     [
         (config(pipeline_parallel_size=2), "hybrid"),
-        # Layers that read another's cache, or of a draft.
-        (config(5), "hybrid"),
+        # A layer behind the model's, of a draft.
         (config(3), "hybrid"),
     ],
 )

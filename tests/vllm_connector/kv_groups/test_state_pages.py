@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -96,6 +97,21 @@ def test_state_pages_of_layers_with_nothing_or_two_caches_are_pages(layers: list
     assert len(page_kinds(config(), planned(([3], FULL), (layers, state())), 64)) == 2
 
 
+def test_state_pages_numbered_behind_the_layers_are_pages() -> None:
+    """Falcon-H1: each layer has attention, and a state under a number that goes on from the last layer."""
+    full, states = page_kinds(config(), planned(([0, 1, 2, 3, 4, 5], FULL), ([*range(6, 12)], state())), 64)
+    assert (full.whole, full.geometry.layers, states.geometry.group) == (True, 6, (6, 7, 8, 9, 10, 11))
+
+
+@pytest.mark.parametrize("kind", list(MambaAttentionBackendEnum))
+def test_state_pages_name_the_kind_of_state(kind: MambaAttentionBackendEnum) -> None:
+    """Mamba 1 too, which vLLM's CPU build has no kernel for: the bytes of a block are all that counts."""
+    plan = planned(([3], FULL), ([0, 1], state(mamba_type=kind)))
+    full, states = page_kinds(config(), plan, 64)
+    assert states.geometry.state.startswith(f"{kind.name} ")
+    assert states.geometry.state in str(full.geometry.spec())
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -120,10 +136,20 @@ def test_state_pages_of_other_states_are_refused(changes: dict[str, Any], reason
         (config(match=16), QWEN3_NEXT, "hybrid"),
         (config(), QWEN3_NEXT[1:], "hybrid"),
         (config(), [([9], FULL), ([0], state())], "hybrid"),
+        (config(), [([3], FULL), ([12], state())], "hybrid"),
+        (config(), [([3], FULL), ([0, 1], state()), ([1], state())], "hybrid"),
         (config(), [([3], FULL), ([0], state(block_size=40))], "layout"),
         (config(), [*QWEN3_NEXT, ([5], WINDOW)], "hybrid"),
     ],
-    ids=["inside blocks", "no attention", "of a draft", "part of a link", "windows"],
+    ids=[
+        "inside blocks",
+        "no attention",
+        "of a draft",
+        "states of a draft",
+        "two states in a layer",
+        "part of a link",
+        "windows",
+    ],
 )
 def test_state_pages_of_other_plans_are_refused(ours: Any, groups: Any, reason: str) -> None:
     with pytest.raises(LayoutError) as error:

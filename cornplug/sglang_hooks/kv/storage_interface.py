@@ -1,0 +1,137 @@
+"""SGLang's storage interface but for the model's own pages: further pools, and operations of no use here."""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageExtraInfo,
+    PoolName,
+    PoolTransfer,
+    PoolTransferResult,
+)
+
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks.compat import logger
+from cornplug.sglang_hooks.kv import draft_pages
+from cornplug.sglang_hooks.kv.draft_pages import DraftPages
+from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.window_pool import WindowPool
+
+
+class PagesOnly(HiCacheStorage):
+    """A storage that SGLang asks for pages in batches, and whose entries it does not move one by one."""
+
+    def exists(self, key: str) -> bool:
+        """Whether the store has this page."""
+        return self.batch_exists([key]) == 1
+
+    def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
+        """None: pages move by `batch_get_v1` only."""
+        return None
+
+    def batch_get(
+        self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
+    ) -> list[torch.Tensor | None] | int:
+        """None of them, as `get`."""
+        return [None] * len(keys)
+
+    def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
+        """False: pages move by `batch_set_v1` only."""
+        return False
+
+    def batch_set(
+        self,
+        keys: list[str],
+        values: Any = None,
+        target_locations: Any = None,
+        target_sizes: Any = None,
+    ) -> bool:
+        """False, as `set`."""
+        return False
+
+    def clear(self) -> bool:
+        """False: the store is also others', and is not this engine's to empty."""
+        logger.warning("cornplug: the host's store is shared and stays as it is")
+        return False
+
+
+class FurtherPools(PagesOnly):
+    """A storage whose own pages move by `batch_get_v1` and `batch_set_v1`, and those of one further pool by
+    their siblings."""
+
+    def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
+        self._run, self._tally = runtime, tally
+        self._reader: PageReader | None = None
+        self._windows: WindowPool | None = None
+        self._drafter = draft_pages.announced()
+        self._draft: DraftPages | None = None
+
+    @property
+    def lacks_draft(self) -> bool:
+        """Whether a draft model runs beside this engine's, and its pool is not here."""
+        return self._drafter is not None and self._draft is None
+
+    @abstractmethod
+    def _may_share(self) -> bool: ...
+
+    @abstractmethod
+    def _may_save(self) -> bool: ...
+
+    def batch_exists_v2(
+        self,
+        keys: list[str],
+        pool_transfers: list[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """How many of these pages, from the first, the store has together with the window at their end, or
+        with the draft's. Of other pools it has none."""
+        if not pool_transfers:
+            return PoolTransferResult(self.batch_exists(keys, extra_info), {})
+        if self._windows is not None:
+            at_start = extra_info is None or not extra_info.prefix_keys
+            return self._with_windows(self._windows, keys, pool_transfers, at_start=at_start)
+        if self._draft is None or {transfer.name for transfer in pool_transfers} != {PoolName.DRAFT}:
+            return PoolTransferResult.empty()
+        found = self._draft.present(keys[: self.batch_exists(keys, extra_info)])
+        return PoolTransferResult(found, {PoolName.DRAFT: found})
+
+    def _with_windows(
+        self, windows: WindowPool, keys: list[str], transfers: list[PoolTransfer], *, at_start: bool
+    ) -> PoolTransferResult:
+        ends = list[int]()
+        if self._reader is not None and self._may_share():
+            with miss(self._tally, self._run.app, KV_PAGE):
+                ends = windows.hits(self._reader, keys, transfers, at_start=at_start)
+        if not ends:
+            return PoolTransferResult.empty()
+        return PoolTransferResult(ends[-1], {PoolName.KV: ends[-1], PoolName.SWA: ends[-1]}, ends)
+
+    def batch_get_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Fill host pages of a further pool; True for those that hold verified KV now."""
+        done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
+        if self._windows is not None and self._may_share():
+            began = time.monotonic()
+            done |= self._windows.fetch(transfers)
+            self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, KV_PAGE)
+        if self._draft is not None and self._may_share():
+            done |= self._draft.get(transfers)
+        return done
+
+    def batch_set_v2(
+        self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> dict[str, list[bool]]:
+        """Offer pages of a further pool to the store. True for each of them, as in `batch_set_v1`."""
+        kept = self._windows is not None
+        if self._windows is not None and self._may_save():
+            self._windows.offer(transfers)
+        if self._draft is not None and self._may_save():
+            return self._draft.set(transfers)
+        return {str(transfer.name): [kept] * len(transfer.keys or ()) for transfer in transfers}

@@ -1,0 +1,238 @@
+"""Pages of SGLang's pool of sliding windows, which it keeps beside the pool of full attention.
+
+A hit at token n needs all pages of full attention before n, and those pages of windows that hold the window
+before n. SGLang asks for both at once, fetches the window last, and discards a prefix whose window it did not
+get. It keeps windows at the ends of a prompt's prefill steps and of finished requests: most pages of a long
+prompt have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from cornplug.engine_common.rank_pages import RankPages
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import LayoutError
+from cornplug.kv_page import PageGeometry, PageSize, RankSlice, WholePage
+from cornplug.metrics import Tally
+from cornplug.sglang_hooks.kv.costs import LoadPace
+from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
+from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv.page_hash_index import PageHashIndex
+from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
+from cornplug.store.base import Tier
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.hicache_storage import PoolTransfer
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """The layers that SGLang keeps in one device pool."""
+
+    device: Any
+    layers: tuple[int, ...]
+    """Their numbers in the model, in the pool's order."""
+    window: int
+    """Tokens that they attend to; 0: all."""
+
+    def page(self, page: PageGeometry) -> PageGeometry:
+        """The geometry of this group's pages, which no other engine reads: no test compares them."""
+        return replace(page, engine="sglang", group=self.layers, window=self.window)
+
+
+class LayerGroups(NamedTuple):
+    """The layers of a model with sliding windows beside full attention."""
+
+    full: LayerGroup
+    windows: LayerGroup
+
+
+def window_pools(pool: Any) -> tuple[Any, Any] | None:
+    """SGLang's device pools of full attention and of windows, if pages of both can be shared; None if not."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+    # Subclasses of each keep something else: compressed states, scales, asymmetric heads.
+    if type(pool) is not SWAKVPool:
+        return None
+    pools = (pool.full_kv_pool, pool.swa_kv_pool)
+    plain = all(type(one) is MHATokenToKVPool and one.layer_num > 0 for one in pools)
+    return pools if plain and pools[0].head_num == pools[1].head_num else None
+
+
+def layer_groups(controller: Any, further: Mapping[str, Any], model: Any) -> LayerGroups | None:
+    """The groups of a model's layers; None if SGLang keeps all of them in one pool.
+
+    Args:
+        controller: SGLang's cache controller.
+        further: host pools besides that of full attention, by SGLang's names.
+        model: SGLang's config of the whole model.
+
+    Raises LayoutError for pools that are not shared.
+    """
+    if not further:
+        return None
+    pools = window_pools(controller.mem_pool_device)
+    if pools is None or set(further) != {"swa"}:
+        raise LayoutError(
+            f"state besides KV of full attention: {', '.join(sorted(further))}", reason="attention_kind"
+        )
+    window = model.sliding_window_size
+    if not isinstance(window, int) or window <= 0:
+        raise LayoutError(f"windows of {window} tokens", reason="attention_kind")
+    places = controller.mem_pool_device.layers_mapping
+    of_full, of_windows = (
+        tuple(sorted((layer for layer, at in places.items() if at[1] is sliding), key=lambda n: places[n][0]))
+        for sliding in (False, True)
+    )
+    if sorted((*of_full, *of_windows)) != list(range(model.num_hidden_layers)):
+        raise LayoutError(
+            f"pools of layers {sorted(places)}, in a model of {model.num_hidden_layers}",
+            reason="attention_kind",
+        )
+    return LayerGroups(LayerGroup(pools[0], of_full, 0), LayerGroup(pools[1], of_windows, window))
+
+
+class WindowPool:
+    """Windows of one rank: looked up, fetched and saved beside full attention's pages, under the same hashes.
+
+    Args:
+        page: of the store.
+        page_size: tokens of SGLang's page.
+        least: SGLang's pages in a window, at least.
+    """
+
+    def __init__(
+        self, page: PageGeometry, reader: PageReader, writer: PageWriter, page_size: int, least: int
+    ) -> None:
+        self._page, self._reader, self._writer = page, reader, writer
+        self._page_size, self._least = page_size, least
+
+    def with_full(self, full: PageGeometry) -> PageSize:
+        """A page of full attention and one of windows: the most that the tokens of a page take."""
+        return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
+
+    def close(self) -> None:
+        """End the connection of the scheduler's thread, and the copying threads."""
+        self._reader.close()
+        self._writer.close()
+
+    def hits(
+        self, full: PageReader, hashes: Sequence[str], transfers: Sequence[PoolTransfer], *, at_start: bool
+    ) -> list[int]:
+        """The numbers of pages, from the first, behind which a request can go on: the store has them, and in
+        this pool those of the window before that place.
+
+        Only the longest's window is read from disk. Counts the pages that are absent. Raises CornplugError.
+
+        Args:
+            full: of full attention.
+            transfers: for which SGLang asks: windows alone, with as many keys as a window has pages.
+            at_start: the pages begin a sequence, so that a shorter one is its own window. Behind pages that
+                it has, SGLang takes no part of a window from them.
+        """
+        if not _of_windows(transfers):
+            return []
+        window = max(1, len(transfers[0].keys or ()))
+        tiers = self._reader.tiers(hashes)
+        ends = _ends(tiers, window, at_start)
+        if ends and Tier.DISK in tiers:
+            tail = slice(max(0, ends[-1] - window), ends[-1])
+            if Tier.DISK in tiers[tail]:
+                tiers[tail] = self._reader.tiers(hashes[tail], recall=True)
+            ends = _ends([tier if tier == Tier.MEMORY else Tier.ABSENT for tier in tiers], window, at_start)
+        asked = ends[-1] if ends else 0
+        most = full.present(hashes[:asked]) if asked else 0
+        ends = [end for end in ends if end <= most]
+        # `present` has counted those before `asked` that full attention lacks.
+        full.count_absent(len(hashes) - asked + most - (ends[-1] if ends else 0))
+        return ends
+
+    def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
+        """The most of these pages, from the first, whose window the store has, on disk too. From the
+        scheduler's thread: no page is read. Raises CornplugError."""
+        ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
+        return ends[-1] if ends else 0
+
+    def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
+        """Fill the host pages of a window. Returns, by pool, True for those that hold verified KV now."""
+        if not _of_windows(transfers):
+            return {}
+        keys, slots = self._pages(transfers[0])
+        done = self._reader.load(keys, slots)
+        return {str(transfers[0].name): [True] * done + [False] * (len(transfers[0].keys or ()) - done)}
+
+    def offer(self, transfers: Sequence[PoolTransfer]) -> None:
+        """Offer the pages of a window to the store."""
+        if _of_windows(transfers):
+            self._writer.save(*self._pages(transfers[0]))
+
+    def _pages(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
+        """Hashes and first slots of a transfer's pages; none where SGLang gives another number of slots."""
+        keys, at = transfer.keys or [], transfer.host_indices
+        if at is None or at.numel() != len(keys) * self._page_size:
+            return [], []
+        return keys, [int(slot) for slot in at[:: self._page_size].tolist()]
+
+
+def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
+    return [str(transfer.name) for transfer in transfers] == ["swa"]
+
+
+def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
+    """The numbers of pages, from the first, the last `window` of which are there."""
+    ends: list[int] = []
+    run = 0
+    for end, tier in enumerate(tiers, 1):
+        run = run + 1 if tier else 0
+        if run >= window or (at_start and run == end):
+            ends.append(end)
+    return ends
+
+
+def open_windows(
+    runtime: EngineRuntime,
+    group: LayerGroup,
+    host_pool: Any,
+    controller: Any,
+    roots: NamespaceRoots,
+    index: PageHashIndex,
+    tally: Tally,
+    *,
+    heads: int,
+    rank: tuple[int, int, bytes],
+    pace: LoadPace,
+    only_seen: bool,
+    stopping: Callable[[], bool],
+) -> WindowPool:
+    """The window pool of one rank, verified by writing.
+
+    Args:
+        roots: of full attention's pages.
+        heads: KV heads of the whole model.
+        rank: (tensor-parallel ranks, this one's number, their common name).
+
+    Raises LayoutError where SGLang's copies are others than this release knows.
+    """
+    pages = host_pages(host_pool)
+    if pages.latent or pages.page_size != index.page_size:
+        raise LayoutError(f"windows in pages of {pages.page_size} tokens", reason="attention_kind")
+    page = group.page(
+        page_geometry(pages, page_tokens=index.page_tokens, heads=heads, layers=len(group.layers), config={})
+    )
+    size, number, name = rank
+    held, writes = rank_heads(pages, page, size, number)
+    verify(pages, controller, group.device)
+    mine = RankPages(page, RankSlice(heads=held, layers=range(page.layers), writes=writes), runtime.store)
+    reader = PageReader(runtime, roots.of(page), index, mine, pages, tally, stopping, counts_tokens=False)
+    writer = PageWriter(
+        runtime, reader, index, mine, pages, part_of(page, size, number, name), tally, pace=pace,
+        only_seen=only_seen,
+    )  # fmt: skip
+    # Some models count a token's own place to the window, some do not.
+    least = max(1, -(-(group.window - 1) // index.page_size))
+    return WindowPool(page, reader, writer, index.page_size, least)
