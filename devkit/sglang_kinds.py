@@ -30,8 +30,21 @@ KINDS: Final = (
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         "--attn-dp-size",
     ),
-    ServerKind("prefill of a PD pair", ("--disaggregation-mode", "prefill"), "--disaggregation-mode"),
-    ServerKind("decode of a PD pair", ("--disaggregation-mode", "decode"), "--disaggregation-mode"),
+    ServerKind(
+        "prefill of a PD pair",
+        ("--disaggregation-mode", "prefill", "--page-size", "64"),
+        remark="its decode servers need the same `--page-size`",
+    ),
+    ServerKind(
+        "prefill of a PD pair with SGLang's page size",
+        ("--disaggregation-mode", "prefill"),
+        "--disaggregation-mode prefill without --page-size",
+    ),
+    ServerKind(
+        "decode of a PD pair",
+        ("--disaggregation-mode", "decode", "--page-size", "64"),
+        "--disaggregation-mode decode",
+    ),
     ServerKind("speculation by n-grams", ("--speculative-algorithm", "NGRAM"), "--speculative-algorithm"),
     ServerKind(
         "speculation by a draft model (EAGLE)",
