@@ -24,7 +24,11 @@ KINDS: Final = (
     ServerKind("no overlap", ("--disable-overlap-schedule",)),
     ServerKind("other page sizes", ("--page-size", "16")),
     ServerKind("HiCache by hand", ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")),
-    ServerKind("pipeline parallelism", ("--pp-size", "2"), "--pp-size"),
+    ServerKind(
+        "pipeline parallelism",
+        ("--pp-size", "2"),
+        remark="all stages write a page together; an idle server saves nothing",
+    ),
     ServerKind(
         "data parallel attention",
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
@@ -44,6 +48,11 @@ KINDS: Final = (
         "decode of a PD pair",
         ("--disaggregation-mode", "decode", "--page-size", "64"),
         "--disaggregation-mode decode",
+    ),
+    ServerKind(
+        "pipeline parallelism of a PD pair",
+        ("--pp-size", "2", "--disaggregation-mode", "prefill", "--page-size", "64"),
+        "--pp-size with --disaggregation-mode",
     ),
     ServerKind("speculation by n-grams", ("--speculative-algorithm", "NGRAM"), "--speculative-algorithm"),
     ServerKind(

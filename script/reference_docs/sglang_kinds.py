@@ -47,7 +47,10 @@ def page() -> str:
     flag, _, why = NO_PAGE_OF_PAIR.partition(" (")
     excluded += [
         (f"`{flag}`", why.removesuffix(")")),
-        ("`--disaggregation-mode` with `--speculative-algorithm`", "no test runs them together"),
+        (
+            "two of `--pp-size`, `--disaggregation-mode`, `--speculative-algorithm`",
+            "no test runs them together",
+        ),
     ]
     excluded += [
         ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),

@@ -1,5 +1,5 @@
-"""SGLang that divides its work over prefill and decode servers shares its pages with a fresh server of one
-rank, which answers alike, and takes that one's."""
+"""SGLang that divides its work over pipeline stages, or prefill and decode servers:
+each shares its pages with a fresh server of one rank, which answers alike, and takes that one's."""
 
 from __future__ import annotations
 
@@ -28,21 +28,24 @@ OTHERS: Final = [(11 * i + 100) % 600 for i in range(700)]
 SHAREABLE: Final = 640
 """Of each, in whole pages of 64; the last token is always computed."""
 ANSWER: Final = 8
+_TWO_CORES: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
 
 @pytest.fixture
 def store(short_path: Path) -> Iterator[StoreProcess]:
-    """A store, beside a model."""
-    checkpoints.qwen2_text(short_path / "model")
+    """A store, beside a model of three layers: two stages hold one and two."""
+    checkpoints.qwen2_text(short_path / "model", layers=3)
     with StoreProcess(short_path / "s", log=short_path / "store.log") as store:
         yield store
 
 
-def server(store: StoreProcess, name: str, *args: str, env: dict[str, str] | None = None) -> SglangServer:
+def server(
+    store: StoreProcess, name: str, *args: str, env: dict[str, str] | None = None, port: int | None = None
+) -> SglangServer:
     folder = store.socket.parent
     return SglangServer(
         folder / "model", "--cornplug-app", name, "--cornplug-store", str(store.socket), *args,
-        log=folder / f"{name}.log", env={"CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
+        log=folder / f"{name}.log", env={"CORNPLUG_STORE_AUTOSTART": "false", **(env or {})}, port=port,
     )  # fmt: skip
 
 
@@ -63,6 +66,28 @@ def continues(server: SglangServer, tokens: Sequence[int], first: Generation) ->
     again = server.generate(tokens, max_tokens=ANSWER)
     assert again.cached["storage"] >= 0.9 * SHAREABLE
     assert again.output_ids == first.output_ids
+
+
+@pytest.mark.stress
+@pytest.mark.support("Sharing", "pipeline stages write pages together for any degree", engine="sglang")
+def test_sglang_pages_of_pipeline_stages_are_read_by_one_rank_and_back(store: StoreProcess) -> None:
+    stages = server(store, "stages", "--pp-size", "2", env=_TWO_CORES)
+    one = server(store, "one")
+    pages = SHAREABLE // 64
+    with together(stages, one):
+        wrote = stages.generate(THEIRS, max_tokens=ANSWER)
+        assert wrote.cached["storage"] == 0
+        stored(store, stages, THEIRS, pages)
+        continues(one, THEIRS, wrote)
+        forget_prefixes(stages)
+        continues(stages, THEIRS, wrote)
+
+        wrote = one.generate(OTHERS, max_tokens=ANSWER)
+        stored(store, one, OTHERS, 2 * pages)
+        continues(stages, OTHERS, wrote)
+        # The store has nothing of this prompt, and no stage waits for another.
+        assert stages.generate([9, *THEIRS], max_tokens=1).cached["storage"] == 0
+        assert stages.metric("cornplug_saves_total", what="kv_page", outcome="write_failed") == 0
 
 
 class Pair:

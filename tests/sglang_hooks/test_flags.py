@@ -230,7 +230,7 @@ PREFILL = ["--disaggregation-mode", "prefill", "--page-size", "64"]
 REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("--load-format dummy", ["--load-format", "dummy"], {}),
     ("--attn-dp-size 2", ["--attn-dp-size", "2", "--tp-size", "2"], {}),
-    ("--pp-size 2", ["--pp-size", "2"], {}),
+    ("--pp-size with --disaggregation-mode", [*PREFILL, "--pp-size", "2"], {}),
     ("--enable-pd-role-switch", [*PREFILL, "--enable-pd-role-switch"], {}),
     ("--is-embedding", ["--is-embedding"], {}),
     ("--kv-cache-dtype fp8_e4m3", ["--kv-cache-dtype", "fp8_e4m3"], {}),

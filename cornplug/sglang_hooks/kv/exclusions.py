@@ -33,14 +33,13 @@ class ExcludedFlag(NamedTuple):
 
 
 _HALF_PAGES: Final = "a rank holds a part of each page that is neither a range of heads nor whole"
-_OTHERS_KV: Final = "ranks hold KV of different requests"
+_NO_CPU: Final = "not tested: SGLang 0.5.23 does not run it without a GPU"
 _REFUSES: Final = "with it SGLang refuses HiCache and does not start"
 DEPLOYMENTS: Final = (
-    ExcludedFlag("pp_size", 1, "--pp-size", "a rank's host pool holds a part of the layers"),
     ExcludedFlag("nnodes", 1, "--nnodes", "the store is the memory of one host"),
     ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
     ExcludedFlag("attn_cp_size", 1, "--attn-cp-size", _HALF_PAGES),
-    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _OTHERS_KV),
+    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _NO_CPU),
     ExcludedFlag(
         "disaggregation_mode",
         "null",
@@ -70,7 +69,7 @@ DEPLOYMENTS: Final = (
     ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
     ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
     ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: a request is one prefill"),
-    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _OTHERS_KV),
+    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _NO_CPU),
     ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit that this server shares"),
     ExcludedFlag("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding", _REFUSES),
     ExcludedFlag("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint", _REFUSES),
@@ -159,6 +158,7 @@ def deployment(settings: Any) -> str:
 def _not_together(settings: Any) -> str:
     """Flags that are shared one by one, and of which no test runs two; "" for one of them or none."""
     ways = {
+        "--pp-size": settings.pp_size > 1,
         "--disaggregation-mode": settings.disaggregation_mode != "null",
         "--speculative-algorithm": settings.speculative_algorithm is not None,
     }

@@ -37,8 +37,10 @@ from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv.rank_place import RankPlace, rank_place, require_stage
 from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
+from cornplug.store.base import WriterPart
 
 
 class CornplugStorage(HiCacheStorage):
@@ -65,7 +67,6 @@ class CornplugStorage(HiCacheStorage):
         """Of a server that saves what it had once while it idles; None before the pools are known."""
         self._extra_pools: set[str] = set()
         self._controller = page_hash_hooks.attaching()
-        self._excluded = _excluded(storage_config)
 
     # -- start ------------------------------------------------------------------------------
 
@@ -89,8 +90,11 @@ class CornplugStorage(HiCacheStorage):
             self._stop(e.reason, str(e))
 
     def _open(self) -> None:
-        if self._excluded:
-            raise LayoutError(self._excluded, reason="parallelism")
+        from sglang.srt.arg_groups.overrides import model_config_of
+        from sglang.srt.runtime_context import get_server_args
+
+        model = model_config_of(get_server_args())
+        place = rank_place(self._config, model.num_hidden_layers)
         if self._extra_pools:
             raise LayoutError(
                 f"state besides KV of full attention: {', '.join(sorted(self._extra_pools))}",
@@ -98,10 +102,7 @@ class CornplugStorage(HiCacheStorage):
             )
         if self._controller is None:
             raise LayoutError("SGLang's cache controller was not seen", reason="layout")
-        from sglang.srt.arg_groups.overrides import model_config_of
-        from sglang.srt.runtime_context import get_server_args
-
-        model = model_config_of(get_server_args())
+        require_stage(place, self._controller.mem_pool_device)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         page = page_geometry(
@@ -110,8 +111,9 @@ class CornplugStorage(HiCacheStorage):
             heads=model.get_total_num_kv_heads(),
             layers=model.num_hidden_layers,
             config=model.hf_config.to_dict(),
+            place=place,
         )
-        heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
+        heads, writes = rank_heads(pages, page, place.tp_size, place.tp_rank)
         verify(pages, self._controller)
         try:
             index = page_hash_hooks.open_index(pages.page_size, tokens)
@@ -120,7 +122,7 @@ class CornplugStorage(HiCacheStorage):
         # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
-        held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
+        held = RankSlice(heads=heads, layers=place.layers, writes=writes)
         mine = RankPages(page, held, self._run.store)
         token_bytes = mine.size_bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
@@ -128,16 +130,12 @@ class CornplugStorage(HiCacheStorage):
         stopping = self._controller.storage_stop_event.is_set
         self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stopping)
         self._ahead = EarlyLookup(index, self._reader, self.pace, self._tally, self._run.app)
-        # Latent pages are written by rank 0 alone, whole.
-        ranks = 1 if pages.latent else self._config.tp_size
-        group = activation.group() if ranks > 1 else b""
-        if ranks > 1 and not group:
-            raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
-        part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
+        part = self._part(place, page, latent=pages.latent)
         # Pages that SGLang's own tree offers at their second request need no other one.
         seconds = self._run.config.engine.save == "second"
         only_seen = seconds and self._controller.write_policy != SECOND_SIGHT
-        if seconds and not only_seen:
+        # Copies of an idle server are begun on all ranks in one turn; stages have theirs at other times.
+        if seconds and not only_seen and len(place.layers_of_stages) == 1:
             self.idle = IdleBackups(partial(self._free_tokens, page), self._controller.mem_pool_device.size)
         self._writer = PageWriter(
             self._run,
@@ -152,21 +150,35 @@ class CornplugStorage(HiCacheStorage):
         )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
-            " %d, verified by writing",
+            " %d, layers %d to %d of %d, verified by writing",
             pages.page_size,
             self.mem_pool_host.layout,
             tokens,
             heads.start,
             heads.stop - 1,
             page.heads,
+            place.layers.start,
+            place.layers.stop - 1,
+            page.layers,
         )
         logger.info(
             "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
             "request with beam_width",
             self.mem_pool_host.kv_buffer.nbytes / (1 << 30),
         )
-        if self._config.tp_rank == 0:
+        if place.tp_rank == place.stage == 0:
             log_store_size(self._run, page, self._controller.mem_pool_device.size, logger)
+
+    @staticmethod
+    def _part(place: RankPlace, page: PageGeometry, *, latent: bool) -> WriterPart | None:
+        """This rank's part of a page. Raises LayoutError."""
+        # Of latent pages the first rank of each stage writes all that the stage holds.
+        size, rank = (1, 0) if latent else (place.tp_size, place.tp_rank)
+        stages = len(place.layers_of_stages)
+        group = activation.group() if size * stages > 1 else b""
+        if size * stages > 1 and not group:
+            raise LayoutError("the ranks share no group name", reason="tp_group_broken")
+        return part_of(page, size, rank, group, stages=stages, stage=place.stage)
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason
@@ -324,21 +336,3 @@ def _identify() -> tuple[bytes, dict[str, Any]]:
     from cornplug.sglang_hooks.model.model_config import engine_model
 
     return engine_model().kv_identity()
-
-
-def _excluded(config: HiCacheStorageConfig) -> str:
-    """The kind of parallelism that excludes sharing; "" for tensor parallelism alone."""
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-
-    for name, size in (
-        ("pipeline parallelism", config.pp_size),
-        ("context parallelism", config.attn_cp_size),
-        ("decode context parallelism", config.dcp_size),
-    ):
-        if size > 1:
-            return f"{name} over {size} ranks"
-    if is_dp_attention_enabled():
-        return "data parallel attention"
-    if config.tp_size > 1 and torch.distributed.get_world_size() != config.tp_size:
-        return "ranks that are not of one tensor parallel group"
-    return ""
