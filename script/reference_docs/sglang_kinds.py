@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from cornplug.codec import ITEM_BYTES
-from cornplug.sglang_hooks.kv.exclusions import DEPLOYMENTS, HYBRID_FIELDS
+from cornplug.sglang_hooks.kv.exclusions import DEPLOYMENTS, HYBRID_FIELDS, NO_PAGE_OF_PAIR, ExcludedFlag
 from cornplug.sglang_hooks.kv.hicache_config import RIVALS
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 from devkit.sglang_kinds import KINDS, ServerKind
@@ -46,7 +46,15 @@ starts and shares embeddings.
 
 def page() -> str:
     """The text of docs/sglang-kinds.md."""
-    excluded = [(f"`{each.flag}`", each.why) for each in DEPLOYMENTS]
+    excluded = [(_flag(each), each.why) for each in DEPLOYMENTS]
+    flag, _, why = NO_PAGE_OF_PAIR.partition(" (")
+    excluded += [
+        (f"`{flag}`", why.removesuffix(")")),
+        (
+            "two of `--pp-size`, `--disaggregation-mode`, `--speculative-algorithm`",
+            "no test runs them together",
+        ),
+    ]
     excluded += [
         ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),
         ("`--kv-cache-dtype`", f"shared are {_words(ITEM_BYTES)}: the others quantise"),
@@ -59,6 +67,11 @@ def page() -> str:
         excluded=table(("setting or model", "why"), excluded),
         rivals=table(("flag",), [(f"`{flag}`",) for _, _, flag in RIVALS]),
     )
+
+
+def _flag(each: ExcludedFlag) -> str:
+    """A flag and, where several values of it are shared, which are not."""
+    return f"`{each.flag}`" + (f" but {_words(map(str, each.also))}" if each.also else "")
 
 
 def _row(kind: ServerKind) -> tuple[str, str, str]:

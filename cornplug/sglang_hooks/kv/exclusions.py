@@ -25,25 +25,39 @@ class ExcludedFlag(NamedTuple):
 
     field: str
     plain: object
-    """The field's only value that does not."""
+    """The field's value that does not."""
     flag: str
     why: str
+    also: tuple[object, ...] = ()
+    """Further values that do not."""
 
 
 _HALF_PAGES: Final = "a rank holds a part of each page that is neither a range of heads nor whole"
-_OTHERS_KV: Final = "ranks hold KV of different requests"
+_NO_CPU: Final = "not tested: SGLang 0.5.23 does not run it without a GPU"
 _REFUSES: Final = "with it SGLang refuses HiCache and does not start"
 DEPLOYMENTS: Final = (
-    ExcludedFlag("pp_size", 1, "--pp-size", "a rank's host pool holds a part of the layers"),
     ExcludedFlag("nnodes", 1, "--nnodes", "the store is the memory of one host"),
     ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
     ExcludedFlag("attn_cp_size", 1, "--attn-cp-size", _HALF_PAGES),
-    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _OTHERS_KV),
+    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _NO_CPU),
     ExcludedFlag(
         "disaggregation_mode",
         "null",
         "--disaggregation-mode",
-        "not tested beside SGLang's own transfer of KV",
+        "its KV comes from prefill servers, by SGLang's own transfer and under no key of its content",
+        also=("prefill",),
+    ),
+    ExcludedFlag(
+        "enable_pd_role_switch",
+        False,
+        "--enable-pd-role-switch",
+        "as a decode server it has its KV from prefill servers",
+    ),
+    ExcludedFlag(
+        "disaggregation_decode_allocation_policy",
+        "early",
+        "--disaggregation-decode-allocation-policy",
+        "with `prefill_complete` SGLang refuses a storage behind HiCache",
     ),
     ExcludedFlag(
         "speculative_algorithm",
@@ -55,13 +69,18 @@ DEPLOYMENTS: Final = (
     ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
     ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
     ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: a request is one prefill"),
-    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _OTHERS_KV),
+    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _NO_CPU),
     ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit that this server shares"),
     ExcludedFlag("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding", _REFUSES),
     ExcludedFlag("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint", _REFUSES),
     ExcludedFlag("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel", _REFUSES),
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
+NO_PAGE_OF_PAIR: Final = (
+    "--disaggregation-mode prefill without --page-size (SGLang hands KV over only between servers of one page"
+    " size: give `--page-size 64` to prefill and decode servers)"
+)
+"""A decode server raises at the first request where its prefill server has pages of another size."""
 # Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
@@ -126,12 +145,25 @@ def is_free(server_args: Any) -> bool:
 
 def deployment(settings: Any) -> str:
     """The flag and value of the deployment that exclude sharing; "" where none does."""
-    for field, plain, flag, why in DEPLOYMENTS:
-        if (value := getattr(settings, field)) != plain:
-            return f"{flag} {value} ({why})"
+    for each in DEPLOYMENTS:
+        if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
+            return f"{each.flag} {value} ({each.why})"
+    if why := _not_together(settings):
+        return why
     if settings.load_format not in READS_SAFETENSORS:
         return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
     return ""
+
+
+def _not_together(settings: Any) -> str:
+    """Flags that are shared one by one, and of which no test runs two; "" for one of them or none."""
+    ways = {
+        "--pp-size": settings.pp_size > 1,
+        "--disaggregation-mode": settings.disaggregation_mode != "null",
+        "--speculative-algorithm": settings.speculative_algorithm is not None,
+    }
+    chosen = [flag for flag, is_chosen in ways.items() if is_chosen]
+    return f"{' with '.join(chosen)} (no test runs them together)" if len(chosen) > 1 else ""
 
 
 def _checkpoint(server_args: Any, settled: Any) -> str:
@@ -181,6 +213,8 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
     if settled.disable_radix_cache:
         return "SGLang disables the radix cache for this model"
     if is_free(server_args):
+        if settled.disaggregation_mode != "null":
+            return NO_PAGE_OF_PAIR
         if not page_for(settled, page_tokens):
             return (
                 f"--chunked-prefill-size {settled.chunked_prefill_size} is no multiple of a page of "

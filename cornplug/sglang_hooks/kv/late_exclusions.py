@@ -13,13 +13,12 @@ from __future__ import annotations
 import weakref
 from typing import Any, Final
 
-import torch
-
 from cornplug.codec import ITEM_BYTES
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.kv.rank_place import agreed
 
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
@@ -65,9 +64,7 @@ def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> 
     storage = controller.storage_backend if controller is not None else None
     if not isinstance(storage, CornplugStorage):
         return
-    vote = torch.tensor([storage.is_open], dtype=torch.int32)
-    cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
-    if vote.item():
+    if agreed(cache, storage.is_open):
         return
     if storage.is_open:
         logger.warning("cornplug: KV of this engine is not shared: another rank cannot share")

@@ -15,7 +15,8 @@ import torch
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.kv_root import engine_of_latents
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, layer_runs, tensor_parallel_heads
+from cornplug.sglang_hooks.kv.rank_place import RankPlace
 
 _MHA: Final = {
     # Where (plane, head, layer, token) lie among a page's dimensions; dim is the last.
@@ -84,13 +85,23 @@ def host_pages(pool: Any) -> HostPages:
 
 
 def page_geometry(
-    pages: HostPages, *, page_tokens: int, heads: int, layers: int, config: Mapping[str, Any]
+    pages: HostPages,
+    *,
+    page_tokens: int,
+    heads: int,
+    layers: int,
+    config: Mapping[str, Any],
+    place: RankPlace | None = None,
 ) -> PageGeometry:
-    """The model's page, `heads`, `layers` and `config` being the whole model's. Raises LayoutError."""
+    """The model's page, `heads`, `layers` and `config` being the whole model's. Raises LayoutError.
+
+    `place` is this rank's; None for one that holds all layers.
+    """
     pool = pages.pool
-    if pool.layer_num != layers:
+    held = layers if place is None else len(place.layers)
+    if pool.layer_num != held:
         raise LayoutError(
-            f"the host pool holds {pool.layer_num} of {layers} layers: shared, windowed or state layers",
+            f"the host pool holds {pool.layer_num} of {held} layers: shared, windowed or state layers",
             reason="attention_kind",
         )
     return PageGeometry(
@@ -100,6 +111,7 @@ def page_geometry(
         dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
         dtype=dtype_name(pool.dtype),
         planes=1 if pages.latent else 2,
+        layer_runs=1 if place is None else layer_runs(layers, place.first_layers),
         engine=_only_engine(pages, config),
     )
 

@@ -45,7 +45,9 @@ class Cache:
         self.cache_controller = SimpleNamespace(storage_backend=storage)
         self.others, self.detached = others, False
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+    pp_size = 1
+
+    def _all_reduce_attn_groups(self, tensor: torch.Tensor, op: Any) -> None:
         assert op == torch.distributed.ReduceOp.MIN
         tensor.fill_(min(int(tensor.item()), int(self.others)))
 
