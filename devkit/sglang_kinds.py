@@ -28,14 +28,36 @@ KINDS: Final = (
     ServerKind("no overlap", ("--disable-overlap-schedule",)),
     ServerKind("other page sizes", ("--page-size", "16")),
     ServerKind("HiCache by hand", ("--enable-hierarchical-cache", "--hicache-ratio", "1.5")),
-    ServerKind("pipeline parallelism", ("--pp-size", "2"), "--pp-size"),
+    ServerKind(
+        "pipeline parallelism",
+        ("--pp-size", "2"),
+        remark="all stages write a page together; an idle server saves nothing",
+    ),
     ServerKind(
         "data parallel attention",
         ("--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"),
         "--attn-dp-size",
     ),
-    ServerKind("prefill of a PD pair", ("--disaggregation-mode", "prefill"), "--disaggregation-mode"),
-    ServerKind("decode of a PD pair", ("--disaggregation-mode", "decode"), "--disaggregation-mode"),
+    ServerKind(
+        "prefill of a PD pair",
+        ("--disaggregation-mode", "prefill", "--page-size", "64"),
+        remark="its decode servers need the same `--page-size`",
+    ),
+    ServerKind(
+        "prefill of a PD pair with SGLang's page size",
+        ("--disaggregation-mode", "prefill"),
+        "--disaggregation-mode prefill without --page-size",
+    ),
+    ServerKind(
+        "decode of a PD pair",
+        ("--disaggregation-mode", "decode", "--page-size", "64"),
+        "--disaggregation-mode decode",
+    ),
+    ServerKind(
+        "pipeline parallelism of a PD pair",
+        ("--pp-size", "2", "--disaggregation-mode", "prefill", "--page-size", "64"),
+        "--pp-size with --disaggregation-mode",
+    ),
     ServerKind(
         "speculation by n-grams",
         ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),

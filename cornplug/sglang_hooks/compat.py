@@ -18,6 +18,9 @@ from cornplug.engine_common.version_range import VersionRange
 logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
+"""Not 0.5.22, though its hooked functions have the same parameters: its HiCache copies a page to host memory
+without waiting for the forward that may still write the page (`write_fence_stream` came with 0.5.23). Such a
+page would be wrong in every engine that reads it from the store."""
 
 VALIDATED_FAMILIES: Final = VALIDATED["sglang"]
 """Families whose images are shared here: `tests/integration/test_families.py` has compared SGLang's

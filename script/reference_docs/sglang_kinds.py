@@ -7,15 +7,19 @@ from typing import Final
 
 from cornplug.codec import ITEM_BYTES
 from cornplug.kv_page import QUANTISED
-from cornplug.sglang_hooks.kv.exclusions import (
+from cornplug.sglang_hooks.drafts.draft_exclusions import (
     BESIDE_DRAFT,
-    BESIDE_WINDOWS,
-    DEPLOYMENTS,
     DRAFT_SETTINGS,
     DRAFT_TREES,
     DRAFTS,
-    HYBRID_FIELDS,
     TREES,
+)
+from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
+from cornplug.sglang_hooks.kv.exclusions import (
+    BESIDE_WINDOWS,
+    DEPLOYMENTS,
+    HYBRID_FIELDS,
+    NO_PAGE_OF_PAIR,
     WINDOWS,
 )
 from cornplug.sglang_hooks.kv.hicache_config import RIVALS
@@ -60,7 +64,15 @@ starts and shares embeddings.
 
 def page() -> str:
     """The text of docs/sglang-kinds.md."""
-    excluded = [(f"`{each.flag}`", each.why) for each in DEPLOYMENTS]
+    excluded = [(_flag(each), each.why) for each in DEPLOYMENTS]
+    flag, _, why = NO_PAGE_OF_PAIR.partition(" (")
+    excluded += [
+        (f"`{flag}`", why.removesuffix(")")),
+        (
+            "two of `--pp-size`, `--disaggregation-mode`, `--speculative-algorithm`",
+            "no test runs them together",
+        ),
+    ]
     excluded += [
         ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),
         ("`--speculative-algorithm`", DRAFTS),
@@ -84,6 +96,11 @@ def page() -> str:
         excluded=table(("setting or model", "why"), excluded),
         rivals=table(("flag",), [(f"`{flag}`",) for _, _, flag in RIVALS]),
     )
+
+
+def _flag(each: ExcludedFlag) -> str:
+    """A flag and, where several values of it are shared, which are not."""
+    return f"`{each.flag}`" + (f" but {_words(map(str, each.also))}" if each.also else "")
 
 
 def _row(kind: ServerKind) -> tuple[str, str, str]:

@@ -43,6 +43,7 @@ from cornplug.sglang_hooks.kv.layout import (
 )
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv.rank_place import RankPlace, layers_of_stages
 from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 from cornplug.store.base import Store
@@ -62,7 +63,12 @@ HOST_TOKENS = 1024
 
 
 def device_pool(
-    page_size: int, *, heads: int = HEADS, dim: int = DIM, dtype: torch.dtype = torch.bfloat16
+    page_size: int,
+    *,
+    heads: int = HEADS,
+    dim: int = DIM,
+    dtype: torch.dtype = torch.bfloat16,
+    layers: range = range(LAYERS),
 ) -> Any:
     return MHATokenToKVPool(
         size=256,
@@ -70,22 +76,26 @@ def device_pool(
         dtype=dtype,
         head_num=heads,
         head_dim=dim,
-        layer_num=LAYERS,
+        layer_num=len(layers),
         device="cpu",
         enable_memory_saver=False,
+        start_layer=layers.start,
+        end_layer=layers.stop - 1,
     )
 
 
-def latent_pool(page_size: int) -> Any:
+def latent_pool(page_size: int, *, layers: range = range(LAYERS)) -> Any:
     return MLATokenToKVPool(
         size=256,
         page_size=page_size,
         dtype=torch.float32,
         kv_lora_rank=LATENT,
         qk_rope_head_dim=ROTARY,
-        layer_num=LAYERS,
+        layer_num=len(layers),
         device="cpu",
         enable_memory_saver=False,
+        start_layer=layers.start,
+        end_layer=layers.stop - 1,
     )
 
 
@@ -112,7 +122,7 @@ def windowed_pool(page_size: int, *, heads: int = HEADS, **more: Any) -> Any:
 
 def host_pool(device: Any, layout: str) -> Any:
     kind = MLATokenToKVPoolHost if isinstance(device, MLATokenToKVPool) else MHATokenToKVPoolHost
-    more: dict[str, Any] = {"target_layer_num": LAYERS} if kind is MLATokenToKVPoolHost else {}
+    more: dict[str, Any] = {"target_layer_num": device.layer_num} if kind is MLATokenToKVPoolHost else {}
     return kind(
         device.get_device_pool_infos()[0].buffer_info,
         HOST_TOKENS / 256,
@@ -120,8 +130,8 @@ def host_pool(device: Any, layout: str) -> Any:
         device.page_size,
         layout,
         device_capacity_tokens=256,
-        start_layer=0,
-        end_layer=device.layer_num - 1,
+        start_layer=device.start_layer,
+        end_layer=device.end_layer,
         **more,
     )
 
@@ -250,6 +260,7 @@ class Engine:
     page_tokens: int = 64
     layout: str = "layer_first"
     tp: tuple[int, int] = (1, 0)
+    pp: tuple[int, int] = (1, 0)
     latent: bool = False
     group: bytes = b"one engine's ranks"
     identity: bytes = b"model"
@@ -264,10 +275,15 @@ class Engine:
     def __post_init__(self) -> None:
         size, rank = self.tp
         per_rank = max(1, HEADS // size)
+        stages, stage = self.pp
+        place = RankPlace(rank, size, stage, layers_of_stages(LAYERS, stages))
+        self.layers = place.layers
         device = (
-            latent_pool(self.page_size)
+            latent_pool(self.page_size, layers=self.layers)
             if self.latent
-            else device_pool(self.page_size, heads=per_rank, dim=self.dim, dtype=self.dtype)
+            else device_pool(
+                self.page_size, heads=per_rank, dim=self.dim, dtype=self.dtype, layers=self.layers
+            )
         )
         self.host = host_pool(device, self.layout)
         self.pages: HostPages = host_pages(self.host)
@@ -279,6 +295,7 @@ class Engine:
             config={},
             quantised=quantised_format(self.dtype),
             attention="torch_native torch_native",
+            place=place,
         )
         self.heads, writes = rank_heads(self.pages, self.geometry, size, rank)
         self.faulty = FaultyStore(self.store)
@@ -286,9 +303,10 @@ class Engine:
         self.index = PageHashIndex(self.page_size, self.page_tokens)
         self.run = RigRuntime(self.faulty)
         self.roots = NamespaceRoots(SECRET, self.geometry, lambda: (self.identity, {"config": "x"}))
-        held = RankSlice(heads=self.heads, layers=range(LAYERS), writes=writes)
+        held = RankSlice(heads=self.heads, layers=self.layers, writes=writes)
         mine = RankPages(self.geometry, held, self.faulty)
-        part = None if self.latent else part_of(self.geometry, size, rank, self.group)
+        among = (1, 0) if self.latent else (size, rank)
+        part = part_of(self.geometry, *among, self.group, stages=stages, stage=stage)
         self.reader = PageReader(
             self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping,
             threads=self.threads,
@@ -304,13 +322,16 @@ class Engine:
         self.index.record(None, hashes, tokens, space)
         return hashes
 
+    def part(self, kv: torch.Tensor) -> torch.Tensor:
+        """This rank's heads and layers of a sequence's KV."""
+        return kv[self.heads.start : self.heads.stop, self.layers.start : self.layers.stop]
+
     def put(self, kv: torch.Tensor, first: int, count: int) -> list[int]:
         """Place pages first, first+1, ... of a sequence's KV into the host pool; their slots."""
         slots = self.host.alloc(count * self.page_size)[:: self.page_size].tolist()
         for i, slot in enumerate(slots):
             start = (first + i) * self.page_size
-            mine = kv[self.heads.start : self.heads.stop, ..., start : start + self.page_size, :]
-            self.pages.page(slot).copy_(mine)
+            self.pages.page(slot).copy_(self.part(kv)[..., start : start + self.page_size, :])
         return [int(slot) for slot in slots]
 
     def save(

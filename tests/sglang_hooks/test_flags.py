@@ -232,11 +232,13 @@ STANDALONE = (
 )
 
 # What is said, and the settings or the model's config under which KV is not shared.
+PREFILL = ["--disaggregation-mode", "prefill", "--page-size", "64"]
+
 REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("--load-format dummy", ["--load-format", "dummy"], {}),
     ("--attn-dp-size 2", ["--attn-dp-size", "2", "--tp-size", "2"], {}),
-    ("--pp-size 2", ["--pp-size", "2"], {}),
-    ("--disaggregation-mode prefill", ["--disaggregation-mode", "prefill"], {}),
+    ("--pp-size with --disaggregation-mode", [*PREFILL, "--pp-size", "2"], {}),
+    ("--enable-pd-role-switch", [*PREFILL, "--enable-pd-role-switch"], {}),
     ("--is-embedding", ["--is-embedding"], {}),
     ("--chunked-prefill-size 100", ["--chunked-prefill-size", "100"], {}),
     ("hybrid model", [], {"layer_types": ["full_attention", "sliding_attention"]}),
@@ -296,6 +298,21 @@ def test_hicache_config_without_kv_sharing_equals_stock(
     assert differences(found, stock) == {}
     warning.assert_called_once()
     assert said in str(warning.call_args)
+
+
+def test_hicache_config_of_prefill_server_shares_with_a_page_size_of_its_pair(text: str) -> None:
+    """SGLang hands no KV over between servers of other page sizes: the operator sets it on both."""
+    free = ["--disaggregation-mode", "prefill"]
+    assert differences(resolved(text, "--enable-cornplug", *free), resolved(text, *free)) == {}
+    assert shares_kv(resolved(text, "--enable-cornplug", *PREFILL))
+
+
+def test_hicache_config_of_prefill_complete_stays_off(text: str) -> None:
+    """Under this policy SGLang refuses to start with a storage."""
+    late = ["--disaggregation-transfer-backend", "mooncake"]
+    late += ["--disaggregation-decode-allocation-policy", "prefill_complete"]
+    stock = resolved(text, *PREFILL, *late)
+    assert differences(resolved(text, "--enable-cornplug", *PREFILL, *late), stock) == {}
 
 
 def test_hicache_config_is_set_after_sglang_checks(text: str, monkeypatch: pytest.MonkeyPatch) -> None:

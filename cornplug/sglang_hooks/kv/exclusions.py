@@ -7,7 +7,7 @@ Properties of the loaded model are checked before the host pools are made (`late
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.codec import ITEM_BYTES
@@ -15,42 +15,46 @@ from cornplug.engine_common.model_identity import declares_quantised_kv
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import QUANTISED
+from cornplug.sglang_hooks.drafts.draft_exclusions import beside_draft, branches, drafter
+from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
 """Least memory for all host pools: less shares little, and the loading of the model may take it."""
 
 
-class ExcludedFlag(NamedTuple):
-    """A setting of SGLang that excludes the sharing of KV."""
-
-    field: str
-    plain: object
-    """The field's only value that does not."""
-    flag: str
-    why: str
-
-
 _HALF_PAGES: Final = "a rank holds a part of each page that is neither a range of heads nor whole"
-_OTHERS_KV: Final = "ranks hold KV of different requests"
+_NO_CPU: Final = "not tested: SGLang 0.5.23 does not run it without a GPU"
 _REFUSES: Final = "with it SGLang refuses HiCache and does not start"
 DEPLOYMENTS: Final = (
-    ExcludedFlag("pp_size", 1, "--pp-size", "a rank's host pool holds a part of the layers"),
     ExcludedFlag("nnodes", 1, "--nnodes", "the store is the memory of one host"),
     ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
     ExcludedFlag("attn_cp_size", 1, "--attn-cp-size", _HALF_PAGES),
-    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _OTHERS_KV),
+    ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _NO_CPU),
     ExcludedFlag(
         "disaggregation_mode",
         "null",
         "--disaggregation-mode",
-        "not tested beside SGLang's own transfer of KV",
+        "its KV comes from prefill servers, by SGLang's own transfer and under no key of its content",
+        also=("prefill",),
+    ),
+    ExcludedFlag(
+        "enable_pd_role_switch",
+        False,
+        "--enable-pd-role-switch",
+        "as a decode server it has its KV from prefill servers",
+    ),
+    ExcludedFlag(
+        "disaggregation_decode_allocation_policy",
+        "early",
+        "--disaggregation-decode-allocation-policy",
+        "with `prefill_complete` SGLang refuses a storage behind HiCache",
     ),
     ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it was written"),
     ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
     ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
     ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: a request is one prefill"),
-    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _OTHERS_KV),
+    ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _NO_CPU),
     ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit that this server shares"),
     ExcludedFlag("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding", _REFUSES),
     ExcludedFlag("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint", _REFUSES),
@@ -64,39 +68,11 @@ WINDOWS: Final = (
 """Why KV of some models with sliding windows is not shared."""
 BESIDE_WINDOWS: Final = "not tested: beside sliding windows in a pool of their own"
 """Why settings of KV and drafts that are shared otherwise are not, of models with windows."""
-_WINDOWED: Final = "not tested: a draft that sees a window only"
-DRAFT_SETTINGS: Final = (
-    ExcludedFlag(
-        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several drafts"
-    ),
-    ExcludedFlag("decrypted_draft_config_file", None, "--decrypted-draft-config-file", "not in its key"),
-    ExcludedFlag(
-        "speculative_adaptive",
-        False,
-        "--speculative-adaptive",
-        "a draft's KV has gaps where the server was too busy to draft",
-    ),
-    ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
-    ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
+NO_PAGE_OF_PAIR: Final = (
+    "--disaggregation-mode prefill without --page-size (SGLang hands KV over only between servers of one page"
+    " size: give `--page-size 64` to prefill and decode servers)"
 )
-"""Settings under which KV is not shared beside a draft model (`_WITH_DRAFT_KV`)."""
-DRAFTS: Final = "not tested: shared are EAGLE, STANDALONE, and NGRAM, whose drafts have no KV"
-"""Why KV is not shared under `--speculative-algorithm`, but for `_DRAFTERS`."""
-_WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
-_DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
-DRAFT_TREES: Final = "not tested: drafts in trees of several branches. Set --speculative-eagle-topk 1"
-"""Why KV is not shared beside a draft model that proposes several tokens for one place."""
-BESIDE_DRAFT: Final = {
-    "mla": "not tested: a draft beside a model of latents (MLA)",
-    "images": "not tested: a draft beside a model of images",
-    "fp8": "not tested: a draft beside a model with an fp8 KV cache",
-}
-"""Why KV is not shared beside a draft model of some models."""
-TREES: Final = (
-    "SGLang takes its trees of several branches in pages of one token only, or with flashinfer: set "
-    "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
-)
-"""Why KV is not shared under NGRAM in its default breadth, with other attention backends."""
+"""A decode server raises at the first request where its prefill server has pages of another size."""
 # Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
@@ -129,7 +105,7 @@ def excluded(server_args: Any, page_tokens: int) -> str:
         or branches(settled)
         or _checkpoint(server_args, settled)
         or _windows(server_args, settled)
-        or _beside_draft(server_args, settled)
+        or beside_draft(server_args, settled)
         or _kv_dtype(server_args, settled)
         or _cache(server_args, settled, page_tokens)
         or _images_look_alike(server_args)
@@ -165,39 +141,25 @@ def is_free(server_args: Any) -> bool:
 
 def deployment(settings: Any) -> str:
     """The flag and value of the deployment that exclude sharing; "" where none does."""
-    for field, plain, flag, why in DEPLOYMENTS:
-        if (value := getattr(settings, field)) != plain:
-            return f"{flag} {value} ({why})"
-    if why := _drafter(settings):
+    for each in DEPLOYMENTS:
+        if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
+            return f"{each.flag} {value} ({each.why})"
+    if why := _not_together(settings) or drafter(settings):
         return why
     if settings.load_format not in READS_SAFETENSORS:
         return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
     return ""
 
 
-def _drafter(settings: Any) -> str:
-    algorithm = str(settings.speculative_algorithm or "").upper()
-    if algorithm not in _DRAFTERS:
-        return f"--speculative-algorithm {algorithm} ({DRAFTS})"
-    if algorithm not in _WITH_DRAFT_KV:
-        return ""
-    for field, plain, flag, why in DRAFT_SETTINGS:
-        if (value := getattr(settings, field)) != plain:
-            return f"{flag} {value} ({why})"
-    if (settings.speculative_eagle_topk or 1) > 1:
-        return f"--speculative-eagle-topk {settings.speculative_eagle_topk} ({DRAFT_TREES})"
-    if (read := settings.speculative_draft_load_format) not in {None, *READS_SAFETENSORS}:
-        return f"--speculative-draft-load-format {read} does not read the checkpoint's safetensors"
-    return ""
-
-
-def branches(settings: Any) -> str:
-    """Why pages of several tokens would end the start of a server that drafts; "" where they do not."""
-    if str(settings.speculative_algorithm or "").upper() != "NGRAM":
-        return ""
-    if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
-        return ""
-    return f"--speculative-algorithm NGRAM ({TREES})"
+def _not_together(settings: Any) -> str:
+    """Flags that are shared one by one, and of which no test runs two; "" for one of them or none."""
+    ways = {
+        "--pp-size": settings.pp_size > 1,
+        "--disaggregation-mode": settings.disaggregation_mode != "null",
+        "--speculative-algorithm": settings.speculative_algorithm is not None,
+    }
+    chosen = [flag for flag, is_chosen in ways.items() if is_chosen]
+    return f"{' with '.join(chosen)} (no test runs them together)" if len(chosen) > 1 else ""
 
 
 def _checkpoint(server_args: Any, settled: Any) -> str:
@@ -246,23 +208,6 @@ def _windows(server_args: Any, settled: Any) -> str:
     return ""
 
 
-def _beside_draft(server_args: Any, settled: Any) -> str:
-    from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import AttentionArch
-
-    algorithm = str(settled.speculative_algorithm or "").upper()
-    if algorithm not in _WITH_DRAFT_KV:
-        return ""
-    model = model_config_of(server_args)
-    is_so = {
-        "mla": model.attention_arch != AttentionArch.MHA,
-        "images": model.is_multimodal,
-        "fp8": settled.kv_cache_dtype in QUANTISED,
-    }
-    why = next((BESIDE_DRAFT[kind] for kind, is_this in is_so.items() if is_this), "")
-    return f"--speculative-algorithm {algorithm} ({why})" if why else ""
-
-
 def _kv_dtype(server_args: Any, settled: Any) -> str:
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -295,6 +240,8 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
     if settled.disable_radix_cache:
         return "SGLang disables the radix cache for this model"
     if is_free(server_args):
+        if settled.disaggregation_mode != "null":
+            return NO_PAGE_OF_PAIR
         if not page_for(settled, page_tokens):
             return (
                 f"--chunked-prefill-size {settled.chunked_prefill_size} is no multiple of a page of "

@@ -23,12 +23,12 @@ from cornplug.engine_common.page_publish import free_pages
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, log_store_size, miss
 from cornplug.errors import ConfigError, CornplugError, LayoutError
-from cornplug.kv_page import PageSize, RankSlice
+from cornplug.kv_page import PageGeometry, PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
+from cornplug.sglang_hooks.drafts.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
@@ -43,10 +43,12 @@ from cornplug.sglang_hooks.kv.layout import (
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_copies import copy_threads
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv.rank_place import RankPlace, rank_place, require_stage
 from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
 from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
+from cornplug.store.base import WriterPart
 
 
 class CornplugStorage(FurtherPools):
@@ -72,7 +74,6 @@ class CornplugStorage(FurtherPools):
         """Of a server that saves what it had once while it idles; None before the pools are known."""
         self._extra_pools: dict[str, Any] = {}
         self._controller = page_hash_hooks.attaching()
-        self._excluded = _excluded(storage_config)
 
     # -- start ------------------------------------------------------------------------------
 
@@ -101,8 +102,6 @@ class CornplugStorage(FurtherPools):
             self._stop(e.reason, str(e))
 
     def _open(self) -> None:
-        if self._excluded:
-            raise LayoutError(self._excluded, reason="parallelism")
         if self._controller is None:
             raise LayoutError("SGLang's cache controller was not seen", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
@@ -110,7 +109,10 @@ class CornplugStorage(FurtherPools):
 
         model = model_config_of(get_server_args())
         quantised = quantised_format(self._controller.mem_pool_device.dtype)
-        groups = layer_groups(self._controller, self._extra_pools, model)
+        place = rank_place(self._config, model.num_hidden_layers)
+        groups = layer_groups(self._controller, self._extra_pools, model, place)
+        if groups is None:
+            require_stage(place, self._controller.mem_pool_device)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         page = page_geometry(
@@ -121,9 +123,10 @@ class CornplugStorage(FurtherPools):
             config=model.hf_config.to_dict(),
             quantised=quantised,
             attention=attention_backends() if quantised else "",
+            place=place if groups is None else None,
         )
         page = page if groups is None else groups.full.page(page)
-        heads, writes = rank_heads(pages, page, self._config.tp_size, self._config.tp_rank)
+        heads, writes = rank_heads(pages, page, place.tp_size, place.tp_rank)
         verify(pages, self._controller, None if groups is None else groups.full.device)
         try:
             self._index = index = page_hash_hooks.open_index(pages.page_size, tokens)
@@ -132,20 +135,17 @@ class CornplugStorage(FurtherPools):
         # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
-        held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
+        layers = place.layers if groups is None else range(page.layers)
+        held = RankSlice(heads=heads, layers=layers, writes=writes)
         mine = RankPages(page, held, self._run.store)
         token_bytes = mine.size_bytes / page.page_tokens
         self._host_page_bytes = int(token_bytes * pages.page_size)
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         stops = self._controller.storage_stop_event.is_set
-        threads = copy_threads(self._controller.mem_pool_device.device, self._config.tp_size)
+        threads = copy_threads(self._controller.mem_pool_device.device, place.ranks)
         self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stops, threads=threads)
-        # Latent pages are written by rank 0 alone, whole.
-        ranks = 1 if pages.latent else self._config.tp_size
-        group = activation.group() if ranks > 1 else b""
-        if ranks > 1 and not group:
-            raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
-        part = part_of(page, ranks, self._config.tp_rank if ranks > 1 else 0, group)
+        group = activation.group() if place.ranks > 1 else b""
+        part = self._part(place, page, group, latent=pages.latent)
         # Pages that SGLang's own tree offers at their second request need no other one.
         only_seen = self._only_seen()
         self._writer = PageWriter(
@@ -164,32 +164,36 @@ class CornplugStorage(FurtherPools):
             self._windows = open_windows(
                 self._run, groups.windows, self._extra_pools[str(PoolName.SWA)], self._controller, roots,
                 index, self._tally, heads=model.get_total_num_kv_heads(),
-                rank=(self._config.tp_size, self._config.tp_rank, group),
+                rank=(place.tp_size, place.tp_rank, group),
                 pace=self.pace, only_seen=only_seen, stopping=stops,
             )  # fmt: skip
         whole: PageSize = page if self._windows is None else self._windows.with_full(page)
         own_tokens = self._controller.mem_pool_device.size
-        if self._run.config.engine.save == "second" and not only_seen:
+        # Copies of an idle server are begun on all ranks in one turn; stages have theirs at other times.
+        if self._run.config.engine.save == "second" and not only_seen and len(place.layers_of_stages) == 1:
             self.idle = IdleBackups(partial(self._free_tokens, whole), own_tokens)
         self._ahead = EarlyLookup(
             index, self._reader, self.pace, self._tally, self._run.app, windows=self._windows
         )
         logger.info(
             "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
-            " %d, verified by writing",
+            " %d, layers %d to %d of %d, verified by writing",
             pages.page_size,
             self.mem_pool_host.layout,
             tokens,
             heads.start,
             heads.stop - 1,
             page.heads,
+            place.layers.start,
+            place.layers.stop - 1,
+            page.layers,
         )
         logger.info(
             "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
             "request with beam_width",
             sum(pool.kv_buffer.nbytes for pool in self.registered_pools.values()) / (1 << 30),
         )
-        if self._config.tp_rank == 0:
+        if place.tp_rank == place.stage == 0:
             log_store_size(self._run, whole, own_tokens, logger)
 
     def _open_draft(self) -> None:
@@ -214,6 +218,16 @@ class CornplugStorage(FurtherPools):
         """Whether the store itself counts the requests that have a page: SGLang's tree does not."""
         by_tree = self._controller.write_policy == SECOND_SIGHT
         return self._run.config.engine.save == "second" and not by_tree
+
+    @staticmethod
+    def _part(place: RankPlace, page: PageGeometry, group: bytes, *, latent: bool) -> WriterPart | None:
+        """This rank's part of a page. Raises LayoutError."""
+        # Of latent pages the first rank of each stage writes all that the stage holds.
+        size, rank = (1, 0) if latent else (place.tp_size, place.tp_rank)
+        stages = len(place.layers_of_stages)
+        if size * stages > 1 and not group:
+            raise LayoutError("the ranks share no group name", reason="tp_group_broken")
+        return part_of(page, size, rank, group, stages=stages, stage=place.stage)
 
     def _stop(self, reason: str, why: str) -> None:
         self._off = reason
@@ -329,21 +343,3 @@ def _identify() -> tuple[bytes, dict[str, Any]]:
     from cornplug.sglang_hooks.model.model_config import engine_model
 
     return engine_model().kv_identity()
-
-
-def _excluded(config: HiCacheStorageConfig) -> str:
-    """The kind of parallelism that excludes sharing; "" for tensor parallelism alone."""
-    from sglang.srt.layers.dp_attention import is_dp_attention_enabled
-
-    for name, size in (
-        ("pipeline parallelism", config.pp_size),
-        ("context parallelism", config.attn_cp_size),
-        ("decode context parallelism", config.dcp_size),
-    ):
-        if size > 1:
-            return f"{name} over {size} ranks"
-    if is_dp_attention_enabled():
-        return "data parallel attention"
-    if config.tp_size > 1 and torch.distributed.get_world_size() != config.tp_size:
-        return "ranks that are not of one tensor parallel group"
-    return ""

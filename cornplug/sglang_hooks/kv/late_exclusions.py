@@ -22,6 +22,7 @@ from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.kv.layout import quantised_format
+from cornplug.sglang_hooks.kv.rank_place import agreed
 
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
@@ -89,7 +90,7 @@ def _draft_seen(scheduler: Any) -> str:
 
     Returns why its KV cannot be shared; "" where it can, and where there is none.
     """
-    from cornplug.sglang_hooks.kv import draft_pages
+    from cornplug.sglang_hooks.drafts import draft_pages
 
     drafts = scheduler.draft_worker
     runners = drafts._draft_model_runners() if drafts is not None else ()
@@ -123,9 +124,7 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
     shares = storage.is_open and not (with_draft and storage.lacks_draft)
     if storage.is_open and not shares:
         logger.warning("cornplug: KV of this engine is not shared: its draft model's has no pages here")
-    vote = torch.tensor([shares], dtype=torch.int32)
-    cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
-    if vote.item():
+    if agreed(cache, shares):
         return
     if shares:
         logger.warning("cornplug: KV of this engine is not shared: another rank cannot share")

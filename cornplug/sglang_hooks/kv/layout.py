@@ -15,7 +15,8 @@ import torch
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.kv_root import engine_of_latents
 from cornplug.errors import LayoutError
-from cornplug.kv_page import PageGeometry, tensor_parallel_heads
+from cornplug.kv_page import PageGeometry, layer_runs, tensor_parallel_heads
+from cornplug.sglang_hooks.kv.rank_place import RankPlace
 
 _FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 """dtypes of one byte a value, and their names in `PageGeometry.quantised`. AMD's first fp8 is another."""
@@ -108,6 +109,7 @@ def page_geometry(
     config: Mapping[str, Any],
     quantised: str = "",
     attention: str = "",
+    place: RankPlace | None = None,
 ) -> PageGeometry:
     """The model's page. Raises LayoutError.
 
@@ -116,13 +118,15 @@ def page_geometry(
         quantised: `quantised_format` of the device pool.
         attention: SGLang's attention backends. They round queries in ways of their own where KV is quantised,
             and what follows from that is in the KV of all later layers.
+        place: This rank's; None for one that holds all layers.
     """
     pool = pages.pool
     if quantised and (pages.latent or pool.dtype != torch.uint8):
         raise LayoutError(f"{quantised} values in a host pool of {dtype_name(pool.dtype)}", reason="kv_dtype")
-    if pool.layer_num != layers:
+    held = layers if place is None else len(place.layers)
+    if pool.layer_num != held:
         raise LayoutError(
-            f"the host pool holds {pool.layer_num} of {layers} layers: shared, windowed or state layers",
+            f"the host pool holds {pool.layer_num} of {held} layers: shared, windowed or state layers",
             reason="attention_kind",
         )
     return PageGeometry(
@@ -132,6 +136,7 @@ def page_geometry(
         dim=pool.kv_cache_dim if pages.latent else pool.head_dim,
         dtype=dtype_name(pool.dtype),
         planes=1 if pages.latent else 2,
+        layer_runs=1 if place is None else layer_runs(layers, place.first_layers),
         engine=_only_engine(pages, config, attention if quantised else ""),
         quantised=quantised,
     )

@@ -35,8 +35,9 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
         in_pairs=cache.tree_core.is_eagle,
     )
     fetches = ahead > 0
-    if cache.tp_world_size > 1:
-        # SGLang's own collectives would wait for a prefetch that is queued on some ranks only.
+    if cache.tp_world_size > 1 or cache.pp_size > 1:
+        # SGLang's own collectives would wait for a prefetch that is queued on some ranks only. Of several
+        # stages the first decides, in the order in which each of them meets the requests.
         vote = torch.tensor([fetches], dtype=torch.int32)
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
         fetches = bool(vote.item())

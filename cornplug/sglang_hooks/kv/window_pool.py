@@ -21,6 +21,7 @@ from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.layout import host_pages, page_geometry, rank_heads, verify
 from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv.page_hash_index import PageHashIndex
+from cornplug.sglang_hooks.kv.rank_place import RankPlace
 from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
 from cornplug.store.base import Tier
@@ -64,7 +65,9 @@ def window_pools(pool: Any) -> tuple[Any, Any] | None:
     return pools if plain and pools[0].head_num == pools[1].head_num else None
 
 
-def layer_groups(controller: Any, further: Mapping[str, Any], model: Any) -> LayerGroups | None:
+def layer_groups(
+    controller: Any, further: Mapping[str, Any], model: Any, place: RankPlace
+) -> LayerGroups | None:
     """The groups of a model's layers; None if SGLang keeps all of them in one pool.
 
     Args:
@@ -76,6 +79,8 @@ def layer_groups(controller: Any, further: Mapping[str, Any], model: Any) -> Lay
     """
     if not further:
         return None
+    if len(place.layers_of_stages) > 1:
+        raise LayoutError("windows under pipeline parallelism: no test runs them", reason="attention_kind")
     pools = window_pools(controller.mem_pool_device)
     if pools is None or set(further) != {"swa"}:
         raise LayoutError(

@@ -1,8 +1,8 @@
 """Pages from SGLang's host pool into the store.
 
-Tensor-parallel ranks write one page together without messages between them: each reserves its part
-of the same room, writes its heads and commits their checksums, and the daemon joins the parts to a
-page. A rank that is late, gone or stopped in the middle delays no other rank.
+Ranks of tensor parallelism and of pipeline stages write one page together without messages between them:
+each reserves its part of the same room, writes its heads of its layers and commits their checksums, and the
+daemon joins the parts to a page. A rank that is late, gone or stopped in the middle delays no other rank.
 """
 
 from __future__ import annotations
@@ -48,15 +48,19 @@ class _Stored(NamedTuple):
 _Wanted = Mapping[bytes, Sequence[PagePart | _Stored]]
 
 
-def part_of(page: PageGeometry, tp_size: int, tp_rank: int, group: bytes) -> WriterPart | None:
+def part_of(
+    page: PageGeometry, tp_size: int, tp_rank: int, group: bytes, *, stages: int = 1, stage: int = 0
+) -> WriterPart | None:
     """A rank's part of pages that all ranks of `group` write; None where it writes whole pages, or none.
 
-    Raises LayoutError where the heads do not split.
+    `tp_size` ranks hold the heads, in each of `stages` that hold the layers. Raises LayoutError where the
+    heads do not split.
     """
     writers = [rank for rank in range(tp_size) if tensor_parallel_heads(page.heads, tp_size, rank)[1]]
-    if len(writers) == 1 or tp_rank not in writers:
+    parts = stages * len(writers)
+    if parts == 1 or tp_rank not in writers:
         return None
-    return WriterPart(group, writers.index(tp_rank), len(writers))
+    return WriterPart(group, stage * len(writers) + writers.index(tp_rank), parts)
 
 
 class PageWriter:

@@ -152,7 +152,7 @@ def test_storage_absent_pages_are_counted(process: Tally) -> None:
 class Cache:
     """What the hook on `prefetch_from_storage` reads of SGLang's cache, and what SGLang would queue."""
 
-    enable_storage, prefetch_threshold, tp_world_size = True, 64, 1
+    enable_storage, prefetch_threshold, tp_world_size, pp_size = True, 64, 1, 1
 
     def __init__(self, backend: CornplugStorage) -> None:
         self.cache_controller = SimpleNamespace(storage_backend=backend)
@@ -246,12 +246,13 @@ def test_prefetch_of_small_pages_asks_for_store_page(process: Tally) -> None:
     assert not cache.request([9, *TOKENS])
 
 
-def test_prefetch_is_queued_only_if_all_ranks_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", ["tp_world_size", "pp_size"])
+def test_prefetch_is_queued_only_if_all_ranks_vote(ranks: str) -> None:
     """SGLang's threads meet for each prefetch: one that is queued on this rank alone is waited for."""
     backend, host = attach()
     backend.batch_set_v1(name(TOKENS, 64), host.alloc(512))
     cache: Any = Cache(backend)
-    cache.tp_world_size = 2
+    setattr(cache, ranks, 2)
     votes: list[int] = []
 
     def vote(tensor: torch.Tensor, op: Any) -> None:
@@ -284,14 +285,19 @@ def test_storage_after_weight_update_shares_nothing(process: Tally, monkeypatch:
 @pytest.mark.parametrize(
     ("more", "why"),
     [
-        ({"pp_size": 2}, "pipeline"),
+        ({"pp_size": 2}, "2 compute this rank's requests"),
         ({"attn_cp_size": 2}, "context"),
         ({"is_mla_model": True, "dcp_size": 2, "tp_size": 2, "logical_page_size": 64}, "decode context"),
     ],
 )
 def test_storage_in_unsupported_parallelism_warns_once(
-    more: dict[str, Any], why: str, process: Tally, caplog: pytest.LogCaptureFixture
+    more: dict[str, Any],
+    why: str,
+    process: Tally,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda *args, **more: 4)
     with caplog.at_level(logging.WARNING, logger="sglang.cornplug"):
         backend, host = attach(**more)
         assert backend.batch_exists(["00"]) == 0

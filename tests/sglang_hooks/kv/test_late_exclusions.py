@@ -13,7 +13,8 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.speculative.base_spec_worker import HiCacheDraftMode
 
 from cornplug.sglang_hooks import activation, compat
-from cornplug.sglang_hooks.kv import draft_pages, late_exclusions
+from cornplug.sglang_hooks.drafts import draft_pages
+from cornplug.sglang_hooks.kv import late_exclusions
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 
 from ..kv_rig import device_pool, latent_pool, windowed_pool
@@ -49,7 +50,9 @@ class Cache:
         self.cache_controller = SimpleNamespace(storage_backend=storage)
         self.others, self.detached = others, False
 
-    def _all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+    pp_size = 1
+
+    def _all_reduce_attn_groups(self, tensor: torch.Tensor, op: Any) -> None:
         assert op == torch.distributed.ReduceOp.MIN
         tensor.fill_(min(int(tensor.item()), int(self.others)))
 

@@ -92,6 +92,38 @@ def test_kv_pages_load_in_their_own_format_only(
         assert found.shape[3] == 0
 
 
+@pytest.mark.parametrize(("writes", "reads"), [(2, 2), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("latent", [False, True])
+def test_kv_pages_load_between_all_pipeline_stages(
+    store: MemoryStore, writes: int, reads: int, tp: int, latent: bool
+) -> None:
+    """LAYERS layers of two stages: one has more than the other."""
+
+    def ranks(stages: int) -> list[Engine]:
+        places = itertools.product(range(stages), range(tp))
+        return [
+            Engine(store.connect(), pp=(stages, stage), tp=(tp, rank), latent=latent)
+            for stage, rank in places
+        ]
+
+    writers = ranks(writes)
+    kv = sequence(writers[0].geometry, 256)
+    write_together(writers, TOKENS[:256], kv)
+    assert store.connect().stat(deadline_s=1).entries == 4
+    for reader in ranks(reads):
+        assert torch.equal(reader.load(TOKENS[:256]), reader.part(kv))
+
+
+def test_kv_save_without_a_stage_stays_unseen(store: MemoryStore) -> None:
+    first, second = (Engine(store.connect(), pp=(2, stage)) for stage in range(2))
+    kv = sequence(first.geometry, 128)
+    first.save(TOKENS[:128], kv)
+    assert store.connect().stat(deadline_s=1).entries == 0
+    second.save(TOKENS[:128], kv)
+    assert torch.equal(Engine(store.connect()).load(TOKENS[:128]), kv)
+
+
 @pytest.mark.parametrize("writes", [16, 64])
 @pytest.mark.parametrize("reads", [16, 64])
 def test_kv_latent_pages_load_between_page_sizes(store: MemoryStore, writes: int, reads: int) -> None:

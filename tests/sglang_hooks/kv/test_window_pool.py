@@ -21,12 +21,14 @@ from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv.layout import host_pages
 from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv.rank_place import RankPlace
 from cornplug.sglang_hooks.kv.window_pool import WindowPool, layer_groups, window_pools
 from cornplug.store.base import Tier
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
 from ..kv_rig import (
+    LAYERS,
     PLAIN,
     WINDOW,
     WINDOWED,
@@ -40,6 +42,7 @@ from ..kv_rig import (
 
 TOKENS = [(5 * i) % 983 for i in range(512)]
 IN_A_WINDOW = 2
+ONE_RANK = RankPlace(0, 1, 0, (range(LAYERS),))
 """Pages of 64 tokens in a window."""
 
 
@@ -322,17 +325,23 @@ def test_layer_groups_of_other_pools_are_refused(
 ) -> None:
     process.model.__dict__.update(model)
     with pytest.raises(LayoutError, match=why):
-        layer_groups(SimpleNamespace(mem_pool_device=pool), further, process.model)
+        layer_groups(SimpleNamespace(mem_pool_device=pool), further, process.model, ONE_RANK)
+
+
+def test_layer_groups_of_pipeline_stages_are_refused(process: SimpleNamespace) -> None:
+    stages = RankPlace(0, 1, 0, (range(1), range(1, LAYERS)))
+    with pytest.raises(LayoutError, match="pipeline parallelism"):
+        layer_groups(SimpleNamespace(mem_pool_device=windowed_pool(64)), {"swa": 1}, process.model, stages)
 
 
 def test_layer_groups_name_the_layers_of_each_pool(process: SimpleNamespace) -> None:
     pool = windowed_pool(64)
-    groups = layer_groups(SimpleNamespace(mem_pool_device=pool), {"swa": 1}, process.model)
+    groups = layer_groups(SimpleNamespace(mem_pool_device=pool), {"swa": 1}, process.model, ONE_RANK)
     assert groups is not None
     assert (groups.full.layers, groups.full.window) == ((1,), 0)
     assert (groups.windows.layers, groups.windows.window) == (WINDOWED, WINDOW)
     assert window_pools(pool) == (groups.full.device, groups.windows.device)
-    assert layer_groups(SimpleNamespace(mem_pool_device=pool), {}, process.model) is None
+    assert layer_groups(SimpleNamespace(mem_pool_device=pool), {}, process.model, ONE_RANK) is None
 
 
 def test_window_pool_whose_copies_move_values_is_refused(

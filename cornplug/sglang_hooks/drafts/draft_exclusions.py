@@ -1,0 +1,90 @@
+"""Settings of speculative decoding under which a server shares no KV.
+
+`kv/exclusions.py` asks these, and turns the reasons into the answer for the server.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from cornplug.kv_page import QUANTISED
+from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
+
+_WINDOWED: Final = "not tested: a draft that sees a window only"
+DRAFT_SETTINGS: Final = (
+    ExcludedFlag(
+        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several drafts"
+    ),
+    ExcludedFlag("decrypted_draft_config_file", None, "--decrypted-draft-config-file", "not in its key"),
+    ExcludedFlag(
+        "speculative_adaptive",
+        False,
+        "--speculative-adaptive",
+        "a draft's KV has gaps where the server was too busy to draft",
+    ),
+    ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
+    ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
+)
+"""Settings under which KV is not shared beside a draft model (`_WITH_DRAFT_KV`)."""
+DRAFTS: Final = "not tested: shared are EAGLE, STANDALONE, and NGRAM, whose drafts have no KV"
+"""Why KV is not shared under `--speculative-algorithm`, but for `_DRAFTERS`."""
+_WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
+_DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
+DRAFT_TREES: Final = "not tested: drafts in trees of several branches. Set --speculative-eagle-topk 1"
+"""Why KV is not shared beside a draft model that proposes several tokens for one place."""
+BESIDE_DRAFT: Final = {
+    "mla": "not tested: a draft beside a model of latents (MLA)",
+    "images": "not tested: a draft beside a model of images",
+    "fp8": "not tested: a draft beside a model with an fp8 KV cache",
+}
+"""Why KV is not shared beside a draft model of some models."""
+TREES: Final = (
+    "SGLang takes its trees of several branches in pages of one token only, or with flashinfer: set "
+    "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
+)
+"""Why KV is not shared under NGRAM in its default breadth, with other attention backends."""
+
+
+def drafter(settings: Any) -> str:
+    """Why KV is not shared with these settings of speculative decoding; "" where it is."""
+    algorithm = str(settings.speculative_algorithm or "").upper()
+    if algorithm not in _DRAFTERS:
+        return f"--speculative-algorithm {algorithm} ({DRAFTS})"
+    if algorithm not in _WITH_DRAFT_KV:
+        return ""
+    for each in DRAFT_SETTINGS:
+        if (value := getattr(settings, each.field)) != each.plain:
+            return f"{each.flag} {value} ({each.why})"
+    if (settings.speculative_eagle_topk or 1) > 1:
+        return f"--speculative-eagle-topk {settings.speculative_eagle_topk} ({DRAFT_TREES})"
+    if (read := settings.speculative_draft_load_format) not in {None, *READS_SAFETENSORS}:
+        return f"--speculative-draft-load-format {read} does not read the checkpoint's safetensors"
+    return ""
+
+
+def branches(settings: Any) -> str:
+    """Why pages of several tokens would end the start of a server that drafts; "" where they do not."""
+    if str(settings.speculative_algorithm or "").upper() != "NGRAM":
+        return ""
+    if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
+        return ""
+    return f"--speculative-algorithm NGRAM ({TREES})"
+
+
+def beside_draft(server_args: Any, settled: Any) -> str:
+    """Why KV of this model is not shared beside a draft model; "" where it is, and without a draft."""
+    from sglang.srt.arg_groups.overrides import model_config_of
+    from sglang.srt.configs.model_config import AttentionArch
+
+    algorithm = str(settled.speculative_algorithm or "").upper()
+    if algorithm not in _WITH_DRAFT_KV:
+        return ""
+    model = model_config_of(server_args)
+    is_so = {
+        "mla": model.attention_arch != AttentionArch.MHA,
+        "images": model.is_multimodal,
+        "fp8": settled.kv_cache_dtype in QUANTISED,
+    }
+    why = next((BESIDE_DRAFT[kind] for kind, is_this in is_so.items() if is_this), "")
+    return f"--speculative-algorithm {algorithm} ({why})" if why else ""
