@@ -550,7 +550,7 @@ def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: s
     [
         ([], "qwen2_text", {"weights", "loaded", "kv", "idle_backups"}),
         (["--cornplug-save", "always"], "qwen2_text", {"weights", "loaded", "kv"}),
-        (["--pp-size", "2"], "qwen2_text", {"weights"}),
+        (["--is-embedding"], "qwen2_text", {"weights"}),
         (["--kv-cache-dtype", "fp8_e4m3"], "qwen2_text", {"weights", "loaded", "kv", "idle_backups"}),
         (
             ["--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj"],
