@@ -15,7 +15,7 @@ from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurv
 STEPS = EngineStepTimes(PiecewiseCurve.line(0.01, 1e-4), PiecewiseCurve.line(0.02, 1e-3))
 
 
-def test_power_of_two_router_compares_two_different_replicas() -> None:
+def test_router_power_of_two_compares_two_replicas() -> None:
     """Two of four are long: one of them is taken where both are drawn, for one pair in six."""
     station = Station("p", 4, "P", steps=STEPS, router="power_of_two")
     dispatch = RouterDispatch(station, EventAgenda(), TokenLog(0.0, 1.0, []), np.random.default_rng(0))

@@ -13,7 +13,7 @@ from sglang.srt.layers import dp_attention
 from cornplug.errors import LayoutError
 from cornplug.sglang_hooks.kv.rank_place import agreed, layers_of_stages, rank_place, require_stage
 
-from .test_hicache_storage import config
+from ..kv_rig import storage_config
 
 MIN = torch.distributed.ReduceOp.MIN
 
@@ -48,7 +48,7 @@ def test_rank_place_is_that_of_sglangs_storage(
     size: int, groups: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_world(monkeypatch, size, groups)
-    place = rank_place(config(**more), 7)
+    place = rank_place(storage_config(**more), 7)
     assert (place.tp_rank, place.tp_size) == (more.get("tp_rank", 0), more.get("tp_size", 1))
     assert place.layers == (range(3, 7) if "pp_rank" in more else range(7))
     assert place.first_layers == ([0, 3] if "pp_size" in more else [0])
@@ -67,13 +67,13 @@ def test_rank_place_of_unknown_parallelism_is_refused(
 ) -> None:
     in_world(monkeypatch, size, groups)
     with pytest.raises(LayoutError, match=why) as refused:
-        rank_place(config(**more), 7)
+        rank_place(storage_config(**more), 7)
     assert refused.value.reason == "parallelism"
 
 
 def test_require_stage_of_another_first_layer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     in_world(monkeypatch, 2)
-    place = rank_place(config(pp_size=2, pp_rank=1), 7)
+    place = rank_place(storage_config(pp_size=2, pp_rank=1), 7)
     require_stage(place, SimpleNamespace(start_layer=3))
     with pytest.raises(LayoutError, match="layer 4, not 3"):
         require_stage(place, SimpleNamespace(start_layer=4))
