@@ -35,12 +35,12 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.shared_flags import settings
 from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.layout import HostPages
-from cornplug.sglang_hooks.kv.page_copies import PageCopies
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv.reader import PageReader
-from cornplug.sglang_hooks.kv.writer import PageWriter
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.writer import PageWriter
 from cornplug.store.client import PoolStore
 from devkit.page_by_page import PageByPage
 from devkit.processes import StoreProcess

@@ -10,8 +10,8 @@ from typing import Any
 
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CornplugError
-from cornplug.sglang_hooks.kv.layout import HostPages
-from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
 from cornplug.store.base import Lease, PayloadLocation
 
 

@@ -18,8 +18,8 @@ pytest.importorskip("sgl_kernel.kvcacheio")
 from cornplug.engine_common.page_envelope import page_header
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.sglang_hooks.kv.layout import host_pages, verify
-from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart, copy_threads
+from cornplug.sglang_hooks.kv_pages.layout import host_pages, verify
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads
 from cornplug.store.base import Reservation
 from cornplug.store.memory import MemoryStore
 

@@ -18,8 +18,8 @@ from cornplug.engine_common.model_identity import EngineModel
 from cornplug.identity import medium_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import mm_identifiers
 from cornplug.sglang_hooks.model import lora_adapters
 from cornplug.sglang_hooks.model.model_config import describe

@@ -19,8 +19,8 @@ import torch
 from cornplug.engine_common.page_envelope import page_headers
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.sglang_hooks.kv.layout import HostPages
-from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
 from cornplug.store.base import Reservation
 from cornplug.store.memory import MemoryStore
 from devkit.page_by_page import PageByPage

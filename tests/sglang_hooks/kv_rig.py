@@ -33,19 +33,19 @@ from cornplug.kv_page import PageGeometry, RankSlice
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv import hicache_config, hicache_storage, page_hash_hooks
-from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.layout import (
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.layout import (
     HostPages,
     host_pages,
     page_geometry,
     quantised_format,
     rank_heads,
 )
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv.rank_place import RankPlace, layers_of_stages
-from cornplug.sglang_hooks.kv.reader import PageReader
-from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace, layers_of_stages
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import Store
 from cornplug.testing import FaultyStore
 

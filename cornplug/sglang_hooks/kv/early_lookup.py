@@ -12,10 +12,10 @@ from typing import Final
 
 from cornplug.engine_common.runtime import KV_PAGE
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.window_pool import WindowPool
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 _NEAR_TOKENS: Final = 4096
 """Tokens of a prompt that one lookup covers, in about a millisecond."""

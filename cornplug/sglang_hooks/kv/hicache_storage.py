@@ -28,11 +28,13 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.drafts.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv import page_hash_hooks
-from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
 from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
-from cornplug.sglang_hooks.kv.layout import (
+from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
+from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.layout import (
     attention_backends,
     host_pages,
     page_geometry,
@@ -40,14 +42,12 @@ from cornplug.sglang_hooks.kv.layout import (
     rank_heads,
     verify,
 )
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv.page_copies import copy_threads
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv.rank_place import RankPlace, rank_place, require_stage
-from cornplug.sglang_hooks.kv.reader import PageReader
-from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
-from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
-from cornplug.sglang_hooks.kv.writer import PageWriter, part_of
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace, rank_place, require_stage
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart
 
 

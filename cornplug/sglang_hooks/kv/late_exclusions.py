@@ -21,8 +21,8 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.kv.layout import quantised_format
-from cornplug.sglang_hooks.kv.rank_place import agreed
+from cornplug.sglang_hooks.kv_pages.layout import quantised_format
+from cornplug.sglang_hooks.kv_pages.rank_place import agreed
 
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, arguments, logger
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import placeholder_tokens
 
 _index: PageHashIndex | None = None

@@ -8,7 +8,7 @@ import torch
 
 from cornplug.sglang_hooks.compat import Hook, arguments
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 

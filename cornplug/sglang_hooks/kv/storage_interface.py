@@ -20,8 +20,8 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.drafts import draft_pages
 from cornplug.sglang_hooks.drafts.draft_pages import DraftPages
-from cornplug.sglang_hooks.kv.reader import PageReader
 from cornplug.sglang_hooks.kv.window_pool import WindowPool
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 
 class PagesOnly(HiCacheStorage):

@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.drafts import draft_pages
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-from cornplug.sglang_hooks.kv.layout import host_pages
+from cornplug.sglang_hooks.kv_pages.layout import host_pages
 
 from ..kv.test_hicache_storage import TOKENS, attach, name, process, store  # noqa: F401
 from ..kv_rig import DIM, HEADS, LAYERS, device_pool, host_pool, latent_pool

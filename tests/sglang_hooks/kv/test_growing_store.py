@@ -9,7 +9,7 @@ from subprocess import Popen
 import pytest
 
 from cornplug.config import StoreConfig
-from cornplug.sglang_hooks.kv import writer as kv_writer
+from cornplug.sglang_hooks.kv_pages import writer as kv_writer
 from cornplug.store.client import PoolStore
 from cornplug.store.memory import MemoryStore
 

@@ -20,8 +20,8 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv import hicache_storage, page_hash_hooks, prefetch_hooks
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-from cornplug.sglang_hooks.kv.layout import host_pages
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.layout import host_pages
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 

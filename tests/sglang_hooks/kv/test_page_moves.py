@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cornplug.errors import StoreUnavailable
-from cornplug.sglang_hooks.kv import writer as kv_writer
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages import writer as kv_writer
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.store.memory import MemoryStore
 
 from ...store.shelved_store import ShelvedStore

@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from cornplug.sglang_hooks.kv.page_copies import PageCopies
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies
 from cornplug.store.memory import MemoryStore
 from devkit.page_by_page import PageByPage
 

@@ -17,8 +17,8 @@ from sglang.srt.lora.utils import get_target_module_name
 from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
 WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")

@@ -301,7 +301,7 @@ def test_compat_epochs_are_positive_per_family() -> None:
 def test_namespace_roots_refused_setting_is_logged(folder: Path, caplog: Any, monkeypatch: Any) -> None:
     """What a server says when its language model cannot be identified."""
     from cornplug.kv_page import PageGeometry
-    from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
+    from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 
     monkeypatch.setenv("SGLANG_OF_2027", "1")
 

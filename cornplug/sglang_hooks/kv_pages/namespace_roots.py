@@ -14,7 +14,7 @@ from cornplug.engine_common.kv_root import page_root
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.cache_salt import salt_of
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
 _MAX_ROOTS: Final = 4096

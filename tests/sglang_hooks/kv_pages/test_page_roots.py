@@ -12,8 +12,8 @@ import page_root_vectors as vectors
 import pytest
 
 from cornplug.engine_common.lora_digests import LoraDigests
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
 
 

@@ -16,7 +16,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.kv_root import engine_of_latents
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, layer_runs, tensor_parallel_heads
-from cornplug.sglang_hooks.kv.rank_place import RankPlace
+from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace
 
 _FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
 """dtypes of one byte a value, and their names in `PageGeometry.quantised`. AMD's first fp8 is another."""

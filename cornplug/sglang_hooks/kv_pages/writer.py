@@ -18,12 +18,12 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CheckpointError, CornplugError
 from cornplug.kv_page import PageGeometry, tensor_parallel_heads
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv.costs import LoadPace
-from cornplug.sglang_hooks.kv.layout import HostPages
-from cornplug.sglang_hooks.kv.namespace_roots import RootsOfCall
-from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart, Rows
-from cornplug.sglang_hooks.kv.page_hash_index import HashedPage, PageHashIndex
-from cornplug.sglang_hooks.kv.reader import PageReader
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
+from cornplug.sglang_hooks.kv_pages.namespace_roots import RootsOfCall
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, Rows
+from cornplug.sglang_hooks.kv_pages.page_hash_index import HashedPage, PageHashIndex
+from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20

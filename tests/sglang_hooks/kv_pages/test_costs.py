@@ -10,10 +10,10 @@ import pytest
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from cornplug.sglang_hooks.kv import costs as kv_costs
 from cornplug.sglang_hooks.kv import prefetch_hooks
-from cornplug.sglang_hooks.kv.costs import LoadPace
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+from cornplug.sglang_hooks.kv_pages import costs as kv_costs
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 
 
 class Clock:

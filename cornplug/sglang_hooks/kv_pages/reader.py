@@ -16,10 +16,15 @@ from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.kv.layout import HostPages
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots, RootsOfCall
-from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, HashedPage, PageHashIndex, PageOverlap
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
+from cornplug.sglang_hooks.kv_pages.page_hash_index import (
+    CacheNamespace,
+    HashedPage,
+    PageHashIndex,
+    PageOverlap,
+)
 from cornplug.store.base import Lease, Tier
 from cornplug.store.recall import recalled, tiers_of
 

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.errors import LayoutError
-from cornplug.sglang_hooks.kv import layout as kv_layout
-from cornplug.sglang_hooks.kv.layout import (
+from cornplug.sglang_hooks.kv_pages import layout as kv_layout
+from cornplug.sglang_hooks.kv_pages.layout import (
     host_pages,
     page_geometry,
     quantised_format,

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from cornplug.engine_common.page_envelope import read_page_header
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError
-from cornplug.sglang_hooks.kv.layout import HostPages
+from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.store.base import Lease, PayloadLocation
 
 Rows = NDArray[np.void]

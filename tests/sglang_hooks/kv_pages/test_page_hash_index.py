@@ -19,9 +19,10 @@ from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
-from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks, page_hash_index
-from cornplug.sglang_hooks.kv.namespace_roots import NamespaceRoots
-from cornplug.sglang_hooks.kv.page_hash_index import CacheNamespace, PageHashIndex
+from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks
+from cornplug.sglang_hooks.kv_pages import page_hash_index
+from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
+from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
 from cornplug.sglang_hooks.mm import placeholder_tokens as tokens_module
 from cornplug.sglang_hooks.model import lora_adapters
 

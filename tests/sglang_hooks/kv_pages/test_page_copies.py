@@ -15,9 +15,9 @@ from cornplug.engine_common.page_envelope import page_header
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.kv_page import PageGeometry, RankSlice
-from cornplug.sglang_hooks.kv import page_copies
-from cornplug.sglang_hooks.kv.layout import host_pages
-from cornplug.sglang_hooks.kv.page_copies import PageCopies, PagePart, copy_threads
+from cornplug.sglang_hooks.kv_pages import page_copies
+from cornplug.sglang_hooks.kv_pages.layout import host_pages
+from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart, copy_threads
 from cornplug.store.base import Lease, Reservation
 from cornplug.store.memory import MemoryConnection, MemoryStore
 

@@ -1,0 +1,1 @@
+"""Pages of the store as SGLang has them in its host pools: their layout, keys and copies."""
