@@ -32,13 +32,16 @@ def test_sharing_report_of_text_is_kv_alone(tmp_path: Path, monkeypatch: pytest.
     assert (kv.shared, kv.why) == (False, "engine.share_kv is false")
 
 
-def test_sharing_report_of_windows_says_why(tmp_path: Path) -> None:
+def test_sharing_report_of_windows_beside_images_says_why(tmp_path: Path) -> None:
     folder = checkpoints.gemma3(tmp_path / "gemma")
     config = json.loads((folder / "config.json").read_text())
     text = config["text_config"]
     text["layer_types"] = ["sliding_attention"] * (text["num_hidden_layers"] - 1) + ["full_attention"]
     (folder / "config.json").write_text(json.dumps(config))
+    # SGLang serves Gemma 3 without images unless it is told otherwise.
     kv, _ = sharing_report.describe(str(folder))
+    assert kv == SharingVerdict(what="KV", shared=True)
+    kv, _ = sharing_report.describe(str(folder), ["--enable-multimodal"])
     assert (kv.shared, "hybrid" in kv.why) == (False, True)
 
 

@@ -62,8 +62,9 @@ DEPLOYMENTS: Final = (
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
 WINDOWS: Final = (
-    "SGLang keeps KV of their windows in a pool without pages here, beside images or with other KV heads; "
-    "with --disable-hybrid-swa-memory (by default for Gemma 2 and 3, OLMo 3, EXAONE 4) it is shared"
+    "SGLang keeps KV of their windows in a pool without pages here, or with other KV heads; "
+    "with --disable-hybrid-swa-memory (by default for Gemma 2 and 3, OLMo 3, EXAONE 4) it is shared, but not "
+    "beside images"
 )
 """Why KV of some models with sliding windows is not shared."""
 BESIDE_WINDOWS: Final = "not tested: beside sliding windows in a pool of their own"
@@ -170,12 +171,19 @@ def _checkpoint(server_args: Any, settled: Any) -> str:
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
-    # In one pool it has K and V of every token of layers with windows, too.
-    in_one = settled.disable_hybrid_swa_memory
+    # In one pool it has K and V of every token of layers with windows, too. Of such models of images some
+    # attention backends let an image's tokens see each other and some do not (Gemma 3).
+    in_one = settled.disable_hybrid_swa_memory and kinds and not _is_multimodal(server_args)
     if in_one or (kinds == {"sliding_attention"} and keeps_windows_apart(server_args)):
         kinds.discard("sliding_attention")
     hybrid += sorted(kinds)
     return f"a hybrid model ({', '.join(hybrid)})" if hybrid else ""
+
+
+def _is_multimodal(server_args: Any) -> bool:
+    from sglang.srt.arg_groups.overrides import model_config_of
+
+    return bool(model_config_of(server_args).is_multimodal)
 
 
 def keeps_windows_apart(server_args: Any) -> bool:
