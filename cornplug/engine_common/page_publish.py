@@ -34,12 +34,12 @@ class PageCost:
     seconds: float = 0.0
 
 
-def free_pages(runtime: EngineRuntime, page: PageSize) -> int:
-    """Pages that the store takes without an eviction; 0 where it does not answer."""
+def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
+    """Pages that the store takes without an eviction; None where it does not answer."""
     try:
         stat = runtime.store.stat(deadline_s=runtime.deadline_s)
     except CornplugError:
-        return 0
+        return None
     return (stat.capacity_bytes - stat.used_bytes) // align_up(page.page_bytes)
 
 

@@ -297,11 +297,15 @@ class CornplugStorage(FurtherPools):
                 self.pace.moved(done * self._host_page_bytes, took_s)
         return [True] * done + [False] * (len(keys) - done)
 
-    def _free_tokens(self, page: PageSize) -> int:
-        """Tokens that the store takes without an eviction; 0 where none are shared."""
+    def _free_tokens(self, page: PageSize) -> int | None:
+        """Tokens that the store takes without an eviction; 0 where none are shared, None where it does not
+        answer."""
         if self._off or weights_guard.replaced():
             return 0
-        free = free_pages(self._run, page) * page.page_tokens
+        pages = free_pages(self._run, page)
+        if pages is None:
+            return None
+        free = pages * page.page_tokens
         if self._draft is not None:
             free = free * page.page_bytes // (page.page_bytes + self._draft.page_bytes)
         return free

@@ -37,12 +37,16 @@ class IdleBackups:
     """One a rank; used by the scheduler's thread.
 
     Args:
-        free_tokens: tokens that the store takes without an eviction; 0 where nothing is to be saved.
+        free_tokens: tokens that the store takes without an eviction; 0 where nothing is to be saved, None
+            where it does not answer.
         clock: seconds.
     """
 
     def __init__(
-        self, free_tokens: Callable[[], int], most_tokens: int, clock: Callable[[], float] = time.monotonic
+        self,
+        free_tokens: Callable[[], int | None],
+        most_tokens: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`most_tokens`: of the device pool, which can hold no more prompts than that."""
         self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
@@ -51,6 +55,8 @@ class IdleBackups:
         self._tokens = 0
         """In `_finished`."""
         self._idle_since: float | None = None
+        self._unanswered = False
+        """The store was asked since the server was idle, and did not answer."""
         self._turns = 0
 
     def remember(self, key: RadixKey) -> None:
@@ -82,7 +88,7 @@ class IdleBackups:
 
     def worked(self) -> None:
         """A batch has run: the server is not idle."""
-        self._idle_since = None
+        self._idle_since, self._unanswered = None, False
 
     def _room(self, scheduler: Any) -> int:
         """Tokens that may be copied now; `_NOT_YET` while the server has anything else to do."""
@@ -91,7 +97,12 @@ class IdleBackups:
         now = self._clock()
         if self._idle_since is None:
             self._idle_since = now
-        return _NOT_YET if now - self._idle_since < _SETTLE_S else self._free_tokens()
+        if self._unanswered or now - self._idle_since < _SETTLE_S:
+            return _NOT_YET
+        free = self._free_tokens()
+        # Asked again in the next pause: the scheduler's thread waits for each question.
+        self._unanswered = free is None
+        return _NOT_YET if free is None else free
 
     def _back_up(self, cache: Any, room: int) -> None:
         """Have SGLang copy the newest prompt that it still has on the device alone."""

@@ -102,6 +102,8 @@ class IdleSaves:
         """Block -> saves that read it, or have read it."""
         self._reused: list[str] = []
         self._idle_since: float | None = None
+        self._unanswered = False
+        """The store was asked since the engine was idle, and did not answer."""
 
     def bind(self, pool: BlockPool | None, block_size: int) -> None:
         """Take the engine's blocks, of `block_size` tokens each."""
@@ -115,7 +117,7 @@ class IdleSaves:
         self._most_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
 
     def __bool__(self) -> bool:
-        if not (self._finished or self._growing) or self._requests.unfinished():
+        if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
             return False
         return self._idle_since is None or time.monotonic() <= self._idle_since + _LIMIT_S
 
@@ -136,12 +138,13 @@ class IdleSaves:
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
         """Pages that the worker halves are to copy in this step; none while a token is computed."""
         if output.num_scheduled_tokens or not (self._finished or self._growing):
-            self._idle_since = None
+            self._idle_since, self._unanswered = None, False
             return []
         now = time.monotonic()
         if self._idle_since is None:
             self._idle_since = now
-        if not _SETTLE_S <= now - self._idle_since <= _LIMIT_S or self._requests.unfinished():
+        settled = _SETTLE_S <= now - self._idle_since <= _LIMIT_S
+        if self._unanswered or not settled or self._requests.unfinished():
             return []
         if not self._requests.sharing:
             self._forget()
@@ -164,8 +167,14 @@ class IdleSaves:
         self._pages = 0
 
     def _free_pages(self) -> int:
-        """Pages that the store takes without an eviction; without room for one, none is tried again."""
+        """Pages that the store takes without an eviction; without room for one, none is tried again.
+
+        A store that does not answer is no work to keep an engine awake for: the next pause asks it again.
+        """
         free = free_pages(self._run, self._page)
+        if free is None:
+            self._unanswered = True
+            return 0
         if free <= 0:
             self._forget()
         return free
@@ -194,12 +203,10 @@ class IdleSaves:
 
     def _reserve(self, pages: list[_Page]) -> list[PageSave]:
         answers = self._publisher.reserve([page.key for page in pages])
-        if None in answers:
-            # The store does not answer: this is no work to keep an engine awake for.
-            self._forget()
+        self._unanswered = None in answers
         writes = []
         for page, answer in zip(pages, answers, strict=True):
-            if answer is ReserveRefusal.GROWING:
+            if answer is None or answer is ReserveRefusal.GROWING:
                 self._growing.append(page)
             elif isinstance(answer, Reservation):
                 writes.append(self._begin(page, answer))

@@ -39,10 +39,12 @@ class Server:
     """A scheduler and its cache, with a clock that the test moves."""
 
     def __init__(self, *, free_tokens: int = 10_000, most_tokens: int = 10_000, ranks: int = 1) -> None:
-        self.now_s, self.busy, self.free_tokens = 100.0, False, free_tokens
+        self.now_s, self.busy = 100.0, False
+        self.free_tokens: int | None = free_tokens
+        self.questions = 0
         self.other_votes: list[int] = []
         self.tree = Tree()
-        self.idle = IdleBackups(lambda: self.free_tokens, most_tokens, lambda: self.now_s)
+        self.idle = IdleBackups(self._free_tokens, most_tokens, lambda: self.now_s)
         self.cache = SimpleNamespace(
             tree_core=self.tree,
             tp_world_size=ranks,
@@ -51,6 +53,10 @@ class Server:
         )
         self.scheduler = SimpleNamespace(tree_cache=self.cache, is_fully_idle=lambda: not self.busy)
         self.votes = 0
+
+    def _free_tokens(self) -> int | None:
+        self.questions += 1
+        return self.free_tokens
 
     def _reduce(self, vote: torch.Tensor, _op: Any) -> None:
         self.votes += 1
@@ -113,6 +119,18 @@ def test_idle_backups_without_room_forget_their_prompts() -> None:
     server.idles(1)
     server.free_tokens = 10_000
     assert server.idles(1, turns=9) == []
+
+
+def test_idle_backups_store_that_answers_late_is_asked_in_the_next_pause() -> None:
+    """Once a pause: the scheduler's thread waits for each question."""
+    server = Server()
+    server.finish(1)
+    server.free_tokens = None
+    assert server.idles(1, turns=9) == []
+    assert server.questions == 1
+    server.free_tokens = 10_000
+    server.idle.worked()
+    assert server.idles(1, turns=9) == [1]
 
 
 def test_idle_backups_remember_as_many_tokens_as_the_device_holds() -> None:

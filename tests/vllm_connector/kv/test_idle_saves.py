@@ -393,6 +393,20 @@ def test_idle_saves_store_down_lets_the_engine_sleep(core: Make, faulty: FaultyS
     assert one.sleep() < 0.2
 
 
+def test_idle_saves_store_that_answered_late_has_the_pages_after_the_next_pause(
+    core: Make, faulty: FaultyStore
+) -> None:
+    one = core(connect=lambda: faulty)
+    one.answer(PROMPT)
+    faulty.unavailable = True
+    one.sleep()
+    faulty.unavailable = False
+    assert one.saved() == 0
+    one.answer([9, 9])
+    one.sleep()
+    assert one.saved() == 4
+
+
 def test_idle_saves_growing_store_takes_the_pages_later(core: Make, faulty: FaultyStore) -> None:
     one = core(connect=lambda: faulty)
     faulty.growing = 1
