@@ -104,11 +104,12 @@ class PoolStore:
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """As `TieredReads.tiers`."""
-        mask = self.contains(keys, deadline_s=deadline_s)
         table = self._link.reachable().table
-        if not table.has_disk or Tier.ABSENT not in mask:
+        # First: an entry that is recalled between the two looks is seen by both, else by neither.
+        on_disk = table.on_disk(keys) if table.has_disk else b""
+        mask = self.contains(keys, deadline_s=deadline_s)
+        if not on_disk:
             return mask
-        on_disk = table.on_disk(keys)
         return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
 
     def recall(self, keys: Sequence[bytes]) -> None:

@@ -17,6 +17,7 @@ from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.table.entry_table import MappedEntryTable
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, key, present
 
@@ -63,6 +64,31 @@ def test_disk_tier_entry_outlives_its_daemon(connect: Connect, start_daemon: Sta
     assert stat.reads == {"read": len(names)}
     assert stat.writes == {}, "an entry is written once"
     assert stat.namespaces["default"].hits == len(names)
+
+
+def test_disk_tier_entry_recalled_while_it_is_looked_up_is_not_absent(
+    connect: Connect, start_daemon: Start, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = start_daemon("--disk", str(folder))
+    store = connect()
+    put(store, "a")
+    end(daemon)
+    start_daemon("--disk", str(folder))
+    eventually(lambda: written(store, 1))
+
+    def recalled_after(look: Callable[..., bytes]) -> Callable[..., bytes]:
+        def look_first(table: MappedEntryTable, keys: list[bytes]) -> bytes:
+            seen = look(table, keys)
+            monkeypatch.undo()
+            store.recall(keys)
+            eventually(lambda: present(store, "a") == b"\1")
+            return seen
+
+        return look_first
+
+    for name in ("contains", "on_disk"):
+        monkeypatch.setattr(MappedEntryTable, name, recalled_after(getattr(MappedEntryTable, name)))
+    assert tier_of(store, "a") in (Tier.DISK, Tier.MEMORY)
 
 
 def test_disk_tier_kill_9_leaves_what_was_written(
