@@ -65,6 +65,11 @@ def _speculates(model: Path) -> Sequence[str]:
 
 # vLLM wants a NUMA node a worker unless it is told otherwise.
 _SEVERAL_WORKERS: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+_TWO_RANKS: Final = ("--tensor-parallel-size", "2")
+# vLLM on a CPU has no prefix cache beside MLA: no block outlives its request, to be saved in an idle step.
+_AT_ONCE: Final = ("--cornplug-save", "always")
+# vLLM's CPU kernels of these states take this dtype only.
+_STATES: Final = ("--dtype", "bfloat16", "--block-size", "64")
 # The width that vLLM's CPU kernel is compiled for: 512 + 64.
 _mla = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
 
@@ -79,6 +84,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     "windows in groups, small blocks": Kind(
         partial(_windowed, windows=2), lambda _: ("--block-size", "16", "--cornplug-save", "always"), stock=()
     ),
+    "windows in groups, fp8": Kind(partial(_windowed, windows=2), lambda _: ("--kv-cache-dtype", "fp8")),
+    "windows in groups, two ranks": Kind(
+        partial(_windowed, windows=2), lambda _: _TWO_RANKS, stock=(), env=_SEVERAL_WORKERS
+    ),
     "two stages": Kind(
         checkpoints.qwen2_text,
         # vLLM's CPU worker makes the second stage's buffers in its warm-up, which an eager engine leaves out.
@@ -86,14 +95,20 @@ KINDS: Final[Mapping[str, Kind]] = {
         stock=(),
         env={**_SEVERAL_WORKERS, "TORCHDYNAMO_DISABLE": "1", "VLLM_USE_AOT_COMPILE": "0"},
     ),
-    "MLA": Kind(_mla),
-    "MLA of DeepSeek-V3": Kind(partial(_mla, version=3)),
-    "MLA with a draft model": Kind(_mla, _speculates, stock=()),
-    "MLA on two ranks": Kind(_mla, lambda _: ("--tensor-parallel-size", "2"), stock=(), env=_SEVERAL_WORKERS),
-    # The CPU's kernels take this dtype only. vLLM makes blocks as large as a state.
-    "states (gated delta nets)": Kind(
-        checkpoints.qwen3_5_text, lambda _: ("--dtype", "bfloat16", "--block-size", "64"), page=128
+    "MLA": Kind(_mla, lambda _: _AT_ONCE, stock=()),
+    "MLA of DeepSeek-V3": Kind(partial(_mla, version=3), lambda _: _AT_ONCE, stock=()),
+    "MLA with a draft model": Kind(_mla, lambda model: (*_AT_ONCE, *_speculates(model)), stock=()),
+    "MLA on two ranks": Kind(_mla, lambda _: (*_AT_ONCE, *_TWO_RANKS), stock=(), env=_SEVERAL_WORKERS),
+    # vLLM makes blocks as large as a state.
+    "states (gated delta nets)": Kind(checkpoints.qwen3_5_text, lambda _: _STATES, page=128),
+    "states (gated delta nets), two ranks": Kind(
+        checkpoints.qwen3_5_text,
+        lambda _: (*_STATES, *_TWO_RANKS),
+        stock=_STATES,
+        env=_SEVERAL_WORKERS,
+        page=128,
     ),
+    "states (short convolutions of LFM2)": Kind(checkpoints.lfm2, lambda _: ("--block-size", "64")),
     "layers that read another's cache (Gemma 3n)": Kind(checkpoints.gemma3n_text),
     "two API servers": Kind(checkpoints.qwen2_text, lambda _: ("--api-server-count", "2"), stock=()),
 }
