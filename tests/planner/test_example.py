@@ -40,9 +40,10 @@ def test_readme_of_example_matches_its_plans():
 
 
 def machines(plan):
-    """ "1 machine of 4 L4, 1 of 8 A100"; the README leaves out memory sizes."""
+    """ "2 machines of 4 L4, 1 of 8 A100"; the README leaves out memory sizes."""
     first, *others = (f"{n.count} of {n.gpus} {n.gpu.partition('-')[0]}" for n in plan.nodes)
-    return ", ".join([first if plan.name == "hand-made" else first.replace(" of", " machine of", 1), *others])
+    word = "machine" if plan.nodes[0].count == 1 else "machines"
+    return ", ".join([first if plan.name == "hand-made" else first.replace(" of", f" {word} of", 1), *others])
 
 
 def test_plan_of_example_keeps_every_bound():
@@ -66,5 +67,5 @@ def test_compare_example_plans_shows_savings():
     out = io.StringIO()
     compare.show(ours, hand_made, Console(file=out, width=200))
 
-    assert "saves $78.03/h, 47 % of $165.12/h" in out.getvalue()
+    assert "saves $73.43/h, 44 % of $165.12/h" in out.getvalue()
     assert "estimates" in out.getvalue()

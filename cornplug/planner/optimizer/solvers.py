@@ -25,6 +25,8 @@ Watch = Callable[[SolveProgress], None]
 NAME: Final = "HiGHS"
 MIN_STEPS: Final = 10
 """Steps that each call counts at least: presolve alone may settle a model."""
+_scheduler: Final = {"threads": 0}
+"""Of this process: what the last call asked for."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ def solve(
 ) -> SolverRun:
     """HiGHS's result of minimising the problem; with `start`, from the values that the variables hold."""
     _without_banner()
+    _share_threads(limits.threads)
     began, history = time.monotonic(), list[SolveProgress]()
     per_step = (1 + sum(len(row) for row in problem.constraints())) / 1e6
     steps = 0
@@ -138,7 +141,18 @@ def reached(objective: float, bound: float, gap: float) -> bool:
 def relax(problem: Any) -> None:
     """Solve without integrality: afterwards each row's `pi` is its shadow price."""
     _without_banner()
-    problem.solve(pulp.HiGHS(mip=False, msg=False))
+    _share_threads(1)
+    problem.solve(pulp.HiGHS(mip=False, msg=False, threads=1))
+
+
+def _share_threads(number: int) -> None:
+    """Let the next call have so many threads.
+
+    HiGHS starts its threads once a process, and solves nothing in a call that asks for another number.
+    """
+    if _scheduler["threads"] != number:
+        highspy.Highs.resetGlobalScheduler(True)
+        _scheduler["threads"] = number
 
 
 @cache
