@@ -323,6 +323,14 @@ class TieredReads(Protocol):
 
 
 @runtime_checkable
+class PeekableStore(Protocol):
+    """What a store may offer besides: looks at its entries that cost no message and count as no lookup."""
+
+    def peek(self, keys: Sequence[bytes]) -> bytes:
+        """A `Tier` a key; MEMORY for one of which only the daemon knows. Raises StoreUnavailable."""
+
+
+@runtime_checkable
 class PurgeableStore(Protocol):
     """What a store may offer besides: purges, for operators."""
 
