@@ -1,4 +1,4 @@
-"""KV events of a real vLLM, as a router's subscriber reads them: pages of the store beside vLLM's own blocks."""
+"""KV events of a real vLLM, as a router reads them: pages of the store beside vLLM's own blocks."""
 
 from __future__ import annotations
 

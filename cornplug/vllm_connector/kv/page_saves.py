@@ -269,7 +269,8 @@ class PageSaves:
             if self.events is not None:
                 for save in written:
                     if save.announced is not None:
-                        self.events.note(save.announced[0], (save.announced[1],))
+                        request, page = save.announced
+                        self.events.note(request, range(page, page + 1))
 
     def _close(self, token: int, save: OpenSave) -> None:
         """A save is over. Its room is given back here where a rank could not write it."""

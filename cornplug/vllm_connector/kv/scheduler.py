@@ -71,12 +71,10 @@ class SchedulerHalf:
         if self.events is not None:
             self.events.forget_stored()
 
-    def _announce(
-        self, pool: BlockPool | None, spec: KVCacheSpec, group: int, tokens: int, *parts: Any
-    ) -> None:
-        """Have these parts tell of the pages of a cache group, of so many tokens each, in KV events."""
+    def _announce(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, *parts: Any) -> None:
+        """Have these parts tell of the pages of a cache group in KV events."""
         if self.events is not None:
-            self.events.bind(pool, spec, group, tokens)
+            self.events.bind(pool, spec, group, self._page_tokens)
             for part in (self._offers, *parts):
                 part.events = self.events
 
@@ -147,7 +145,7 @@ class KVScheduler(SchedulerHalf):
         """Take the engine's manager of blocks of `spec`, which knows the blocks of a request."""
         self._saves.bind(manager, spec.block_size)
         self._idle.bind(manager.block_pool, spec.block_size)
-        self._announce(manager.block_pool, spec, 0, self._page_tokens, self._saves, self._idle)
+        self._announce(manager.block_pool, spec, 0, self._saves, self._idle)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;

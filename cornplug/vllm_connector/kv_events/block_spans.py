@@ -1,7 +1,7 @@
 """vLLM's own names of the tokens that pages hold: what its KV events say of blocks.
 
-A router knows blocks by their tokens and by vLLM's hashes, in which cornplug's secret has no part. Pages may be
-longer or shorter than blocks, so an event speaks of a span: the fewest whole pages that are whole blocks.
+A router knows blocks by their tokens and by vLLM's hashes, in which cornplug's secret has no part. A page may
+be longer or shorter than a block, so an event is of spans: the fewest whole pages that are whole blocks.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import copy
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from vllm.distributed.kv_events import BlockStored
@@ -28,71 +28,72 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
-_NO_KEYS: Final = None
-"""Of a block whose hash is of tokens alone."""
-
 
 class NamedSpan(msgspec.Struct, frozen=True):
     """What an event says of one span."""
 
-    hashes: tuple[Any, ...]
+    hashes: Sequence[Any]
     parent: Any
     """Hash of the block before; None for the first one."""
     tokens: array[int]
-    extra_keys: tuple[Any, ...]
+    extra_keys: Sequence[Any]
     """Of each block: the adapter's name, media and salt that are in its hash."""
     lora_id: int | None
     lora_name: str | None
-    lookahead: tuple[Sequence[int], ...] | None
+    lookahead: Sequence[list[int]] | None
     """Of each block: tokens behind it that are in its hash (from vLLM 0.33 on)."""
 
 
-@dataclass(frozen=True, slots=True)
 class BlockSpans:
-    """Spans of one cache group of an engine."""
+    """Spans of one cache group of an engine, each of `pages` pages."""
 
-    pool: BlockPool
-    spec: KVCacheSpec
-    group: int
-    page_tokens: int
+    def __init__(self, pool: BlockPool, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
+        self.group = group
+        self._pool, self._size = pool, spec.block_size
+        self._tokens = math.lcm(page_tokens, spec.block_size)
+        self.pages = self._tokens // page_tokens
+        self._blocks = self._tokens // spec.block_size
+        self._kind = get_kv_cache_spec_kind(spec).value
+        self._window = get_kv_cache_spec_sliding_window(spec)
 
-    @property
-    def tokens(self) -> int:
-        """Of a span."""
-        return math.lcm(self.page_tokens, self.spec.block_size)
+    def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
+        """What events say of a request's spans from `first` on, of those whose blocks vLLM has hashed."""
+        size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
+        hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
+        begin = first * many
+        count = min(count, len(hashes) // many - first)
+        if count <= 0:
+            return []
+        # A prompt has thousands of blocks: they are taken out of vLLM's lists together.
+        names = [maybe_convert_block_hash(one) for one in hashes[max(0, begin - 1) : begin + count * many]]
+        if not begin:
+            names.insert(0, None)
+        start = first * self._tokens
+        tokens = array("q", request.all_token_ids[start : start + count * self._tokens])
+        lora = request.lora_request
+        lora_id, lora_name = (lora.adapter_id, lora.name) if lora is not None else (None, None)
+        plain = not (request.mm_features or lora or request.cache_salt)
+        found = []
+        for at in range(0, count * many, many):
+            ends = range(start + (at + 1) * size, start + (at + many) * size + 1, size)
+            found.append(
+                NamedSpan(
+                    names[at + 1 : at + 1 + many],
+                    names[at],
+                    tokens[at * size : (at + many) * size],
+                    [None] * many if plain else self._extra_keys(request, ends, ahead),
+                    lora_id,
+                    lora_name,
+                    [list(request.all_token_ids[one : one + ahead]) for one in ends] if ahead else None,
+                )
+            )
+        return found
 
-    @property
-    def pages(self) -> int:
-        """Of a span."""
-        return self.tokens // self.page_tokens
-
-    def named(self, request: Request, span: int) -> NamedSpan | None:
-        """What events say of a request's span; None before vLLM has hashed all its blocks."""
-        size, end = self.spec.block_size, (span + 1) * self.tokens
-        hashes = resolve_block_hashes(request.block_hashes, self.pool.hash_block_size, size)
-        blocks = range(span * self.tokens // size, end // size)
-        if len(hashes) < blocks.stop:
-            return None
-        lora, ahead = request.lora_request, getattr(self.pool, "num_hash_lookahead_tokens", 0)
-        ends = [(block + 1) * size for block in blocks]
-        tokens = request.all_token_ids
-        return NamedSpan(
-            tuple(maybe_convert_block_hash(hashes[block]) for block in blocks),
-            maybe_convert_block_hash(hashes[blocks.start - 1]) if blocks.start else None,
-            array("q", tokens[end - self.tokens : end]),
-            self._extra_keys(request, ends, ahead),
-            lora.adapter_id if lora is not None else None,
-            lora.name if lora is not None else None,
-            tuple(tokens[one : one + ahead] for one in ends) if ahead else None,
-        )
-
-    def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> tuple[Any, ...]:
-        """Of each block that ends there. With `ahead` a hash is of so many tokens more, and of their media."""
-        if not (request.mm_features or request.lora_request or request.cache_salt):
-            return (_NO_KEYS,) * len(ends)
-        size = self.spec.block_size
+    def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
+        """Of each block that ends there. With `ahead`, its hash is of so many tokens more."""
+        size = self._size
         keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
-        return tuple(to_event_extra_keys(keys) or ())
+        return to_event_extra_keys(keys) or ()
 
     def stored(self, span: NamedSpan, medium: str) -> BlockStored:
         """The event of a span that is on this medium now."""
@@ -100,17 +101,17 @@ class BlockSpans:
             block_hashes=list(span.hashes),
             parent_block_hash=span.parent,
             token_ids=list(span.tokens),
-            block_size=self.spec.block_size,
+            block_size=self._size,
             lora_id=span.lora_id,
             medium=medium,
             lora_name=span.lora_name,
             extra_keys=list(span.extra_keys),
             group_idx=self.group,
-            kv_cache_spec_kind=get_kv_cache_spec_kind(self.spec).value,
-            kv_cache_spec_sliding_window=get_kv_cache_spec_sliding_window(self.spec),
+            kv_cache_spec_kind=self._kind,
+            kv_cache_spec_sliding_window=self._window,
         )
         if span.lookahead is not None:
-            event.lookahead_token_ids = list(map(list, span.lookahead))
+            event.lookahead_token_ids = list(span.lookahead)
         return event
 
 

@@ -1,14 +1,14 @@
 """KV events of the store's pages: which prefixes of this engine's requests are in memory and on disk.
 
-Saves and hits note pages; the table of the store's entries, which this process maps, then says where they are.
-So an event follows what the store has, whoever stored or evicted it. A look costs no message and counts as no
-lookup. vLLM takes events in a step: an engine without requests tells of an eviction in its next one.
+Saves and hits note pages; the table of the store's entries, which this process maps, says where they are. So
+events follow what the store has, whoever stored or evicted it. A look costs no message and counts nowhere.
+vLLM takes events in a step: an engine without requests tells of an eviction in its next one.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -113,32 +113,32 @@ class PageEvents:
         """Whether noted pages are not looked at yet: the engine should go on stepping."""
         return bool(self._noted or self._queue or (self._cleared and self._announced))
 
-    def note(self, tracked: TrackedRequest | KeptRequest, pages: Iterable[int]) -> None:
+    def note(self, tracked: TrackedRequest | KeptRequest, pages: range) -> None:
         """The store has these pages of a request, or gets them in the next step."""
         spans, keys = self._spans, tracked.keys
-        if spans is None or keys is None:
+        if spans is None or keys is None or not pages:
             return
-        request, many = tracked.request, spans.pages
-        for span in dict.fromkeys(page // many for page in pages):
-            end = (span + 1) * many
-            if keys.pages(request.num_tokens) < end:
-                continue
-            held = keys.of(request.all_token_ids, range(end - many, end))
-            key = held[-1]
-            if key in self._announced:
-                continue
-            if key in self._noted:
-                self._noted[key].noted_s = time.monotonic()
-                continue
-            named = spans.named(request, span)
-            if named is not None and len(self._announced) + len(self._noted) < _MOST:
-                self._noted[key] = _Span(named, held, time.monotonic())
+        request, many, now_s = tracked.request, spans.pages, time.monotonic()
+        first, end = pages.start // many, min(-(-pages.stop // many), keys.pages(request.num_tokens) // many)
+        held = keys.of(request.all_token_ids, range(first * many, end * many))
+        lasts = held[many - 1 :: many]
+        new = [i for i, last in enumerate(lasts) if last not in self._announced and last not in self._noted]
+        for last in lasts:
+            if last in self._noted:
+                self._noted[last].noted_s = now_s
+        if not new or len(self._announced) + len(self._noted) + len(new) > _MOST:
+            return
+        named = spans.named(request, first + new[0], new[-1] - new[0] + 1)
+        for i in new:
+            if i - new[0] < len(named):
+                keys_of_span = held[i * many : (i + 1) * many]
+                self._noted[lasts[i]] = _Span(named[i - new[0]], keys_of_span, now_s)
 
     def found(self, tracked: TrackedRequest, page: int) -> None:
         """The store says that it has a page which this engine has computed."""
         # After a reset this engine takes none of those that were stored before.
         if not self._reset:
-            self.note(tracked, (page,))
+            self.note(tracked, range(page, page + 1))
 
     def kept(self, tracked: TrackedRequest) -> KeptRequest:
         """A request that is over, for `note`, without the bytes of its media."""

@@ -80,7 +80,7 @@ class GroupsScheduler(SchedulerHalf):
         # As vLLM's own offloading: events of full attention only.
         first = next(i for i, group in enumerate(self._groups) if group.kind.whole)
         whole = self._groups[first]
-        self._announce(manager.block_pool, specs[first], first, self._page_tokens, whole.saves, whole.idle)
+        self._announce(manager.block_pool, specs[first], first, whole.saves, whole.idle)
         for i, group in enumerate(self._groups):
             group.saves.bind(manager, group.kind.block_size, i)
             group.idle.bind(manager.block_pool, group.kind.block_size)
