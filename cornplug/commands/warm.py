@@ -48,7 +48,7 @@ dtype of the same model. The counts are the engine's own: other requests of that
 
 @dataclass(slots=True)
 class WarmReport:
-    """What a run has done."""
+    """The outcome of a run."""
 
     lines: int = 0
     requests: int = 0
@@ -65,7 +65,7 @@ class WarmReport:
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0 when every line is done, else 1. Raises CornplugError where no engine answers."""
+    """Exit status 0 when every line is done, else 1. Raises ConfigError where no engine answers."""
     args = _parser().parse_args(argv)
     if not (args.engine or args.encoder or args.check):
         _parser().error("name an --engine, an --encoder, or both")

@@ -11,7 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.commands.warm_file import LineError, WarmLine
-from cornplug.errors import CornplugError
+from cornplug.errors import ConfigError
 
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.5
@@ -21,7 +21,7 @@ _AGAIN: Final = (408, 429, 502, 503, 504)
 
 @dataclass(slots=True)
 class StoreCounts:
-    """What the engine has counted since it began."""
+    """The engine's counts since its start."""
 
     pages: Counter[str] = field(default_factory=Counter)
     """Outcome -> KV pages offered to the store."""
@@ -33,7 +33,7 @@ class StoreCounts:
     """Of KV pages."""
 
     def since(self, before: StoreCounts) -> StoreCounts:
-        """What came about since `before`."""
+        """The differences from the counts `before`."""
         return StoreCounts(
             self.pages - before.pages,
             self.embeddings - before.embeddings,
@@ -47,7 +47,7 @@ class WarmedEngine:
     """One engine at a URL. Thread-safe."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None, timeout_s: float) -> None:
-        """Raises CornplugError where no engine answers."""
+        """Raises ConfigError where no engine answers."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(
@@ -61,7 +61,7 @@ class WarmedEngine:
             answer = self._client.get("/v1/models").raise_for_status()
             return str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as e:
-            raise CornplugError(f"{self.url}: {e}. Is this an engine's address?", reason="server") from e
+            raise ConfigError("--engine", f"{self.url}: {e}", "Give the address of a running engine.") from e
 
     def send(self, line: WarmLine) -> int | LineError:
         """The prompt's tokens by the engine's count; or why it has not answered."""
@@ -83,7 +83,8 @@ class WarmedEngine:
             if answer.status_code not in _AGAIN:
                 return LineError(line.number, name, problem)
         # The other lines would wait as long for an engine that is gone.
-        self._lost = self._lost or lost == _ATTEMPTS
+        if lost == _ATTEMPTS:
+            self._lost = True
         return LineError(line.number, "", problem)
 
     def counts(self) -> StoreCounts | None:

@@ -26,7 +26,7 @@ _DROPPED: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """What is wrong with a line, and in which field of it; "" for the whole line."""
+    """A line's fault, with the name of its field; "" for the whole line."""
 
     line: int
     field: str

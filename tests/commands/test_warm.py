@@ -217,7 +217,7 @@ def test_warm_without_an_engine_there_is_one_line(
     written: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["warm", str(written({"prompt": "a"})), "--engine", "http://127.0.0.1:9"]) == 2
-    assert "Is this an engine's address?" in capsys.readouterr().err
+    assert "--engine: http://127.0.0.1:9" in capsys.readouterr().err
 
 
 def test_warm_key_comes_from_the_environment(

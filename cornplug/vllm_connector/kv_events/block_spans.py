@@ -1,4 +1,4 @@
-"""vLLM's own names of the tokens that pages hold: what its KV events say of blocks.
+"""vLLM's own names of the tokens that pages hold, as in its KV events of blocks.
 
 A router knows blocks by their tokens and by vLLM's hashes, in which cornplug's secret has no part. A page may
 be longer or shorter than a block, so an event is of spans: the fewest whole pages that are whole blocks.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NamedSpan(msgspec.Struct, frozen=True):
-    """What an event says of one span."""
+    """The content of one span's events."""
 
     hashes: Sequence[Any]
     parent: Any
@@ -57,7 +57,7 @@ class BlockSpans:
         self._window = get_kv_cache_spec_sliding_window(spec)
 
     def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
-        """What events say of a request's spans from `first` on, of those whose blocks vLLM has hashed."""
+        """The content of events of a request's spans from `first` on whose blocks vLLM has hashed."""
         size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
         begin = first * many

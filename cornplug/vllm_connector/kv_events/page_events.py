@@ -46,7 +46,7 @@ _MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_
 
 @dataclass(frozen=True, slots=True)
 class KeptRequest:
-    """Of a request that is over, what its later events need."""
+    """The part of a finished request that its later events need."""
 
     request: Request
     keys: PageKeys | None
@@ -64,7 +64,7 @@ class _Span:
 
 @dataclass(slots=True)
 class _Changes:
-    """What one look has found."""
+    """The events of one look."""
 
     stored: list[KVCacheEvent] = field(default_factory=list)
     removed: dict[str, list[object]] = field(default_factory=dict)
