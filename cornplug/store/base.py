@@ -324,7 +324,7 @@ class TieredReads(Protocol):
 
 @runtime_checkable
 class PeekableStore(Protocol):
-    """What a store may offer besides: looks at its entries without a message and without a count."""
+    """An optional part of a store: looks at its entries without a message and without a count."""
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
         """A `Tier` a key; MEMORY for one of which only the daemon knows. Raises StoreUnavailable."""
