@@ -88,7 +88,7 @@ class Half:
             self.scheduler = KVScheduler(SimpleNamespace(), runtime, PAGE, Tally())  # type: ignore[arg-type]
         blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=block) for block in range(_BLOCKS)],))
         manager: Any = SimpleNamespace(block_pool=None, get_blocks=lambda request_id: blocks)
-        self.scheduler.bind(manager, _BLOCK_TOKENS)
+        self.scheduler.bind(manager, SimpleNamespace(block_size=_BLOCK_TOKENS))  # type: ignore[arg-type]
         self._names = itertools.count()
 
     def request(self, tokens: Sequence[int]) -> Request:

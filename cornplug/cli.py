@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, CliCommand] = {
     ),
     "store": CliCommand("cornplug.commands.store_command:main", "purge entries of the running store"),
     "top": CliCommand("cornplug.commands.top:main", "watch the running store: fill, hits, evictions"),
+    "warm": CliCommand("cornplug.commands.warm:main", "put an app's prompts and images into the store"),
     "encoder": CliCommand(
         "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
     ),

@@ -323,6 +323,14 @@ class TieredReads(Protocol):
 
 
 @runtime_checkable
+class PeekableStore(Protocol):
+    """An optional part of a store: looks at its entries without a message and without a count."""
+
+    def peek(self, keys: Sequence[bytes]) -> bytes:
+        """A `Tier` a key; MEMORY for one of which only the daemon knows. Raises StoreUnavailable."""
+
+
+@runtime_checkable
 class PurgeableStore(Protocol):
     """What a store may offer besides: purges, for operators."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Sequence
+from typing import Final
 
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
@@ -42,6 +43,8 @@ from cornplug.store.validation import (
     check_purge,
     check_ttl,
 )
+
+_AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
 
 
 class PoolStore:
@@ -108,6 +111,16 @@ class PoolStore:
         # First: an entry that is recalled between the two looks is seen by both, else by neither.
         on_disk = table.on_disk(keys) if table.has_disk else b""
         mask = self.contains(keys, deadline_s=deadline_s)
+        if not on_disk:
+            return mask
+        return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
+
+    def peek(self, keys: Sequence[bytes]) -> bytes:
+        """As `PeekableStore.peek`."""
+        table = self._link.reachable().table
+        # In this order, as in `tiers`.
+        on_disk = table.on_disk(keys) if table.has_disk else b""
+        mask = table.contains(keys).translate(_AS_PRESENT)
         if not on_disk:
             return mask
         return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])

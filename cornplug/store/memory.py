@@ -129,6 +129,10 @@ class MemoryConnection:
         view = self.raw(location)
         return view if writable else view.toreadonly()
 
+    def peek(self, keys: Sequence[bytes]) -> bytes:
+        """As `PeekableStore.peek`."""
+        return self.contains(keys, deadline_s=0)
+
     def mapped(self, arena_id: bytes) -> memoryview | None:
         """As `MappedStore.mapped`."""
         return memoryview(self._store.arena) if arena_id == self._store.index.arena_id else None

@@ -9,6 +9,7 @@ from cornplug.errors import StoreUnavailable
 from cornplug.store.base import (
     MappedStore,
     PayloadLocation,
+    PeekableStore,
     Reservation,
     ReserveRefusal,
     Store,
@@ -82,6 +83,12 @@ class FaultyStore:
     def stat(self, *, deadline_s: float) -> StoreStat:
         self._fault("stat", deadline_s)
         return self.inner.stat(deadline_s=deadline_s)
+
+    def peek(self, keys: Sequence[bytes]) -> bytes:
+        """As `PeekableStore.peek`, of an inner store that has it."""
+        self._fault("peek", self.slow_s)
+        assert isinstance(self.inner, PeekableStore)
+        return self.inner.peek(keys)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
         """As `MappedStore.mapped`: a device's copies would see no fault of `view`."""

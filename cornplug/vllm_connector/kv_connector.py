@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -37,6 +37,7 @@ from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -165,11 +166,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def bind_kv_cache_manager(self, kv_cache_manager: KVCacheManager) -> None:
         super().bind_kv_cache_manager(kv_cache_manager)
+        specs = [group.kv_cache_spec for group in self._kv_cache_config.kv_cache_groups]
         if isinstance(self._scheduler, GroupsScheduler):
-            self._scheduler.bind(kv_cache_manager)
+            self._scheduler.bind(kv_cache_manager, specs)
         elif self._scheduler is not None:
-            groups = self._kv_cache_config.kv_cache_groups
-            self._scheduler.bind(kv_cache_manager, groups[0].kv_cache_spec.block_size)
+            self._scheduler.bind(kv_cache_manager, specs[0])
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -228,6 +229,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None and not resets.part_of_pause():
             self._scheduler.forget_stored()
         return True
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        if self._scheduler is None or self._scheduler.events is None:
+            return ()
+        return self._scheduler.events.take()
 
     def has_pending_push_work(self) -> bool:
         return self._scheduler is not None and self._scheduler.saves_open()

@@ -19,7 +19,7 @@ import pytest
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import autostart
-from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.base import PeekableStore, Reservation, ReserveRefusal, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
@@ -142,6 +142,20 @@ def test_pool_store_lookup_needs_no_answer_of_the_daemon(connect: Connect, start
     os.kill(daemon.pid, signal.SIGSTOP)
     assert present(store, *range(5)) == b"\1\0\1\1\0"
     assert present(store, *range(300)) == b"\1\0\1\1" + bytes(296)
+
+
+def test_pool_store_peek_asks_no_daemon_and_counts_nothing(connect: Connect, start_daemon: Start) -> None:
+    daemon = start_daemon()
+    store = connect()
+    fill(store, 0, b"x")
+    before = store.stat(deadline_s=5)
+    os.kill(daemon.pid, signal.SIGSTOP)
+    assert isinstance(store, PeekableStore)
+    assert store.peek([key(0), key(1)]) == bytes([Tier.MEMORY, Tier.ABSENT])
+    assert store.peek([key(name) for name in range(300)])[:2] == bytes([Tier.MEMORY, Tier.ABSENT])
+    os.kill(daemon.pid, signal.SIGCONT)
+    now = store.stat(deadline_s=5)
+    assert (now.found, now.absent) == (before.found, before.absent)
 
 
 def test_pool_store_lookup_beyond_a_full_table_asks_the_daemon(

@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from vllm.config import KVTransferConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -212,14 +213,16 @@ class Engine:
         accelerator: bool | str = False,
         second_runner: bool = False,
         latent: bool = False,
+        events: bool = False,
         **fields: Any,
     ) -> None:
         """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
         numbers from 0 again. `kernel_block`: the caches are in smaller blocks than the engine counts.
         `accelerator`: the workers copy as on one, with copies that arrive late; "arena": also to and from the
         store's memory by themselves. `second_runner`: vLLM's V2
-        model runner calls the workers, the default on a GPU. `latent`: the model has MLA."""
-        self.second_runner, self.latent = second_runner, latent
+        model runner calls the workers, the default on a GPU. `latent`: the model has MLA. `events`: KV
+        events are enabled."""
+        self.second_runner, self.latent, self.events = second_runner, latent, events
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = list(range(blocks))
@@ -276,6 +279,7 @@ class Engine:
             ),
             cache_config=SimpleNamespace(block_size=self.block_size),
             compilation_config=SimpleNamespace(static_forward_context={}),
+            kv_events_config=KVEventsConfig(enable_kv_cache_events=self.events, publisher="null"),
         )
 
     def _cache_config(self, layers: range, blocks: int) -> KVCacheConfig:

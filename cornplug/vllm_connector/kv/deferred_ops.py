@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,6 +13,10 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.store.base import Reservation
 from cornplug.store.posted import Answered, Posted
+
+if TYPE_CHECKING:
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
+    from cornplug.vllm_connector.kv_events.page_events import KeptRequest
 
 
 class OpenSave(msgspec.Struct, eq=False):
@@ -25,6 +30,8 @@ class OpenSave(msgspec.Struct, eq=False):
     failed_segments: int = 0
     given_up: bool = False
     """Its request was preempted."""
+    announced: tuple[TrackedRequest | KeptRequest, int] | None = None
+    """Request and page that KV events name once it is stored; None without events."""
 
 
 class DeferredStoreOps:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from cornplug.vllm_connector.kv_events.page_events import KeptRequest, PageEvents
+
 _SETTLE_S: Final = 0.05
 """Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
 _LIMIT_S: Final = 1.0
@@ -49,6 +51,8 @@ class _Finished:
     blocks: list[KVCacheBlock]
     hashes: list[BlockHashWithGroupId | None]
     """Of `blocks`, at the request's end."""
+    announced: KeptRequest | None = None
+    """For KV events; None without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,8 @@ class _Page:
     """Of the page in `blocks`."""
     blocks: Sequence[KVCacheBlock]
     hashes: Sequence[BlockHashWithGroupId | None]
+    announced: tuple[KeptRequest, int] | None = None
+    """Its request, and its place there, for KV events; None without."""
 
     def cached(self) -> bool:
         """Whether its blocks have held it ever since.
@@ -89,6 +95,7 @@ class IdleSaves:
         self._batch_pages = max(1, _BATCH_BYTES // page.page_bytes)
         self._name = f"idle-{secrets.token_hex(8)}"
         """Of these saves, in place of a request's: no client can guess it."""
+        self.events: PageEvents | None = None
         self._pool: BlockPool | None = None
         self._unit_tokens = self._unit_blocks = self._most_pages = 0
         self._finished: deque[_Finished] = deque()
@@ -127,9 +134,9 @@ class IdleSaves:
         if self._pool is None or not tracked.unsaved or tracked.loading is not None:
             return
         blocks = [self._pool.blocks[block] for block in block_ids]
-        finished = _Finished(
-            dict(sorted(tracked.unsaved.items())), blocks, [block.block_hash for block in blocks]
-        )
+        pages, hashes = dict(sorted(tracked.unsaved.items())), [block.block_hash for block in blocks]
+        announced = self.events.kept(tracked) if self.events is not None else None
+        finished = _Finished(pages, blocks, hashes, announced)
         self._finished.append(finished)
         self._pages += len(finished.pages)
         while self._pages > self._most_pages:
@@ -199,7 +206,8 @@ class IdleSaves:
         unit, place = divmod(index * self._page.page_tokens, self._unit_tokens)
         span = slice(unit * self._unit_blocks, (unit + 1) * self._unit_blocks)
         hashes = finished.hashes[span] if len(finished.blocks) >= span.stop else [None]
-        return _Page(key, place // self._page.page_tokens, finished.blocks[span], hashes)
+        announced = (finished.announced, index) if finished.announced is not None else None
+        return _Page(key, place // self._page.page_tokens, finished.blocks[span], hashes, announced)
 
     def _reserve(self, pages: list[_Page]) -> list[PageSave]:
         answers = self._publisher.reserve([page.key for page in pages])
@@ -216,6 +224,7 @@ class IdleSaves:
         assert self._pool is not None
         name = f"{self._name}-{reservation.token}"
         save = self._saves.begin(reservation, name, page.index)
+        save.announced = page.announced
         self._open[reservation.token] = save
         for block in page.blocks:
             self._reading.setdefault(block.block_id, []).append(save)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common.page_envelope import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
@@ -18,6 +18,9 @@ from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
 from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+
+if TYPE_CHECKING:
+    from cornplug.vllm_connector.kv_events.page_events import PageEvents
 
 _FIRST_PAGES: Final = 32
 """Pages of a lookup's first question. To make so many keys takes about as long as the question."""
@@ -42,6 +45,7 @@ class LoadOffers:
         self._before = StoredBefore(runtime)
         self._recalls = PageRecalls(runtime, costs)
         self._taken: list[PageLoad] = []
+        self.events: PageEvents | None = None
 
     @property
     def recall_open(self) -> bool:
@@ -65,6 +69,9 @@ class LoadOffers:
             if tracked.recall is not None and not tracked.recall.over:
                 tracked.offer = None
                 return None
+            if self.events is not None and offer.pages:
+                # Those before it too: the engine's own cache has them, and a router follows a chain.
+                self.events.note(tracked, range(offer.first_page + len(offer.pages)))
         if not offer.pages:
             return 0
         return (offer.first_page + len(offer.pages)) * self._page.page_tokens - computed

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
 
+    from cornplug.vllm_connector.kv_events.page_events import PageEvents
+
 
 class SavingRequests(Protocol):
     """The tracked requests whose pages are saved: `TrackedRequests`, or those of one cache group."""
@@ -67,6 +69,7 @@ class PageSaves:
         """Saves for the next step."""
         self._given_up: set[bytes] = set()
         """Keys of preempted pages whose room is not given back yet."""
+        self.events: PageEvents | None = None
         self.manager: KVCacheManager | None = None
         self._block_size, self._group = 1, 0
 
@@ -194,7 +197,9 @@ class PageSaves:
                 self.store_ops.release([answer.token])
                 self._publisher.count_outcome("preempted")
         elif isinstance(answer, Reservation):
-            self.begin(answer, tracked.request.request_id, index)
+            save = self.begin(answer, tracked.request.request_id, index)
+            if self.events is not None:
+                save.announced = tracked, index
             tracked.open_saves.add(answer.token)
             return True
         elif answer is ReserveRefusal.GROWING:
@@ -203,6 +208,8 @@ class PageSaves:
         elif answer is ReserveRefusal.FIRST_SIGHT:
             tracked.unseen.add(index)
             tracked.unsaved[index] = page.key
+        elif self.events is not None and answer is ReserveRefusal.PRESENT:
+            self.events.found(tracked, index)
         self._requests.forget_if_over(tracked)
         return False
 
@@ -259,6 +266,11 @@ class PageSaves:
                     written.append(save)
         if written:
             self.store_ops.commit(written)
+            if self.events is not None:
+                for save in written:
+                    if save.announced is not None:
+                        request, page = save.announced
+                        self.events.note(request, range(page, page + 1))
 
     def _close(self, token: int, save: OpenSave) -> None:
         """A save is over. Its room is given back here where a rank could not write it."""

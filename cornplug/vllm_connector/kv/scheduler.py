@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
@@ -16,11 +16,14 @@ from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+from cornplug.vllm_connector.kv_events.page_events import page_events
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 
@@ -38,11 +41,13 @@ class SchedulerHalf:
     ) -> None:
         """`page` of full attention, whose keys requests have; `whole`: the pages of all groups as one, in
         bytes."""
-        self._app = runtime.app
+        self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
         self._costs = LoadCosts(runtime.config.store, whole or page)
         self._store_ops = DeferredStoreOps(runtime, self._publisher(runtime, page))
         self._requests = TrackedRequests(config, runtime, page, tally)
+        self.events = page_events(config, runtime, self._requests)
+        """None where the engine publishes no KV events."""
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
 
@@ -63,6 +68,15 @@ class SchedulerHalf:
     def forget_stored(self) -> None:
         """To this engine the pages that are stored now are absent from now on."""
         self._offers.forget_stored(self._requests.all())
+        if self.events is not None:
+            self.events.forget_stored()
+
+    def _announce(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, *parts: Any) -> None:
+        """Have these parts tell of the pages of a cache group in KV events."""
+        if self.events is not None:
+            self.events.bind(pool, spec, group, self._page_tokens)
+            for part in (self._offers, *parts):
+                part.events = self.events
 
     def another_connector_loads(self) -> None:
         """The engine's own prefix cache will hold KV of unknown origin."""
@@ -127,10 +141,11 @@ class KVScheduler(SchedulerHalf):
         unseen = self._publisher(runtime, geometry)
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
-    def bind(self, manager: KVCacheManager, block_size: int) -> None:
-        """Take the engine's manager of blocks, which knows the blocks of a request."""
-        self._saves.bind(manager, block_size)
-        self._idle.bind(manager.block_pool, block_size)
+    def bind(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
+        """Take the engine's manager of blocks of `spec`, which knows the blocks of a request."""
+        self._saves.bind(manager, spec.block_size)
+        self._idle.bind(manager.block_pool, spec.block_size)
+        self._announce(manager.block_pool, spec, 0, self._saves, self._idle)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
@@ -199,4 +214,6 @@ class KVScheduler(SchedulerHalf):
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         gathering = self._requests.gathering
-        return bool(self._saves or gathering or self._finishing or self._store_ops or self._idle)
+        if self._saves or gathering or self._finishing or self._store_ops or self._idle:
+            return True
+        return self.events is not None and self.events.waits

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 
@@ -56,7 +57,6 @@ class GroupsScheduler(SchedulerHalf):
         super().__init__(config, runtime, first.geometry, tally, whole=whole_page(kinds))
         self._finishing: list[tuple[str, list[tuple[_Group, TrackedRequest]], Sequence[Sequence[int]]]] = []
         """Requests that are over, with their pages and blocks, until all pages have room or none."""
-        self._page_tokens = first.geometry.page_tokens
         size = sum(kind.geometry.page_bytes for kind in kinds)
         self._groups = [self._group(runtime, kind, kind.geometry.page_bytes / size) for kind in kinds]
         self._all_saves = [group.saves for group in self._groups]
@@ -74,9 +74,13 @@ class GroupsScheduler(SchedulerHalf):
         unseen = self._publisher(runtime, kind.geometry, share)
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
-    def bind(self, manager: KVCacheManager) -> None:
-        """Take the engine's manager of blocks, which knows the blocks of a request."""
+    def bind(self, manager: KVCacheManager, specs: Sequence[KVCacheSpec]) -> None:
+        """Take the engine's manager of blocks of these specs, which knows the blocks of a request."""
         self._group_offers.bind(manager.block_pool.null_block.block_id)
+        # As vLLM's own offloading: events of full attention only.
+        first = next(i for i, group in enumerate(self._groups) if group.kind.whole)
+        whole = self._groups[first]
+        self._announce(manager.block_pool, specs[first], first, whole.saves, whole.idle)
         for i, group in enumerate(self._groups):
             group.saves.bind(manager, group.kind.block_size, i)
             group.idle.bind(manager.block_pool, group.kind.block_size)
@@ -204,6 +208,7 @@ class GroupsScheduler(SchedulerHalf):
             or self._requests.gathering
             or self._store_ops
             or any(group.saves or group.saves.store_ops or group.idle for group in self._groups)
+            or (self.events is not None and self.events.waits)
         )
 
     def frees_pending(self) -> bool:

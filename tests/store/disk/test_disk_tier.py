@@ -57,6 +57,7 @@ def test_disk_tier_entry_outlives_its_daemon(connect: Connect, start_daemon: Sta
     assert present(store, *names) == bytes(len(names)), "nothing is in memory"
     assert get(store, 3, recall_s=None) is None
     assert store.tiers([key(name) for name in names], deadline_s=5) == bytes([Tier.DISK]) * len(names)
+    assert store.peek([key(name) for name in names]) == bytes([Tier.DISK]) * len(names)
     for name in names:
         assert get(store, name) == payload_of(name, 1 + name * 7919)
     assert present(store, *names) == b"\1" * len(names)

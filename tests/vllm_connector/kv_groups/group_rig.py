@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from vllm.config import KVTransferConfig
+from vllm.config.kv_events import KVEventsConfig
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -65,9 +66,13 @@ class GroupCore:
         page_tokens: int = 32,
         states: bool = False,
         backend: Backend | None = None,
+        events: bool = False,
         **fields: Any,
     ) -> None:
         self.states, self.config = states, self._aligned(config, block_size) if states else config
+        if events:
+            self.config = copy.copy(self.config)
+            self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.window, self.tp, self.block_size = window, tp, block_size
         self._state_blocks: dict[str, int] = {}
         """Request -> place of the block with its running state."""
@@ -101,6 +106,11 @@ class GroupCore:
         self.hasher = get_request_block_hasher(block_size, sha256)
         self.requests: list[Request] = []
         self.failed = 0
+        self.events: list[Any] = []
+        """Of vLLM's and cornplug's, in order, where they are enabled."""
+        self.scheduler.kv_event_publisher = SimpleNamespace(
+            publish=lambda batch: self.events.extend(batch.events)
+        )
         self._made: dict[str, tuple[list[int], list[float]]] = {}
 
     @staticmethod
@@ -145,6 +155,7 @@ class GroupCore:
             speculative_config=None,
             cache_config=SimpleNamespace(block_size=self.block_size, prefix_match_unit=None),
             compilation_config=SimpleNamespace(static_forward_context={}),
+            kv_events_config=self.config.kv_events_config,
         )
 
     def _count(self, stats: Any) -> None:

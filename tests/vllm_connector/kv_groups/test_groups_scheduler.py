@@ -23,6 +23,19 @@ PAGES = 9
 Make = Callable[..., GroupCore]
 
 
+def test_groups_scheduler_events_are_of_full_attention(cores: Make, store: MemoryStore) -> None:
+    first = cores(events=True)
+    first.answer(PROMPT)
+    first.settle()
+    ours = [event for event in first.events if event.medium == "CPU"]
+    theirs = [event for event in first.events if event.medium == "GPU" and event.group_idx == 1]
+    blocks = [block for event in theirs for block in event.block_hashes]
+    assert [block for event in ours for block in event.block_hashes] == blocks[: PAGES * 2]
+    assert {(event.group_idx, event.kv_cache_spec_kind) for event in ours} == {(1, "full_attention")}
+    assert [token for event in ours for token in event.token_ids] == PROMPT[: PAGES * 32]
+    nothing_left(store, first)
+
+
 def nothing_left(store: MemoryStore, *cores: GroupCore) -> None:
     """No lease, no reservation, no block and no request is kept."""
     for core in cores:

@@ -1,0 +1,288 @@
+"""`cornplug warm FILE`: an app's prompts and images into the store, before its users come.
+
+Images with `--encoder` go to the encoder service first, then each request to the engine, for one token. A
+request is put twice where the engine saves pages that a second request has (`engine.save = "second"`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cornplug import config
+from cornplug.commands.warm_engine import StoreCounts, WarmedEngine
+from cornplug.commands.warm_file import LineError, WarmLine, read
+from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
+from cornplug.encoder_service.client.sync_client import EncoderClient
+from cornplug.errors import ConfigError
+
+_SETTLED_S: Final = 1.5
+"""Counts that have not changed for so long are the last ones."""
+_SETTLE_S: Final = 15.0
+_LOOK_S: Final = 0.5
+_EPILOG: Final = """\
+FILE has one JSON object a line, as the app sends it to the engine; model, cache_salt, tools and other fields
+count as they do there:
+  {"messages": [{"role": "system", "content": "..."}]}
+  {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "photo.jpg"}}]}]}
+  {"prompt": "..."}
+  {"images": ["photo.jpg"]}                 to the encoder service only
+
+A salt must be the one of the app's later requests, and images are found only with the preprocessing and
+dtype of the same model. The counts are the engine's own: other requests of that time are in them."""
+
+
+@dataclass(slots=True)
+class WarmReport:
+    """The outcome of a run."""
+
+    lines: int = 0
+    requests: int = 0
+    prompt_tokens: int = 0
+    images: Counter[str] = field(default_factory=Counter)
+    """Origin -> images that the encoder service has answered."""
+    errors: list[LineError] = field(default_factory=list)
+    counts: StoreCounts | None = None
+    """None where the engine publishes none."""
+
+    def failed(self) -> set[int]:
+        """Numbers of the lines that are not done."""
+        return {error.line for error in self.errors}
+
+
+def main(argv: list[str]) -> int:
+    """Exit status 0 when every line is done, else 1. Raises ConfigError where no engine answers."""
+    args = _parser().parse_args(argv)
+    if not (args.engine or args.encoder or args.check):
+        _parser().error("name an --engine, an --encoder, or both")
+    try:
+        lines, errors = read(args.file)
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError("FILE", f"cannot read {args.file}: {e}", "Give a JSONL file in UTF-8.") from e
+    report = WarmReport(lines=len(lines) + len({error.line for error in errors}), errors=errors)
+    if not args.check:
+        _run(args, lines, report)
+    _tell(args, report)
+    if args.left is not None:
+        failed = report.failed()
+        texts = [
+            raw for n, raw in enumerate(args.file.read_text(encoding="utf-8").split("\n"), 1) if n in failed
+        ]
+        args.left.write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return 1 if report.errors else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cornplug warm",
+        description="Put an app's prompts and images into the store, through a running engine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", type=Path, metavar="FILE", help="requests of the app, one JSON object a line")
+    parser.add_argument("--engine", metavar="URL", help="a vLLM or SGLang that shares: http://HOST:PORT")
+    parser.add_argument("--encoder", metavar="URL", help="an encoder service, for the images of all lines")
+    parser.add_argument("--model", metavar="NAME", help="for lines without one (default: the engine's first)")
+    parser.add_argument("--app", metavar="NAME", help="the app that the encoder service counts the images by")
+    parser.add_argument(
+        "--concurrency", type=int, default=4, metavar="N", help="requests at a time (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, metavar="S", help="seconds for one request (default: 600)"
+    )
+    parser.add_argument(
+        "--api-key-env", default="OPENAI_API_KEY", metavar="NAME",
+        help="environment variable with the engine's and the service's key (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--left", type=Path, metavar="FILE", help="write the lines that are not done there")
+    parser.add_argument("--check", action="store_true", help="read FILE and its images, and send nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _run(args: argparse.Namespace, lines: Sequence[WarmLine], report: WarmReport) -> None:
+    key = os.environ.get(args.api_key_env) or None
+    engine = None
+    if args.engine:
+        engine = WarmedEngine(args.engine, model=args.model, api_key=key, timeout_s=args.timeout)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    try:
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            if args.encoder:
+                model = args.model or (engine.model if engine is not None else None)
+                _encode(args, lines, report, progress, model, key)
+            if engine is not None:
+                _Requests(engine, args.concurrency, report, progress).send(lines)
+            for line in lines:
+                if not line.path and not args.encoder:
+                    report.errors.append(LineError(line.number, "images", "wants an --encoder"))
+                elif line.path and engine is None and not line.images:
+                    report.errors.append(LineError(line.number, "", "has no image, and wants an --engine"))
+    finally:
+        if engine is not None:
+            engine.close()
+
+
+def _encode(
+    args: argparse.Namespace,
+    lines: Sequence[WarmLine],
+    report: WarmReport,
+    progress: Progress,
+    model: str | None,
+    key: str | None,
+) -> None:
+    """Send the images to the encoder service, a model and a salt at a time."""
+    groups: dict[tuple[str, str | None], list[tuple[WarmLine, str, bytes]]] = {}
+    for line in lines:
+        named = line.body.get("model") or model
+        for name, data in line.images:
+            if isinstance(named, str):
+                groups.setdefault((named, line.salt), []).append((line, name, data))
+            else:
+                report.errors.append(LineError(line.number, "model", "missing: give it here or by --model"))
+    task = progress.add_task("images", total=sum(map(len, groups.values())))
+    if not groups:
+        return
+    deadline_s = min(args.timeout, 60.0)
+    with EncoderClient(args.encoder, api_key=key, app=args.app, deadline_s=deadline_s) as client:
+        for (named, salt), images in groups.items():
+            items = [data for _, _, data in images]
+            for index, answer in client.encode_many(items, model=named, cache_salt=salt):
+                line, name, _ = images[index]
+                if isinstance(answer, EmbeddingRef):
+                    report.images[answer.origin] += 1
+                else:
+                    report.errors.append(LineError(line.number, name, str(answer)))
+                progress.advance(task)
+
+
+class _Requests:
+    """The requests to one engine."""
+
+    def __init__(
+        self, engine: WarmedEngine, concurrency: int, report: WarmReport, progress: Progress
+    ) -> None:
+        self._engine, self._concurrency = engine, max(1, concurrency)
+        self._report, self._progress = report, progress
+
+    def send(self, lines: Sequence[WarmLine]) -> None:
+        """Put each line, and once more those that are stored when a second request has them."""
+        lines = [line for line in lines if line.path]
+        before = self._engine.counts()
+        done = self._put(lines, "requests", self._answered)
+        if not done:
+            return
+        counts = self._settled(before, done[0])
+        if counts is None or counts.pages["first_sight"]:
+            done = self._put(done, "once more", lambda line, tokens: None)
+            counts = self._settled(before, done[0]) if done else counts
+        self._report.counts = counts
+
+    def _answered(self, line: WarmLine, tokens: int) -> None:
+        self._report.requests += 1
+        self._report.prompt_tokens += tokens
+
+    def _put(
+        self, lines: Sequence[WarmLine], what: str, answered: Callable[[WarmLine, int], None]
+    ) -> list[WarmLine]:
+        """Those of the lines that the engine has answered; the errors of the others are reported."""
+        task, done = self._progress.add_task(what, total=len(lines)), []
+        with ThreadPoolExecutor(self._concurrency) as pool:
+            sent = {pool.submit(self._engine.send, line): line for line in lines}
+            for future in as_completed(sent):
+                line, answer = sent[future], future.result()
+                if isinstance(answer, LineError):
+                    self._report.errors.append(answer)
+                else:
+                    answered(line, answer)
+                    done.append(line)
+                self._progress.advance(task)
+        return done
+
+    def _settled(self, before: StoreCounts | None, line: WarmLine) -> StoreCounts | None:
+        """The counts since `before`, once they change no more: pages are saved beside and after requests."""
+        if before is None:
+            return None
+        counts, changed_s = before, time.monotonic()
+        end_s = changed_s + _SETTLE_S
+        while time.monotonic() < min(end_s, changed_s + _SETTLED_S):
+            # An engine publishes its counts with a further step. It has this prompt in its own cache.
+            self._engine.send(line)
+            now = self._engine.counts()
+            if now is not None and now != counts:
+                counts, changed_s = now, time.monotonic()
+            time.sleep(_LOOK_S)
+        return counts.since(before)
+
+
+def _tell(args: argparse.Namespace, report: WarmReport) -> None:
+    for error in sorted(report.errors, key=lambda one: one.line):
+        print(error, file=sys.stderr)
+    page_tokens = config.load().engine.page_tokens
+    if args.json:
+        print(json.dumps(_as_json(report, page_tokens)))
+        return
+    table = Table("", "", show_header=False)
+    for name, value in _rows(args, report, page_tokens):
+        table.add_row(name, escape(value))
+    Console().print(table)
+
+
+def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Iterator[tuple[str, str]]:
+    left = len(report.failed())
+    yield "lines", f"{report.lines}, of which {left} are not done" if left else f"{report.lines}"
+    if args.check:
+        return
+    yield "requests", f"{report.requests} with {report.prompt_tokens} prompt tokens"
+    if (counts := report.counts) is not None:
+        stored, there = counts.pages["stored"], counts.pages["present"]
+        size = f"{counts.saved_bytes / (1 << 20):.1f} MiB"
+        yield "stored", f"{stored * page_tokens} tokens ({stored} pages of {page_tokens}, {size})"
+        loaded = counts.loaded_tokens
+        yield "already there", f"{loaded + there * page_tokens} tokens, of which the engine loaded {loaded}"
+        yield "not stored", _reasons(counts.pages) or "none"
+        embeddings = counts.embeddings
+        yield "images of the engine", f"{embeddings['stored']} stored, {counts.embedding_hits} from outside"
+    elif report.requests:
+        yield "stored", "unknown: the engine has no counts of cornplug's at /metrics"
+    if args.encoder:
+        cached = report.images["cached"]
+        yield "images of the service", f"{report.images.total() - cached} encoded, {cached} already there"
+
+
+def _reasons(pages: Counter[str]) -> str:
+    """Pages that were offered and are not in the store, by outcome."""
+    known = {"stored", "present", "first_sight"}
+    return ", ".join(f"{count} pages {name}" for name, count in sorted(pages.items()) if name not in known)
+
+
+def _as_json(report: WarmReport, page_tokens: int) -> dict[str, Any]:
+    counts = report.counts
+    return {
+        "lines": report.lines,
+        "requests": report.requests,
+        "prompt_tokens": report.prompt_tokens,
+        "page_tokens": page_tokens,
+        "pages": None if counts is None else dict(counts.pages),
+        "loaded_tokens": None if counts is None else counts.loaded_tokens,
+        "saved_bytes": None if counts is None else counts.saved_bytes,
+        "images": dict(report.images),
+        "errors": [
+            {"line": error.line, "field": error.field, "problem": error.problem} for error in report.errors
+        ],
+    }

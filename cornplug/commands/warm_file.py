@@ -1,0 +1,170 @@
+"""The file of `cornplug warm`: one JSON object a line, as an app sends it to an OpenAI API.
+
+    {"prompt": "..."}                                  to /v1/completions
+    {"messages": [{"role": "user", "content": ...}]}   to /v1/chat/completions
+    {"images": ["photo.jpg"]}                          to the encoder service alone
+
+A line may also be one of OpenAI's batch files, with the request in "body". Images are paths, relative to the
+file, data URLs, or http(s) URLs, which the engine fetches. A faulty line is an error of its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import mimetypes
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import unquote, urlsplit
+
+_DROPPED: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
+"""Fields of a request that would have it make more than one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineError:
+    """A line's fault, with the name of its field; "" for the whole line."""
+
+    line: int
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        where = f"line {self.line}" + (f", {self.field}" if self.field else "")
+        return f"{where}: {self.problem}"
+
+
+@dataclass(slots=True)
+class WarmLine:
+    """One line of the file."""
+
+    number: int
+    path: str = ""
+    """Of the API; "" for a line of images alone."""
+    body: dict[str, Any] = field(default_factory=dict)
+    images: list[tuple[str, bytes]] = field(default_factory=list)
+    """(field, bytes) of each image whose bytes are here."""
+
+    @property
+    def salt(self) -> str | None:
+        """The tenant's salt."""
+        return self.body.get("cache_salt")
+
+
+class _Wrong(Exception):
+    """A field that cannot be used; `read` makes it the line's error."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(problem)
+        self.name = name
+
+
+def read(path: Path) -> tuple[list[WarmLine], list[LineError]]:
+    """The file's lines, and the errors of the other ones. Raises OSError and UnicodeDecodeError."""
+    lines, errors = [], []
+    # Not `splitlines`: a prompt may hold other line separators, which JSON does not escape.
+    for number, raw in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
+        if not raw.strip():
+            continue
+        try:
+            lines.append(_line(number, raw, path.parent))
+        except _Wrong as e:
+            errors.append(LineError(number, e.name, str(e)))
+    return lines, errors
+
+
+def _line(number: int, raw: str, folder: Path) -> WarmLine:
+    try:
+        found = json.loads(raw)
+    except ValueError as e:
+        raise _Wrong("", f"not JSON: {e}") from None
+    if isinstance(found, dict) and isinstance(found.get("body"), dict):
+        found = found["body"]
+    if not isinstance(found, dict):
+        raise _Wrong("", "not a JSON object")
+    line = WarmLine(number)
+    salt = found.get("cache_salt")
+    if not (salt is None or isinstance(salt, str)):
+        raise _Wrong("cache_salt", "not a text")
+    given = [name for name in ("prompt", "messages") if name in found]
+    if len(given) > 1:
+        raise _Wrong("prompt", 'beside "messages": a line is one request')
+    if not given and "images" not in found:
+        raise _Wrong("", 'none of "prompt", "messages" and "images"')
+    line.body = {name: value for name, value in found.items() if name not in (*_DROPPED, "images")}
+    if given == ["prompt"]:
+        if not isinstance(found["prompt"], (str, list)) or not found["prompt"]:
+            raise _Wrong("prompt", "neither a text nor a list of tokens")
+        line.path = "/v1/completions"
+    elif given:
+        line.path = "/v1/chat/completions"
+        line.body["messages"] = list(_messages(line, found["messages"], folder))
+    images = found.get("images", [])
+    if not isinstance(images, list):
+        raise _Wrong("images", "not a list")
+    for i, image in enumerate(images):
+        name = f"images[{i}]"
+        data = _bytes(name, image, folder)
+        if data is None:
+            raise _Wrong(name, "the encoder service is given bytes: name a file, or put it into messages")
+        line.images.append((name, data))
+    line.body |= {"max_tokens": 1, "temperature": 0, "stream": False}
+    return line
+
+
+def _messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[str, Any]]:
+    """The messages, with files as data URLs; their images are noted in `line`."""
+    if not isinstance(messages, list) or not messages:
+        raise _Wrong("messages", "not a list of messages")
+    for i, message in enumerate(messages):
+        name = f"messages[{i}]"
+        if not isinstance(message, dict):
+            raise _Wrong(name, "not an object")
+        if not isinstance(message.get("role"), str):
+            raise _Wrong(f"{name}.role", "missing")
+        content = message.get("content")
+        if isinstance(content, list):
+            parts = [_part(line, f"{name}.content[{j}]", part, folder) for j, part in enumerate(content)]
+            message = {**message, "content": parts}
+        elif not (content is None or isinstance(content, str)):
+            raise _Wrong(f"{name}.content", "neither a text nor a list of parts")
+        yield message
+
+
+def _part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
+    if not isinstance(part, dict):
+        raise _Wrong(name, "not an object")
+    if part.get("type") != "image_url":
+        return part
+    image = part.get("image_url")
+    url = image.get("url") if isinstance(image, dict) else image
+    name = f"{name}.image_url"
+    data = _bytes(name, url, folder)
+    if data is None:
+        return part
+    line.images.append((name, data))
+    assert isinstance(url, str)
+    kind = mimetypes.guess_type(url)[0] or "image/png"
+    sent = url if url.startswith("data:") else f"data:{kind};base64,{base64.b64encode(data).decode()}"
+    return {**part, "image_url": {**(image if isinstance(image, dict) else {}), "url": sent}}
+
+
+def _bytes(name: str, url: object, folder: Path) -> bytes | None:
+    """An image's bytes; None for one of the network."""
+    if not isinstance(url, str) or not url:
+        raise _Wrong(name, "not a path or URL")
+    if url.startswith(("http://", "https://")):
+        return None
+    if url.startswith("data:"):
+        try:
+            return base64.b64decode(url.partition(",")[2], validate=True)
+        except binascii.Error as e:
+            raise _Wrong(name, f"no base64: {e}") from None
+    path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else folder / url
+    try:
+        return path.read_bytes()
+    except (OSError, ValueError) as e:
+        raise _Wrong(name, f"cannot read {path}: {getattr(e, 'strerror', None) or e}") from None

@@ -1,0 +1,243 @@
+"""KV events of the store's pages: which prefixes of this engine's requests are in memory and on disk.
+
+Saves and hits note pages; the table of the store's entries, which this process maps, says where they are. So
+events follow what the store has, whoever stored or evicted it. A look costs no message and counts nowhere.
+vLLM takes events in a step: an engine without requests tells of an eviction in its next one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
+
+from cornplug.engine_common.runtime import EngineRuntime
+from cornplug.errors import StoreUnavailable
+from cornplug.store.base import PeekableStore, Tier
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.kv_events.block_spans import BlockSpans, NamedSpan, joined, without_media
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.kv_cache_interface import KVCacheSpec
+    from vllm.v1.request import Request
+
+    from cornplug.vllm_connector.kv.page_keys import PageKeys
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+
+_LOOK_S: Final = 0.05
+"""Between looks at announced pages."""
+_SOON_S: Final = 0.002
+"""Between looks for pages that were noted: the store has those of a hit, and soon those of a save."""
+_NOTED_S: Final = 1.0
+"""A noted page that the store does not get meanwhile is forgotten: its save failed."""
+_LOST_S: Final = 5.0
+"""A store that is away for so long has no pages for this engine."""
+_LOOKED_AT: Final = 256
+"""Announced spans of one look; of more than 16,384 a 64th."""
+_MOST: Final = 1 << 16
+"""Announced spans. Each takes about 1 KiB here; further pages are not announced."""
+_MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptRequest:
+    """The part of a finished request that its later events need."""
+
+    request: Request
+    keys: PageKeys | None
+
+
+@dataclass(slots=True)
+class _Span:
+    named: NamedSpan
+    keys: Sequence[bytes]
+    """Of its pages in the store. They leave this process in no event."""
+    noted_s: float
+    tier: int = Tier.ABSENT
+    """As announced."""
+
+
+@dataclass(slots=True)
+class _Changes:
+    """The events of one look."""
+
+    stored: list[KVCacheEvent] = field(default_factory=list)
+    removed: dict[str, list[object]] = field(default_factory=dict)
+    """Medium -> hashes."""
+
+    def add(self, event: BlockStored) -> None:
+        if not (self.stored and joined(self.stored[-1], event)):
+            self.stored.append(event)
+
+
+class PageEvents:
+    """One per scheduler half whose engine has KV events enabled; used by the engine's thread."""
+
+    def __init__(self, store: PeekableStore, requests: TrackedRequests) -> None:
+        self._store, self._requests = store, requests
+        self._spans: BlockSpans | None = None
+        self._noted: dict[bytes, _Span] = {}
+        """Last page's key -> span that the store may have."""
+        self._announced: dict[bytes, _Span] = {}
+        self._round: list[bytes] = []
+        """Of `_announced`, those to be looked at before the others again."""
+        self._next_s = 0.0
+        self._lost_s = 0.0
+        """Since when the store has been away; 0: it is there."""
+        self._reset = False
+        self._cleared = False
+        """vLLM has told routers that this engine has no block any more."""
+        self._queue: list[KVCacheEvent] = []
+
+    def bind(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
+        """Take the engine's blocks of the cache group whose pages are announced."""
+        # Under context parallelism a hash is of other tokens than a block of this rank.
+        if pool is not None and spec.block_size % pool.hash_block_size == 0:
+            self._spans = BlockSpans(pool, spec, group, page_tokens)
+            reset = pool.reset_prefix_cache
+
+            def reset_prefix_cache() -> bool:
+                done: bool = reset()
+                self._cleared = self._cleared or done
+                return done
+
+            pool.reset_prefix_cache = reset_prefix_cache
+
+    @property
+    def waits(self) -> bool:
+        """Whether noted pages are not looked at yet: the engine should go on stepping."""
+        return bool(self._noted or self._queue or (self._cleared and self._announced))
+
+    def note(self, tracked: TrackedRequest | KeptRequest, pages: range) -> None:
+        """The store has these pages of a request, or gets them in the next step."""
+        spans, keys = self._spans, tracked.keys
+        if spans is None or keys is None or not pages:
+            return
+        request, many, now_s = tracked.request, spans.pages, time.monotonic()
+        first, end = pages.start // many, min(-(-pages.stop // many), keys.pages(request.num_tokens) // many)
+        held = keys.of(request.all_token_ids, range(first * many, end * many))
+        lasts = held[many - 1 :: many]
+        new = [i for i, last in enumerate(lasts) if last not in self._announced and last not in self._noted]
+        for last in lasts:
+            if last in self._noted:
+                self._noted[last].noted_s = now_s
+        if not new or len(self._announced) + len(self._noted) + len(new) > _MOST:
+            return
+        named = spans.named(request, first + new[0], new[-1] - new[0] + 1)
+        for i in new:
+            if i - new[0] < len(named):
+                keys_of_span = held[i * many : (i + 1) * many]
+                self._noted[lasts[i]] = _Span(named[i - new[0]], keys_of_span, now_s)
+
+    def found(self, tracked: TrackedRequest, page: int) -> None:
+        """The store says that it has a page which this engine has computed."""
+        # After a reset this engine takes none of those that were stored before.
+        if not self._reset:
+            self.note(tracked, range(page, page + 1))
+
+    def kept(self, tracked: TrackedRequest) -> KeptRequest:
+        """A request that is over, for `note`, without the bytes of its media."""
+        return KeptRequest(without_media(tracked.request), tracked.keys)
+
+    def forget_stored(self) -> None:
+        """To this engine the pages that are stored now are absent from now on."""
+        self._reset = True
+        self._forget()
+
+    def take(self) -> Sequence[KVCacheEvent]:
+        """The events since the last call."""
+        now_s = time.monotonic()
+        if self._cleared:
+            self._announce_again()
+        if now_s >= self._next_s and (self._noted or self._announced):
+            self._look(now_s)
+        events, self._queue = self._queue, []
+        return events
+
+    def _announce_again(self) -> None:
+        """vLLM's `AllBlocksCleared` is of its own cache: the store still has these pages."""
+        self._cleared, again = False, _Changes()
+        for span in self._announced.values():
+            assert self._spans is not None
+            again.add(self._spans.stored(span.named, _MEDIUM[span.tier]))
+        self._queue += again.stored
+
+    def _look(self, now_s: float) -> None:
+        if not self._requests.sharing:
+            self._forget()
+            return
+        spans = [*self._noted.items(), *self._due()]
+        try:
+            tiers = self._store.peek([key for _, span in spans for key in span.keys])
+        except StoreUnavailable:
+            self._lost_s = self._lost_s or now_s
+            if now_s - self._lost_s >= _LOST_S:
+                self._forget()
+            self._next_s = now_s + _LOOK_S
+            return
+        self._lost_s, at, changes = 0.0, 0, _Changes()
+        for key, span in spans:
+            there = tiers[at : at + len(span.keys)]
+            at += len(span.keys)
+            self._is_on(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
+        # First the new places: a router that hears of a page's way to disk never believes it gone.
+        self._queue += changes.stored
+        self._remove(changes.removed)
+        self._next_s = now_s + (_SOON_S if self._noted else _LOOK_S)
+
+    def _due(self) -> list[tuple[bytes, _Span]]:
+        """Announced spans that are looked at now; in about 3 s it is the turn of each."""
+        if not self._round:
+            self._round = list(self._announced)
+        count = max(_LOOKED_AT, len(self._announced) // 64)
+        due, self._round = self._round[:count], self._round[count:]
+        return [(key, self._announced[key]) for key in due if key in self._announced]
+
+    def _is_on(self, key: bytes, span: _Span, tier: int, now_s: float, changes: _Changes) -> None:
+        """A look has found the span there."""
+        if tier == span.tier:
+            if not tier and now_s - span.noted_s > _NOTED_S:
+                del self._noted[key]
+            return
+        if span.tier:
+            changes.removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
+        span.tier = tier
+        if not tier:
+            del self._announced[key]
+            return
+        if self._noted.pop(key, None) is not None:
+            self._announced[key] = span
+        assert self._spans is not None
+        changes.add(self._spans.stored(span.named, _MEDIUM[tier]))
+
+    def _forget(self) -> None:
+        """This engine has no use for the store's pages any more."""
+        removed: dict[str, list[object]] = {}
+        for span in self._announced.values():
+            removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
+        self._remove(removed)
+        self._noted.clear()
+        self._announced.clear()
+        self._round = []
+
+    def _remove(self, removed: Mapping[str, list[object]]) -> None:
+        assert self._spans is not None or not removed
+        for medium, hashes in removed.items():
+            group = self._spans.group if self._spans is not None else None
+            self._queue.append(BlockRemoved(block_hashes=hashes, medium=medium, group_idx=group))
+
+
+def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests) -> PageEvents | None:
+    """The events of this engine's pages; None where they are not enabled, or cannot be told."""
+    settings = getattr(config, "kv_events_config", None)
+    if settings is None or not settings.enable_kv_cache_events:
+        return None
+    if not isinstance(runtime.store, PeekableStore):
+        compat.logger.warning("cornplug: the store's pages are in no KV event: this store tells no evictions")
+        return None
+    return PageEvents(runtime.store, requests)
