@@ -12,6 +12,7 @@ from typing import Final
 VALIDATED: Final[Mapping[str, frozenset[str]]] = {
     "sglang": frozenset(
         {
+            "glm4v",
             "qwen2_5_vl",
             "qwen2_vl",
             "qwen3_vl",
