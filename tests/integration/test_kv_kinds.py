@@ -104,7 +104,6 @@ KINDS: Final[Mapping[str, Kind]] = {
     "states (gated delta nets), two ranks": Kind(
         checkpoints.qwen3_5_text,
         lambda _: (*_STATES, *_TWO_RANKS),
-        stock=_STATES,
         env=_SEVERAL_WORKERS,
         page=128,
     ),
