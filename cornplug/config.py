@@ -64,6 +64,9 @@ class EncoderConfig(Section):
     """Longest wait for an embedding of an engine that has no tower; then its request fails."""
     max_batch_items: int = Field(default=16, gt=0)
     """Largest number of media in one batch of a tower."""
+    max_batch_tokens: int | None = Field(default=None, gt=0)
+    """Largest number of tokens in one batch of a tower, besides its first medium's: bounds the tower's
+    memory. None: 2048 on a CPU, 32,768 on a GPU."""
     prepare_threads: int = Field(
         default_factory=lambda: max(2, min(16, len(os.sched_getaffinity(0)))), gt=0, le=256
     )

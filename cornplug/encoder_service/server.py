@@ -233,7 +233,8 @@ def main(argv: Sequence[str]) -> int:
             tracing=tracing,
             limits=EncoderLimits(
                 max_batch_items=config.encoder.max_batch_items,
-                max_batch_tokens=CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS,
+                max_batch_tokens=config.encoder.max_batch_tokens
+                or (CPU_BATCH_TOKENS if args.device == "cpu" else MAX_BATCH_TOKENS),
                 max_waiting=config.encoder.max_waiting,
                 max_prepared_bytes=config.encoder.max_prepared_bytes or host_memory().total_bytes // 4,
                 admission_threads=config.encoder.prepare_threads,
@@ -270,6 +271,8 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
+    # There is a preprocessing thread a core already; each would start a thread of torch's a core.
+    torch.set_num_threads(1)
     registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)

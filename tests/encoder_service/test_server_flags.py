@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import argparse
+from collections.abc import Iterator
+from typing import Any
 
+import pytest
+import torch
+
+from cornplug.encoder_service import server
 from cornplug.encoder_service.replicas.pool import cores
 from cornplug.encoder_service.server import main
 from cornplug.errors import ConfigError
@@ -34,3 +40,40 @@ def test_server_flags_help_has_units_and_defaults(capsys: pytest.CaptureFixture[
     for flag in ("--replicas", "--compile", "--threads", "--device"):
         entry = text[text.rindex(flag) :].split("\n  --")[0]
         assert "default" in entry, flag
+
+
+@pytest.fixture
+def torch_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("torch_threads")
+@pytest.mark.parametrize(("replicas", "threads"), [(2, 1), (0, 3)])
+def test_server_torch_threads_beside_replicas_are_one(
+    monkeypatch: pytest.MonkeyPatch, replicas: int, threads: int
+) -> None:
+    class Registry:
+        @staticmethod
+        def open(*args: Any, **options: Any) -> Registry:
+            return Registry()
+
+        def loaded(self) -> tuple[()]:
+            return ()
+
+    given: list[int] = []
+
+    def open_replicas(devices: list[str], settings: Any, models: Any) -> list[Any]:
+        given.append(settings.threads)
+        return []
+
+    monkeypatch.setattr(server, "ModelRegistry", Registry)
+    monkeypatch.setattr(server, "open_replicas", open_replicas)
+    torch.set_num_threads(2)
+    args = argparse.Namespace(
+        model=["m"], dtype="float32", device="cpu", compile=False, replicas=replicas, threads=3
+    )
+    server._open_models(args, print)
+    assert torch.get_num_threads() == threads
+    assert given == ([3] if replicas else [])

@@ -34,6 +34,7 @@ from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
+from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused
@@ -294,9 +295,7 @@ class EncoderCore:
             return self._replies.refuse(pending, "bad_input", str(e))
         # From here on only the item is needed: drop its inputs.
         request = pending.request = msgspec.structs.replace(request, inputs={})
-        feature_key = identity.feature_key(
-            self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
-        )
+        feature_key = self._feature_key(request, model, item)
         if pending.due_s <= time.monotonic():
             return self._replies.refuse_late(pending)
         key = (request.key, request.identity)
@@ -320,6 +319,15 @@ class EncoderCore:
             return self._replies.refuse(pending, refusal.reason, refusal.message, refusal.retry_after_s)
         self._batcher.join_or_add(job)
         return None
+
+    def _feature_key(self, request: EncodeRequest, model: LoadedModel, item: TowerItem) -> bytes:
+        """Equal for jobs that one pass of the tower serves."""
+        if not self.registry.shares_features(model):
+            # No other job could use these features: their digest would read tens of megabytes for nothing.
+            return identity.digest("cornplug-own-features-v1", request.key, request.identity)
+        return identity.feature_key(
+            self._secret, model.tower_fp, model.tower_spec_fp, item.digests, request.cache_salt
+        )
 
     def _answer_from_store(self, pending: PendingRequest, model: LoadedModel) -> bool:
         found = self._cache.embedding(pending.request.key, model.dtype, inline=pending.inline)

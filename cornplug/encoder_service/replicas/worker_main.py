@@ -102,9 +102,7 @@ class WorkerLoop:
         view = self._inputs.view
         return EncodeBatch(
             items=tuple(
-                TowerItem(
-                    tensors=tuple(map(view, m.tensors)), digests=(), tokens=m.tokens, geometry=m.geometry
-                )
+                TowerItem(tensors=tuple(map(view, m.tensors)), tokens=m.tokens, geometry=m.geometry)
                 for m in run.media
             ),
             features=tuple(None if m.features is None else view(m.features) for m in run.media),

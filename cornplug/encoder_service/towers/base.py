@@ -17,6 +17,8 @@ import torch
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.identity import array_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,12 +26,21 @@ class TowerItem:
     """One medium, checked, in the tower's dtype, on the CPU."""
 
     tensors: tuple[torch.Tensor, ...]
-    digests: tuple[bytes, ...]
-    """`identity.array_digest` of each of `tensors`, for `identity.feature_key`."""
     tokens: int
     """Rows that attention sees: the unit of a batch's budget."""
     geometry: tuple[int, ...] = ()
     """Facts of the medium that the projector needs besides its features (tiles, image size)."""
+    names_digest: bytes | None = None
+    """Of the tensors' names, where these differ between media of one tower."""
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        """`names_digest`, and `identity.array_digest` of each of `tensors`, for `identity.feature_key`.
+
+        Computed by each call, and only where features are shared: it reads every byte.
+        """
+        names = () if self.names_digest is None else (self.names_digest,)
+        return (*names, *map(_digest_of, self.tensors))
 
 
 class Tower(Protocol):
@@ -68,3 +79,7 @@ class TowerArchitecture(Protocol):
 
     @staticmethod
     def load_projector(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Projector: ...
+
+
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    return array_digest(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))

@@ -102,10 +102,7 @@ class GenericTower:
         numbers = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
         return TowerItem(
             tensors=tuple(tensors),
-            digests=(
-                digest(_NAMES_VERSION, *(name.encode() for name in present)),
-                *map(input_checks.digest_of, tensors),
-            ),
+            names_digest=digest(_NAMES_VERSION, *(name.encode() for name in present)),
             tokens=max(1, math.ceil(numbers / _NUMBERS_A_TOKEN)),
             geometry=(_MODALITIES.index(modality), *map(method.names.index, present)),
         )

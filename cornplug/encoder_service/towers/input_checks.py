@@ -9,9 +9,7 @@ from typing import Final
 import torch
 
 from cornplug.encoder_service.wire.messages import WireTensor
-from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.errors import ConfigError, EncoderRefused
-from cornplug.identity import array_digest
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -83,11 +81,6 @@ def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> tor
     `InProcessExecutor` has copied parts to CUDA before, through pinned memory: here they are not staged.
     """
     return torch.cat([part.to(device) for part in parts])
-
-
-def digest_of(tensor: torch.Tensor) -> bytes:
-    """`identity.array_digest` of a CPU tensor."""
-    return array_digest(dtype_name(tensor.dtype), tuple(tensor.shape), raw_bytes(tensor))
 
 
 def from_bytes(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -62,7 +62,6 @@ class PatchInputs:
         pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
         return TowerItem(
             tensors=(pixels, grid),
-            digests=(input_checks.digest_of(pixels), input_checks.digest_of(grid)),
             tokens=t * h * w,
         )
 

@@ -116,7 +116,6 @@ class TileTower:
         pixels = pixels[: geometry[0]].to(self._dtype).contiguous()
         return TowerItem(
             tensors=(pixels,),
-            digests=(input_checks.digest_of(pixels),),
             tokens=len(pixels) * self._layers.positions,
             geometry=geometry,
         )

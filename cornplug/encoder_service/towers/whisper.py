@@ -174,7 +174,6 @@ class Qwen2AudioTower:
         length = torch.tensor([rows])
         return TowerItem(
             tensors=(mel, length),
-            digests=(input_checks.digest_of(mel), input_checks.digest_of(length)),
             tokens=rows,
         )
 

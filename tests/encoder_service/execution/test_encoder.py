@@ -19,6 +19,7 @@ from cornplug.encoder_service.execution import dispatcher as dispatcher_module
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.scheduling.batcher import Answer
+from cornplug.encoder_service.towers import base as tower_base
 from cornplug.encoder_service.towers.base import Tower, TowerItem
 from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
@@ -266,6 +267,29 @@ def test_encoder_batch_across_models_equals_one_by_one(
         x, y = (torch.frombuffer(bytearray(t.data), dtype=torch.float32) for t in (a.tensor, b.tensor))
         torch.testing.assert_close(x, y, atol=2e-6, rtol=0)
     assert gate.batches[-1] == 2
+
+
+def test_encoder_unshared_features_are_not_digested(
+    make_encoder: MakeEncoder,
+    request_for: Requests,
+    llava_pair: tuple[Path, Path],
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    digested: list[tuple[int, ...]] = []
+    digest = tower_base.array_digest
+
+    def counted(dtype: str, shape: tuple[int, ...], data: memoryview) -> bytes:
+        digested.append(shape)
+        return digest(dtype, shape, data)
+
+    monkeypatch.setattr(tower_base, "array_digest", counted)
+    encoder = make_encoder()
+    asked = [request_for(qwen, 1), request_for(qwen, 2), request_for(qwen, 1, cache_salt="a")]
+    assert [ok(encoder.submit(one)).origin for one in asked] == ["computed"] * 3
+    assert digested == []
+    ok(encoder.submit(request_for(llava_pair[0], 1)))
+    assert len(digested) == 1
 
 
 def test_encoder_bad_inputs_are_refused_others_answered(

@@ -129,7 +129,7 @@ def test_replica_tower_error_fails_batch_without_restart(
     assert loaded is not None
     assert replicas[0].wait_ready(60)
     item = loaded.tower.prepare(request_for(qwen, 1).inputs)
-    broken = TowerItem(tensors=(item.tensors[0][:-1], item.tensors[1]), digests=(), tokens=item.tokens)
+    broken = TowerItem(tensors=(item.tensors[0][:-1], item.tensors[1]), tokens=item.tokens)
     pid = replicas[0].pid
     with pytest.raises(RuntimeError, match="Error"):
         replicas[0].run(EncodeBatch(items=(broken,), features=(None,), wanted=((loaded, 0),), keep=False))
