@@ -17,7 +17,8 @@ from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, verdicts_of
 from devkit import checkpoints
 from devkit.quantised import with_kv_scales
 
-pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
+# vLLM looks at each model class in a process of its own: minutes on a slow machine, for all tests together.
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
 # A process imports vLLM for a quarter of a minute: one looks at all of them.

@@ -118,8 +118,9 @@ def test_tower_every_family_checks_inputs_without_weights(name: str, tmp_path: P
 
 
 def test_tower_item_every_field_reaches_a_replica() -> None:
-    """A new one needs a place in `replica_wire.Medium`, or replicas would compute without it."""
-    assert {field.name for field in fields(TowerItem)} == {"tensors", "digests", "tokens", "geometry"}
+    """A new one needs a place in `replica_wire.Medium`, or replicas would compute without it. Features are
+    named before they are computed, so `names_digest` stays in front."""
+    assert {field.name for field in fields(TowerItem)} == {"tensors", "names_digest", "tokens", "geometry"}
 
 
 def test_replica_tower_error_fails_batch_without_restart(
