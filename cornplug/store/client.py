@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from cornplug.config import StoreConfig
@@ -107,20 +107,18 @@ class PoolStore:
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """As `TieredReads.tiers`."""
-        table = self._link.reachable().table
-        # First: an entry that is recalled between the two looks is seen by both, else by neither.
-        on_disk = table.on_disk(keys) if table.has_disk else b""
-        mask = self.contains(keys, deadline_s=deadline_s)
-        if not on_disk:
-            return mask
-        return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
+        return self._tiers(keys, lambda: self.contains(keys, deadline_s=deadline_s))
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
         """As `PeekableStore.peek`."""
+        return self._tiers(keys, lambda: self._link.reachable().table.contains(keys).translate(_AS_PRESENT))
+
+    def _tiers(self, keys: Sequence[bytes], in_memory: Callable[[], bytes]) -> bytes:
+        """A `Tier` a key. The disk is looked at first: an entry that is recalled between the two looks is
+        seen by both, else by neither."""
         table = self._link.reachable().table
-        # In this order, as in `tiers`.
         on_disk = table.on_disk(keys) if table.has_disk else b""
-        mask = table.contains(keys).translate(_AS_PRESENT)
+        mask = in_memory()
         if not on_disk:
             return mask
         return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
