@@ -299,9 +299,12 @@ def test_http_endless_preprocessing_is_too_late(
 
     monkeypatch.setattr(OpenMedium, "prepare", prepare)
     items = [{"image": image64(b"slow")}, {"image": image64(png(sample_image(1)))}]
+    # The image beside the slow one must not wait for a decoding process, nor for its turn on a loaded machine.
     service.encoder.start_decoding()
+    eventually(service.encoder.decoding_ready)
+    lines(service.post(json={"model": llava, "items": [{"image": image64(png(sample_image(2)))}]}))
     began = time.monotonic()
-    rows = lines(service.post(json={"model": llava, "items": items, "deadline_s": 0.5}))
+    rows = lines(service.post(json={"model": llava, "items": items, "deadline_s": 3.0}))
     let_go.set()
     assert time.monotonic() - began < 10
     assert rows[0]["error"]["reason"] == "too_late"
