@@ -299,7 +299,7 @@ def test_http_endless_preprocessing_is_too_late(
 
     monkeypatch.setattr(OpenMedium, "prepare", prepare)
     items = [{"image": image64(b"slow")}, {"image": image64(png(sample_image(1)))}]
-    # The image beside the slow one must not wait for a decoding process, nor for its turn on a loaded machine.
+    # The image beside the slow one must not wait for a decoding process, nor long for its turn.
     service.encoder.start_decoding()
     eventually(service.encoder.decoding_ready)
     lines(service.post(json={"model": llava, "items": [{"image": image64(png(sample_image(2)))}]}))
