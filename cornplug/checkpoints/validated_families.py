@@ -37,6 +37,10 @@ VALIDATED: Final[Mapping[str, frozenset[str]]] = {
 """Engine -> `model_type`s."""
 VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
     "sglang": frozenset(),
-    "vllm": frozenset(),
+    "vllm": frozenset(
+        {
+            "qwen2_5_vl",
+        }
+    ),
 }
 """Engine -> `model_type`s whose videos were compared."""

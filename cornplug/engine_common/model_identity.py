@@ -132,7 +132,9 @@ class EngineModel:
         served = self.checkpoint.identity(
             self.dtype, modality="video", processor_kwargs=self.processor_kwargs
         ).identity
-        ours = {**overrides, "video": dict(self.video_settings)}
+        # As written, too: two spellings are two keys, where the spec might read them as one.
+        written = {"asked": dict(self.processor_kwargs), "json": dict(self.checkpoint.preprocessors["video"])}
+        ours = {**overrides, "video": {**self.video_settings, **written}}
         return TowerIdentity(overridden(served, ours), None if overrides else served)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:

@@ -161,5 +161,5 @@ def missed(server: EngineServer) -> dict[str, float]:
     return {k: v for k, v in server.metrics().items() if k.startswith("cornplug_misses") and v}
 
 
-def test_compat_validated_families_of_video_have_a_line_in_this_file() -> None:
+def test_family_videos_shared_by_compat_have_a_line_here() -> None:
     assert set(FAMILIES) >= VALIDATED_VIDEOS

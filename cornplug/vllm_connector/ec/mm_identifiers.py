@@ -120,7 +120,8 @@ class MmIdentifiers:
         """
         if self._why_no_videos:
             raise VideoUnshared("videos of this model are not shared here", reason=self._why_no_videos)
-        check_options({**self._processor_kwargs, **options})
+        check_options(self._processor_kwargs)
+        check_options(options)
         media = self._named("video", uuid) if video is None else video_digest(video, metadata)
         return None if media is None else self._name("video", media, uuid, options)
 

@@ -73,7 +73,7 @@ class VideoUnshared(CornplugError):
 
 def video_digest(frames: object, metadata: object) -> bytes:
     """Media digest (32 bytes) of one video. Raises VideoUnshared: "video_frames", "video_metadata"."""
-    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4:
+    if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
         raise VideoUnshared("frames are no uint8 array of four axes", reason="video_frames")
     fields = {} if metadata is None else metadata
     if not isinstance(fields, Mapping) or not _METADATA.issuperset(fields):
@@ -89,14 +89,15 @@ def video_digest(frames: object, metadata: object) -> bytes:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise VideoUnshared("video_options") for an argument of the processor that no list knows.
 
-    `options` are the deployment's and the request's. A list would give each video of a request its own value.
+    `options` are the deployment's, or the request's. A list would give each video of a request its own value;
+    a null switches a processor's default off, where a spec reads it as the default.
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
         raise VideoUnshared(f"{_SCOPE} is no mapping", reason="video_options")
     flat = {k: v for k, v in options.items() if k != _SCOPE}
     for name, value in (*flat.items(), *scoped.items()):
-        known = name in _OPTIONS and (value is None or isinstance(value, _SCALARS))
+        known = name in _OPTIONS and isinstance(value, _SCALARS)
         edges = name == "size" and isinstance(value, Mapping)
         if not (known or (edges and all(isinstance(edge, int) for edge in value.values()))):
             raise VideoUnshared(f"the processor's {name}", reason="video_options")

@@ -63,7 +63,14 @@ def test_video_digest_of_equal_values_in_other_forms_is_equal() -> None:
 
 @pytest.mark.parametrize(
     "frames",
-    [FRAMES.astype(np.int16), FRAMES.astype(np.float32), FRAMES[0], torch.from_numpy(FRAMES), [FRAMES[0]]],
+    [
+        FRAMES[:0],
+        FRAMES.astype(np.int16),
+        FRAMES.astype(np.float32),
+        FRAMES[0],
+        torch.from_numpy(FRAMES),
+        [FRAMES[0]],
+    ],
 )
 def test_video_digest_of_other_frames_is_refused(frames: object) -> None:
     with pytest.raises(VideoUnshared) as refused:
@@ -91,7 +98,7 @@ def test_video_digest_of_unknown_metadata_is_refused(metadata: object) -> None:
     "options",
     [
         {},
-        {"fps": 2.0, "num_frames": None, "do_sample_frames": False},
+        {"fps": 2.0, "num_frames": 8, "do_sample_frames": False},
         {"size": {"shortest_edge": 64, "longest_edge": 4096}, "max_pixels": 4096},
         {"videos_kwargs": {"fps": 2, "size": {"shortest_edge": 64}}},
     ],
@@ -103,6 +110,7 @@ def test_check_options_of_known_arguments_passes(options: Mapping[str, Any]) -> 
 @pytest.mark.parametrize(
     "options",
     [
+        {"fps": None},
         {"fps": [1.0, 2.0]},  # the second video of a request has another rate than the first
         {"videos_kwargs": {"num_frames": [4, 8]}},
         {"videos_kwargs": [1]},

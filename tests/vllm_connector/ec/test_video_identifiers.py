@@ -109,6 +109,18 @@ def test_video_with_unknown_field_has_reason_for_name(
     assert name(uuid="cat", **given) == name(None, uuid="cat", **alone)
 
 
+def test_video_of_deployment_with_unknown_argument_is_not_shared(
+    qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"videos_kwargs": {"new_argument": 1}}
+    monkeypatch.setattr(
+        mm_identifiers, "_active", named(config(qwen, mm_processor_kwargs=settings), tmp_path)
+    )
+    assert unshared_reason(name()) == "video_options"
+    # The request's own do not hide it.
+    assert unshared_reason(name(videos_kwargs={"fps": 2.0})) == "video_options"
+
+
 def test_video_uuid_alone_names_its_last_video_and_no_image(active: MmIdentifiers) -> None:
     assert name(None, uuid="cat") == "cat"
     assert name(uuid="cat") == name()
@@ -152,11 +164,15 @@ def test_tower_identity_of_videos_is_served_and_counts_positions(
     shutil.copytree(qwen, faster)
     (faster / "config.json").write_text(json.dumps(described))
     asked = videos(qwen, mm_processor_kwargs={"max_pixels": 4096})
+    # Spelled out, and read as what they were: a key of its own all the same.
+    spelled = videos(qwen, mm_processor_kwargs={"do_sample_frames": False})
+    assert spelled.served_identity == served
     # Of the same rows: positions alone differ.
     assert videos(faster).served_identity == served
     monkeypatch.setattr(model_config.importlib.metadata, "version", lambda name: "0.0")
     found = {base.identity, videos(faster).identity, asked.identity, videos(qwen).identity, served}
-    assert len(found) == 5
+    found.add(spelled.identity)
+    assert len(found) == 6
     assert tower_identity(config(qwen)).of("audio") is None
 
 
