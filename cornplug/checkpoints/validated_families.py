@@ -40,6 +40,7 @@ VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
     "vllm": frozenset(
         {
             "qwen2_5_vl",
+            "qwen3_vl",
         }
     ),
 }
