@@ -144,12 +144,25 @@ def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> 
     return h.digest()
 
 
+def processor_video_digest(frames: bytes, metadata: Mapping[str, Any]) -> bytes:
+    """Media digest of a video with all that an engine tells the model's processor about it.
+
+    Args:
+        frames: `array_digest` of the sampled frames.
+        metadata: rate, duration, numbers of the sampled frames: they shape positions and timestamps in the
+            language model, which `frames_digest` does not determine.
+
+    Raises TypeError or ValueError as `canonical`.
+    """
+    return digest("cornplug-processor-video-v1", frames, canonical(metadata))
+
+
 def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -> bytes:
     """Key of an embedding: the output of tower and projector for one medium, as an engine consumes it.
 
     Args:
         model: `model_identity`.
-        media: `pixels_digest`, `frames_digest`, `samples_digest` or `array_digest`.
+        media: `pixels_digest`, `frames_digest`, `processor_video_digest`, `samples_digest` or `array_digest`.
         salt: the tenant's salt; None is the deployment's shared domain, "" is a salt.
     """
     return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))

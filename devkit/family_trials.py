@@ -9,9 +9,9 @@ from typing import Final
 
 _CUSTOMIZE: Final = """from cornplug.checkpoints import validated_families
 
-validated_families.VALIDATED = {{
-    engine: names | {families!r} for engine, names in validated_families.VALIDATED.items()
-}}
+for table in ("VALIDATED", "VALIDATED_OF_VIDEO"):
+    old = getattr(validated_families, table)
+    setattr(validated_families, table, {{engine: names | {families!r} for engine, names in old.items()}})
 """
 
 

@@ -42,6 +42,9 @@ CASES: dict[str, Case] = {
     "model_identity": lambda: identity.model_identity(A, B, C),
     "pixels_digest": lambda: identity.pixels_digest("RGB", 4, 2, PIXELS),
     "frames_digest": lambda: identity.frames_digest(4, 2, [0.0, 0.5], [PIXELS, PIXELS[::-1]]),
+    "processor_video_digest": lambda: identity.processor_video_digest(
+        A, {"fps": 2.0, "frames_indices": [0, 4]}
+    ),
     "samples_digest": lambda: identity.samples_digest(16_000, PIXELS),
     "array_digest": lambda: identity.array_digest("float32", (2, 3), PIXELS),
     "embedding_key": lambda: identity.embedding_key(SECRET, A, B, None),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from reference_docs import validated_families as generated
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit.family_trials import trial_environment
@@ -46,16 +46,38 @@ def test_validated_families_have_passed_and_failed_nowhere(tmp_path: Path) -> No
     assert written(tmp_path, results) == {"vllm": {"llava"}, "sglang": {"qwen2_vl"}}
 
 
+def test_validated_families_of_video_are_of_videos_alone(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    names = ("section", "engine", "promise", "passed")
+    results = [
+        (generated.SECTION, "vllm", "llava", True),
+        (generated.SECTION, "vllm", "qwen2_vl", True),
+        (generated.VIDEOS, "vllm", "qwen2_vl", True),
+        (generated.VIDEOS, "vllm", "qwen3_vl", True),
+        (generated.VIDEOS, "vllm", "qwen3_vl", False),
+    ]
+    file.write_text(json.dumps([dict(zip(names, result, strict=True)) for result in results]))
+    space: dict[str, Any] = {}
+    exec(compile(generated.page(file), "validated_families.py", "exec"), space)
+    assert space["VALIDATED"] == {"vllm": {"llava", "qwen2_vl"}, "sglang": frozenset()}
+    assert space["VALIDATED_OF_VIDEO"] == {"vllm": {"qwen2_vl"}, "sglang": frozenset()}
+
+
 def test_validated_families_are_the_rooms() -> None:
     assert vllm_room.VALIDATED_FAMILIES == VALIDATED["vllm"] >= {"llava", "qwen2_vl"}
     assert sglang_room.VALIDATED_FAMILIES == VALIDATED["sglang"] >= {"qwen2_vl"}
+    assert vllm_room.VALIDATED_VIDEOS == VALIDATED_OF_VIDEO["vllm"] <= VALIDATED["vllm"]
+    assert not VALIDATED_OF_VIDEO["sglang"]
 
 
 @pytest.mark.parametrize("families", [(), ("paligemma",)])
 def test_trial_environment_shares_a_family_in_its_processes_only(
     families: tuple[str, ...], tmp_path: Path
 ) -> None:
-    ask = "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES as v; print(*sorted(v))"
+    ask = (
+        "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES as v, VALIDATED_VIDEOS as w;"
+        "print(*sorted(v), '|', *sorted(w))"
+    )
     paths = os.pathsep.join(filter(None, [str(TREE), os.environ.get("PYTHONPATH")]))
     trial = trial_environment(tmp_path, families)
     env = {**os.environ, "PYTHONPATH": paths}
@@ -64,4 +86,6 @@ def test_trial_environment_shares_a_family_in_its_processes_only(
     done = subprocess.run(
         [sys.executable, "-P", "-c", ask], env=env, capture_output=True, text=True, check=True
     )
-    assert set(done.stdout.split()) == {*VALIDATED["vllm"], *families}
+    images, _, videos = done.stdout.partition("|")
+    assert set(images.split()) == {*VALIDATED["vllm"], *families}
+    assert set(videos.split()) == {*VALIDATED_OF_VIDEO["vllm"], *families}

@@ -1,7 +1,8 @@
 """Families that a test has compared in each engine.
 
-Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py keep
-their results: a family is here if it passed, and failed in no release and on no bed.
+Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py and
+tests/integration/test_family_videos.py keep their results: a family is here if it passed, and failed in no
+release and on no bed.
 """
 
 from __future__ import annotations
@@ -34,3 +35,13 @@ VALIDATED: Final[Mapping[str, frozenset[str]]] = {
     ),
 }
 """Engine -> `model_type`s."""
+VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
+    "sglang": frozenset(),
+    "vllm": frozenset(
+        {
+            "qwen2_5_vl",
+            "qwen3_vl",
+        }
+    ),
+}
+"""Engine -> `model_type`s whose videos were compared."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cornplug.checkpoints.checkpoint import Checkpoint
@@ -29,6 +29,14 @@ class TowerIdentity:
     with the same settings can share, which the service lacks."""
     image_inputs: tuple[str, ...] = ()
     """The outputs of the image processor that the service takes, by name."""
+    videos: TowerIdentity | None = None
+    """That of videos, which have another processor; None where they are not shared."""
+    why_no_videos: str = "unproven_family"
+    """The reason, where `videos` is None."""
+
+    def of(self, modality: str) -> TowerIdentity | None:
+        """The identity of one modality's embeddings; None where that modality is not shared."""
+        return {"image": self, "video": self.videos}.get(modality)
 
 
 def declares_quantization(hf_config: Any) -> bool:
@@ -70,6 +78,11 @@ class EngineModel:
     generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """`model_type` -> names of its tower's inputs for an image, of those among them without a file in
     `cornplug/checkpoints/families/`: nothing else tells the names before the model is loaded."""
+    video_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings that change the LLM's positions of a video and no row of it: they are in its key, as KV is
+    shared by that."""
+    why_no_videos: str = "unproven_family"
+    """The reason why this engine shares no videos of this model; "" if it does."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """The deployment's own arguments of the image processor."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -106,7 +119,23 @@ class EngineModel:
         self._refuse_later_files()
         overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
-        return TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
+        whole = TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
+        try:
+            return replace(whole, videos=self._video_identity(name, overrides))
+        except CheckpointError as e:
+            return replace(whole, why_no_videos=e.reason)
+
+    def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
+        """Identity of videos. Raises CheckpointError where this engine shares images alone."""
+        if self.why_no_videos:
+            raise CheckpointError(f"{self.engine} shares no videos of {name!r}", reason=self.why_no_videos)
+        served = self.checkpoint.identity(
+            self.dtype, modality="video", processor_kwargs=self.processor_kwargs
+        ).identity
+        # As written, too: two spellings are two keys, where the spec might read them as one.
+        written = {"asked": dict(self.processor_kwargs), "json": dict(self.checkpoint.preprocessors["video"])}
+        ours = {**overrides, "video": {**self.video_settings, **written}}
+        return TowerIdentity(overridden(served, ours), None if overrides else served)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
         """(language model fingerprint, KV spec without the page geometry). Reads weights once.

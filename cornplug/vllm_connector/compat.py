@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("vllm.cornplug")
@@ -35,6 +35,9 @@ SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 VALIDATED_FAMILIES: Final = VALIDATED["vllm"]
 """Families whose images are shared here: `tests/integration/test_families.py` has compared vLLM's
 embeddings with those of the encoder service. vLLM may lay out, scale or split another's otherwise."""
+
+VALIDATED_VIDEOS: Final = VALIDATED_OF_VIDEO["vllm"]
+"""Families whose videos are shared here, by `tests/integration/test_family_videos.py`."""
 
 EPOCHS: Final[dict[str, int]] = {}
 """`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes that model's values

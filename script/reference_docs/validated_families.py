@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from .support_matrix import LABELS, RESULTS
 
 SECTION: Final = "Families: embeddings equal the engine's"
 """Section of the tests that compare a family in an engine (`tests/integration/test_families.py`)."""
+VIDEOS: Final = "Families: videos equal the engine's"
+"""Section of `tests/integration/test_family_videos.py`."""
 _INTRO: Final = '''"""Families that a test has compared in each engine.
 
-Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py keep
-their results: a family is here if it passed, and failed in no release and on no bed.
+Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py and
+tests/integration/test_family_videos.py keep their results: a family is here if it passed, and failed in no
+release and on no bed.
 """
 
 from __future__ import annotations
@@ -22,21 +25,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-VALIDATED: Final[Mapping[str, frozenset[str]]] = {
 '''
 
 
 def page(file: Path = RESULTS) -> str:
     """The module's text."""
+    results = json.loads(file.read_text())
+    images = _table("VALIDATED", "Engine -> `model_type`s.", results, SECTION)
+    videos = _table(
+        "VALIDATED_OF_VIDEO", "Engine -> `model_type`s whose videos were compared.", results, VIDEOS
+    )
+    return _INTRO + images + videos
+
+
+def _table(name: str, words: str, results: list[dict[str, Any]], section: str) -> str:
+    """One table of the module, with its docstring."""
     passed: dict[str, dict[str, bool]] = defaultdict(dict)
-    for result in json.loads(file.read_text()):
-        if result["section"] == SECTION:
+    for result in results:
+        if result["section"] == section:
             families = passed[result["engine"]]
-            name = result["promise"]
-            families[name] = families.get(name, True) and result["passed"]
+            family = result["promise"]
+            families[family] = families.get(family, True) and result["passed"]
     lines = []
     for engine in sorted(LABELS):
-        families = passed[engine]
-        names = "".join(f'            "{name}",\n' for name in sorted(families) if families[name])
-        lines.append(f'    "{engine}": frozenset(\n        {{\n{names}        }}\n    ),\n')
-    return f'{_INTRO}{"".join(lines)}}}\n"""Engine -> `model_type`s."""\n'
+        names = sorted(family for family, fine in passed[engine].items() if fine)
+        if names:
+            inner = "".join(f'            "{one}",\n' for one in names)
+            lines.append(f'    "{engine}": frozenset(\n        {{\n{inner}        }}\n    ),\n')
+        else:
+            lines.append(f'    "{engine}": frozenset(),\n')
+    return f'{name}: Final[Mapping[str, frozenset[str]]] = {{\n{"".join(lines)}}}\n"""{words}"""\n'

@@ -8,9 +8,9 @@ encoder cache, its prefix blocks and every connector. The API process puts in it
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
 which also repairs the engine's own caches. An embedding that came by handle (`embedding_handles.py`) gets
-the identifier of its image. Media without a digest (video and audio in this release), and those of an
-unidentified model, keep a name of vLLM's or of this engine, which cannot begin like a key, and are not
-shared.
+the identifier of its image. A video's digest is that of `video_digest.py`. Media without a digest (audio in
+this release, and videos with a field that no list knows), and those of an unidentified model, keep a name of
+vLLM's or of this engine, which cannot begin like a key, and are not shared.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from PIL import Image
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.identity import array_digest, digest, embedding_key, medium_with_options
@@ -35,7 +36,14 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.ec.embedding_handles import PREFIX as HANDLE
 from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles, is_handle
-from cornplug.vllm_connector.model.model_config import tower_identity
+from cornplug.vllm_connector.ec.video_digest import (
+    VideoUnshared,
+    check_options,
+    looks_unshared,
+    unshared_name,
+    video_digest,
+)
+from cornplug.vllm_connector.model.model_config import tower_identity, why_no_videos
 from cornplug.vllm_connector.several_connectors import our_settings
 
 if TYPE_CHECKING:
@@ -76,30 +84,52 @@ class MmIdentifiers:
             alone=ec is None or ec.ec_connector == EC_CONNECTOR,
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
+        # vLLM's own hash of a video is the cheaper one: its file's.
+        self._why_no_videos = why_no_videos(config)
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
         self._tower = BackgroundIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
         # The wait of all requests begins here: it holds up the API server's event loop, and so every client.
         # Requests after it get names for this engine alone until the checkpoint has been read.
         self._tower.first_wait_s()
-        self._uuids: OrderedDict[str, bytes] = OrderedDict()
+        self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
+        """(modality, uuid) -> media digest."""
         self._lock = threading.Lock()
 
     def _known_identity(self) -> bytes | None:
+        tower = self._known_tower()
+        return tower.identity if tower is not None else None
+
+    def _known_tower(self) -> TowerIdentity | None:
         self._tower.first_wait()
-        return self._tower.found.identity if self._tower.found is not None else None
+        return self._tower.found
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
         """`mm_hash` of one image, None where it has no digest.
 
         A uuid without content is looked up among the contents that came with it before.
         """
-        media = self._named(uuid) if item is None else _media_digest(item)
-        if media is None:
-            return None
+        media = self._named("image", uuid) if item is None else _media_digest(item)
+        return None if media is None else self._name("image", media, uuid, options)
+
+    def video_name(
+        self, video: object, metadata: object, uuid: str | None, options: Mapping[str, Any]
+    ) -> str | None:
+        """`mm_hash` of one video, None for a uuid without content that no content came with before.
+
+        Raises VideoUnshared.
+        """
+        if self._why_no_videos:
+            raise VideoUnshared("videos of this model are not shared here", reason=self._why_no_videos)
+        check_options(self._processor_kwargs)
+        check_options(options)
+        media = self._named("video", uuid) if video is None else video_digest(video, metadata)
+        return None if media is None else self._name("video", media, uuid, options)
+
+    def _name(self, modality: str, media: bytes, uuid: str | None, options: Mapping[str, Any]) -> str | None:
         if uuid is not None:
             with self._lock:
-                self._uuids[uuid] = media
-                self._uuids.move_to_end(uuid)
+                self._uuids[modality, uuid] = media
+                self._uuids.move_to_end((modality, uuid))
                 if len(self._uuids) > _UUIDS:
                     self._uuids.popitem(last=False)
         try:
@@ -107,23 +137,25 @@ class MmIdentifiers:
         except (TypeError, ValueError):
             return None
 
-    def _named(self, uuid: str | None) -> bytes | None:
+    def _named(self, modality: str, uuid: str | None) -> bytes | None:
         with self._lock:
-            return self._uuids.get(uuid) if uuid is not None else None
+            return self._uuids.get((modality, uuid)) if uuid is not None else None
 
-    def identifier(self, mm_hash: str, salt: str | None) -> str:
-        """The identifier for a `mm_hash` that `media_name` or `ReceivedHandles.name` made.
+    def identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
+        """The identifier for a `mm_hash` that `media_name`, `video_name` or `ReceivedHandles.name` made.
 
         Raises VLLMValidationError for a handle of another salt.
         """
         if HANDLE in mm_hash:
             return PREFIX + self.handles.key(mm_hash, salt).hex()
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
-        identity = self._known_identity()
-        if identity is None:
+        tower = self._known_tower()
+        own = None if tower is None else tower.of(modality)
+        if own is None:
             # Identifies content, yet no model: it serves this engine's caches only.
-            return LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
-        return PREFIX + embedding_key(self._secret, identity, media, salt).hex()
+            name = LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
+            return name if tower is None else unshared_name(name, tower.why_no_videos)
+        return PREFIX + embedding_key(self._secret, own.identity, media, salt).hex()
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The processor arguments of one request beyond the deployment's own."""
@@ -177,7 +209,12 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
         return (
             {m: [_foreign(name) for name in names] for m, names in theirs.items()} if _asked_for else theirs
         )
-    from vllm.multimodal.parse import DictEmbeddingItems, EmbeddingItems, ProcessorBatchItems
+    from vllm.multimodal.parse import (
+        DictEmbeddingItems,
+        EmbeddingItems,
+        ProcessorBatchItems,
+        VideoProcessorItems,
+    )
 
     uuids = inputs.mm_uuid_items or {}
     options = active.options(inputs.hf_processor_mm_kwargs)
@@ -189,17 +226,37 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
             ours[modality] = [known or _foreign(name) for known, name in zip(found, names, strict=True)]
             continue
         given = uuids.get(modality) or [None] * len(names)
-        digestible = modality == "image" and isinstance(items, ProcessorBatchItems)
-        ours[modality] = [
-            (active.media_name(items.get(i), given[i], options) if digestible else None) or _foreign(name)
-            for i, name in enumerate(names)
-        ]
+        if modality == "video" and isinstance(items, VideoProcessorItems):
+            named = [_video_name(active, items, i, given[i], options, name) for i, name in enumerate(names)]
+        elif modality == "image" and isinstance(items, ProcessorBatchItems):
+            named = [active.media_name(items.get(i), given[i], options) for i in range(len(names))]
+        else:
+            named = [None] * len(names)
+        ours[modality] = [known or _foreign(name) for known, name in zip(named, names, strict=True)]
     return ours
+
+
+def _video_name(
+    active: MmIdentifiers, items: Any, i: int, uuid: str | None, options: Mapping[str, Any], theirs: str
+) -> str | None:
+    """`MmIdentifiers.video_name` of vLLM's VideoProcessorItems, or a name with the reason why it has none.
+
+    Where the model asks for no metadata, vLLM keeps them beside the frames.
+    """
+    item = items.get(i)
+    beside = items.metadata[i] if isinstance(items.metadata, list) else items.metadata
+    frames, metadata = item if isinstance(item, tuple) else (item, beside)
+    try:
+        return active.video_name(frames, metadata, uuid, options)
+    except VideoUnshared as e:
+        # A later request with the uuid alone must get the same name: that of vLLM's, which tells no reason.
+        return None if uuid is not None else unshared_name(theirs, e.reason)
 
 
 def _foreign(name: str) -> str:
     """vLLM's own name, which may be a client's uuid, with a prefix if it begins like one of cornplug's."""
-    return f"foreign-{name}" if name.startswith((PREFIX, LOCAL, HANDLE)) else name
+    ours = name.startswith((PREFIX, LOCAL, HANDLE)) or looks_unshared(name)
+    return f"foreign-{name}" if ours else name
 
 
 def _load_embedding(original: Callable[..., Any], this: Any, media_type: str, data: str) -> Any:
@@ -217,7 +274,7 @@ def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwarg
                 feature.identifier = active.identifier(feature.identifier, request.cache_salt)
             # A LoRA on the tower prefixes the identifier; such an embedding is not shared.
             elif feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):
-                feature.identifier = active.identifier(feature.mm_hash, request.cache_salt)
+                feature.identifier = active.identifier(feature.mm_hash, request.cache_salt, feature.modality)
     return request
 
 

@@ -40,6 +40,7 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
+from cornplug.vllm_connector.ec.video_digest import unshared_reason
 from cornplug.vllm_connector.model.model_config import embedding_width, tower_identity
 
 if TYPE_CHECKING:
@@ -220,10 +221,12 @@ class ECScheduler:
 
     def _begin(self, feature: Any, request: Request, now: float) -> _Item | None:
         """A new item, loaded from the store or requested from the service; None if it is not shared."""
-        key = key_of(feature.identifier)
-        if key is None or weights_guard.replaced() or not self._run.config.engine.share_embeddings:
+        if weights_guard.replaced() or not self._run.config.engine.share_embeddings:
             return None
         rows = feature.mm_position.get_num_embeds()
+        key = key_of(feature.identifier)
+        if key is None:
+            return self._unshared(feature.identifier, rows, now)
         ours = self._run.config.encoder
         deadline = now + self._rule.encode_deadline_s(
             rows, floor_s=ours.deadline_floor_s, ceiling_s=ours.deadline_s
@@ -245,6 +248,15 @@ class ECScheduler:
             self._ask(item, feature, request)
         except CornplugError as e:
             self._fail(item, store_problem or e.reason)
+        return item
+
+    def _unshared(self, identifier: str, rows: int, now: float) -> _Item | None:
+        """A settled item of a medium without a key, with its miss counted; None if its name has no reason."""
+        reason = unshared_reason(identifier)
+        if reason is None:
+            return None
+        item = _Item(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
+        self._fail(item, reason)
         return item
 
     def _look(self, item: _Item, now: float) -> None:
@@ -277,8 +289,9 @@ class ECScheduler:
 
     def _ask(self, item: _Item, feature: Any, request: Request) -> None:
         """Have the service encode it. Raises EncoderError if it is not asked."""
+        tower = self._tower.found
         identity = self._policy.identity_to_ask(
-            self._tower.found,
+            None if tower is None else tower.of(feature.modality),
             identified=self._tower.wait(0),
             refusal=self._encoder.refusal,
             now=time.monotonic(),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.checkpoints.checkpoint import Checkpoint
@@ -10,7 +12,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, resolved_config
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.compat import EPOCHS, VALIDATED_FAMILIES
+from cornplug.vllm_connector.compat import EPOCHS, VALIDATED_FAMILIES, VALIDATED_VIDEOS
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
 
@@ -31,7 +33,31 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
     mm_config = config.model_config.get_multimodal_config()
     overrides = (of_everything(config) | of_embeddings(config)).overrides_or_raise()
     kwargs = dict(mm_config.mm_processor_kwargs or {})
-    return _engine_model(config, overrides, processor_kwargs=kwargs).tower_identity()
+    model = replace(
+        _engine_model(config, overrides, processor_kwargs=kwargs),
+        video_settings=_video_settings(config),
+        why_no_videos=why_no_videos(config),
+    )
+    return model.tower_identity()
+
+
+def why_no_videos(config: VllmConfig) -> str:
+    """The reason why videos of this model are not shared here; "" where they are."""
+    if getattr(config.model_config.hf_config, "model_type", None) not in VALIDATED_VIDEOS:
+        return "unproven_family"
+    # Pruned rows carry positions, and their places in the prompt do not say which were kept.
+    mm_config = config.model_config.get_multimodal_config()
+    return "video_pruning" if getattr(mm_config, "video_pruning_rate", None) else ""
+
+
+def _video_settings(config: VllmConfig) -> dict[str, Any]:
+    """What Qwen-VL's positions of a video follow besides its metadata: the config's rate, and the release of
+    transformers, whose processors make `second_per_grid_ts` and sample frames."""
+    vision = getattr(config.model_config.hf_config, "vision_config", None)
+    return {
+        "tokens_per_second": getattr(vision, "tokens_per_second", None),
+        "transformers": importlib.metadata.version("transformers"),
+    }
 
 
 def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:

@@ -107,9 +107,15 @@ def names(
     return mm_identifiers._get_mm_hashes(original, None, inputs)
 
 
-def final(active: MmIdentifiers, mm_hash: str, salt: str | None = None, identifier: str | None = None) -> str:
+def final(
+    active: MmIdentifiers,
+    mm_hash: str,
+    salt: str | None = None,
+    identifier: str | None = None,
+    modality: str = "image",
+) -> str:
     """The identifier after `process_inputs`."""
-    feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash)
+    feature = SimpleNamespace(mm_hash=mm_hash, identifier=identifier or mm_hash, modality=modality)
     request = SimpleNamespace(mm_features=[feature], cache_salt=salt)
     assert mm_identifiers._process_inputs(lambda this, request: request, None, request) is request
     return feature.identifier
@@ -138,7 +144,9 @@ def test_mm_identifiers_image_format_and_exif_are_ignored(active: MmIdentifiers)
     assert not found & set(names({"image": Image.open(out)})["image"])
 
 
-@pytest.mark.parametrize("uuid", ["cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"])
+@pytest.mark.parametrize(
+    "uuid", ["unshared-video_frames-x", "cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"]
+)
 def test_mm_identifiers_uuid_in_key_form_becomes_foreign(active: MmIdentifiers, uuid: str) -> None:
     assert names({"image": [None]}, {"image": [uuid]}) == {"image": [f"foreign-{uuid}"]}
     audio = (np.zeros(16000, dtype=np.float32), 16000)

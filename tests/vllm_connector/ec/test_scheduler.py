@@ -26,6 +26,7 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
+from cornplug.vllm_connector.ec.video_digest import unshared_name
 
 from ..rig import runtime
 
@@ -565,6 +566,37 @@ def test_ec_scheduler_image_encoded_by_engine_is_held(stage: Callable[..., Stage
     put(here.store, 1)
     assert here.half.available(here.request("b", 1), 0)
     assert not here.half._items
+
+
+def test_ec_scheduler_video_is_asked_under_its_own_identity(stage: Callable[..., Stage]) -> None:
+    videos = TowerIdentity(b"v" * 32, b"w" * 32)
+    here = stage(identity=lambda config: TowerIdentity(b"i" * 32, b"s" * 32, videos=videos))
+    request = here.request("a", 1, 2)
+    request.mm_features[1].modality = "video"
+    here.half.available(request, 0)
+    here.asked(2)
+    assert [asked.identity for asked, _ in here.service.asked] == [b"s" * 32, b"w" * 32]
+
+
+def test_ec_scheduler_video_without_identity_is_miss(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    request = here.request("a", 1)
+    request.mm_features[0].modality = "video"
+    assert here.half.available(request, 0)
+    assert here.counted() == {("misses", "embedding", "not_served"): 1}
+
+
+def test_ec_scheduler_unshared_video_is_one_counted_miss(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    request = here.request("a", 1)
+    request.mm_features[0].identifier = unshared_name("theirs", "video_metadata")
+    for _ in range(3):
+        assert here.half.available(request, 0)
+    assert not here.half.arrived(request.mm_features[0].identifier)
+    assert here.take_in(request).arrived == []
+    assert here.counted() == {("misses", "embedding", "video_metadata"): 1}
+    assert not here.half._items
+    assert not here.service.asked
 
 
 def test_ec_scheduler_trace_headers_reach_encoder(stage: Callable[..., Stage]) -> None:
