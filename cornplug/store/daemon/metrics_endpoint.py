@@ -17,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from cornplug.metrics import STORE_METRICS
 from cornplug.settings.store_settings import metrics_address
-from cornplug.store.base import DiskStat
 from cornplug.store.daemon.store_counters import AGE_BUCKETS_S
 from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, StoreSnapshot
+from cornplug.store.store_stats import DiskStat
 
 MEMORY: Final = "memory"
 """The tier of entries that lie in shared memory."""
