@@ -105,8 +105,7 @@ class StoreServer:
         """Owners without a client that still have tokens."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
-        self._last_busy_s = time.monotonic()
-        self.stop = False
+        self._last_busy_s, self.stop = time.monotonic(), False
 
     def serve(self) -> None:
         """Run. Returns when told to stop, or when idle for long enough."""
