@@ -112,6 +112,22 @@ STORE_METRICS: Mapping[str, Metric] = {
     "cornplug_store_disk_reads_total": Metric(
         "counter", "Entries that were recalled from disk into memory, by outcome.", ("read",)
     ),
+    "cornplug_store_far_up": Metric(
+        "gauge", "1 while a far store answers; 0: nothing is asked of it for now.", ("far",)
+    ),
+    "cornplug_store_far_queued": Metric("gauge", "Entries that wait to be written to a far store.", ("far",)),
+    "cornplug_store_far_lookups_total": Metric(
+        "counter", "Keys for which a far store was asked, by answer.", ("far", "found")
+    ),
+    "cornplug_store_far_reads_total": Metric(
+        "counter", "Entries that were to be read from a far store into memory, by outcome.", ("far", "fetch")
+    ),
+    "cornplug_store_far_writes_total": Metric(
+        "counter", "Entries that were to be written to a far store, by outcome.", ("far", "put")
+    ),
+    "cornplug_store_far_bytes_total": Metric(
+        "counter", "Bytes of sealed records that came from a far store, or went there.", ("far", "way")
+    ),
     "cornplug_store_answer_seconds": Metric(
         "histogram", "Seconds of the store's thread for one answer.", ("request",)
     ),
@@ -136,6 +152,13 @@ LABELS: Mapping[str, str] = {
     "read": '"read"; "full", "too_large" or "pending": no room in memory, or a writer has some; "refused": '
     'too many at once; "damaged": its seal is not right, and it is forgotten; "disk_error"; "late": deleted '
     "meanwhile.",
+    "far": "The far store's URL, without user and password.",
+    "found": '"found"; "absent"; "error": it did not answer; "dropped": too many waited.',
+    "fetch": '"read"; "gone": it has it no longer; "damaged": its seal is not right; '
+    '"expired" (`ttl_s`); "error"; "refused": too many at once; "late": deleted meanwhile; or as for `read`.',
+    "put": '"written"; "present": another host wrote it; "gone": evicted before its turn; "dropped": too '
+    'many waited; "too_large" for this kind of far store; "error".',
+    "way": '"read" or "written".',
     "result": '"found" or "absent".',
     "answer": '"given", "present", "pending", "growing", "first_sight", "full" or "too_large".',
     "cause": '"evicted", "expired" (`ttl_s` of its namespace), "deleted", "purged" (`cornplug store purge`), '

@@ -17,8 +17,8 @@ import httpx
 from cornplug.config import load
 from cornplug.host import free_port
 from cornplug.processes import ManagedProcess, answers
-from cornplug.store.base import StoreStat
 from cornplug.store.client import PoolStore
+from cornplug.store.store_stats import StoreStat
 
 T = TypeVar("T")
 

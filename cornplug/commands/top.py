@@ -16,7 +16,8 @@ from rich.text import Text
 from cornplug import config
 from cornplug.commands.running_store import ANSWER_S, running_store
 from cornplug.errors import StoreError
-from cornplug.store.base import NamespaceStat, ReserveRefusal, Store, StoreStat
+from cornplug.store.base import ReserveRefusal, Store
+from cornplug.store.store_stats import NamespaceStat, StoreStat
 
 _BAR = 30
 _APPS = 8

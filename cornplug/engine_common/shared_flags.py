@@ -27,6 +27,11 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
         "Folder on a local disk in which the store keeps its entries over restarts, if this server starts it "
         "(default: none).",
     ),
+    "--cornplug-store-far": (
+        "store.far",
+        "URLs of far stores by which hosts share, with commas between them: file:///FOLDER, "
+        "s3://BUCKET/PREFIX, valkey://HOST:6379/0; if this server starts the store (default: none).",
+    ),
     "--cornplug-encoder": (
         "encoder.socket",
         "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share.",

@@ -76,6 +76,11 @@ class StoreConfig(Section):
     disk_write_bytes_s: int | None = Field(default=None, gt=0)
     """Bytes that the store writes to the disk in a second at most, so that it lives longer. None: as many as
     it takes."""
+    far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    """URLs of far stores, by which hosts share entries: `file:///FOLDER` (a mounted share), `s3://BUCKET/PREFIX`,
+    `valkey://HOST:6379/0` (`redis://` too). They are asked in this order; what they get is sealed. Needs a
+    `secret_file` that all hosts have, and the extra `cornplug[far-object]` or `cornplug[far-valkey]`. Empty:
+    nothing leaves this host."""
     autostart: bool = True
     """An engine starts a store when none answers at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)

@@ -82,11 +82,15 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     command += [] if config.disk_size_bytes is None else ["--disk-size", str(config.disk_size_bytes)]
     command += ["--metrics", config.metrics] if config.metrics else []
     path = log_path(config.socket)
+    # Not on its command line, which any user of the host can read: a URL may have a password.
+    environment = absolute_environment(os.environ)
+    if config.far:
+        environment["CORNPLUG_STORE_FAR"] = ",".join(config.far)
     with _log_file(path) as log:
         try:
             done = subprocess.run(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_SPAWN_S, cwd="/",
-                env=absolute_environment(os.environ), start_new_session=True, close_fds=True, check=False,
+                env=environment, start_new_session=True, close_fds=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             _log.warning("starting a store took more than %.0f s; see %s", _SPAWN_S, path)

@@ -44,11 +44,12 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
+from cornplug.store.store_stats import StoreStat
+
 if TYPE_CHECKING:
     from cornplug.store.leases import Leases
 
 KEY_BYTES = 32
-OTHER_APPS = "(others)"
 PROMOTED = 1 << 63
 """Bit of the generation of an entry that came back from disk: when it was written cannot be told from it."""
 
@@ -109,78 +110,6 @@ class ReserveRefusal(enum.Enum):
     FIRST_SIGHT = "first_sight"
     FULL = "full"
     TOO_LARGE = "too_large"
-
-
-class NamespaceStat(msgspec.Struct, frozen=True):
-    """One namespace of a store; sizes in bytes, counts since the store began."""
-
-    used_bytes: int
-    share_bytes: int
-    ceiling_bytes: int
-    entries: int
-    hits: int
-    reservations: dict[str, int]
-    """Answer -> keys: "given", or the value of a `ReserveRefusal`."""
-    removals: dict[str, int]
-    """Cause -> entries: "evicted", "expired" (the namespace's time to live), "deleted", "purged"."""
-
-
-class DiskNamespaceStat(msgspec.Struct, frozen=True):
-    """One namespace of a store's disk; sizes in bytes, counts since the store began."""
-
-    used_bytes: int
-    entries: int
-    hits: int
-    """Entries that were recalled into memory."""
-    removals: dict[str, int]
-    """Cause -> entries: "evicted" with their segment, "expired", "deleted", "purged", "damaged"."""
-
-
-class DiskStat(msgspec.Struct, frozen=True):
-    """The disk of a store; sizes in bytes, counts since the store began."""
-
-    capacity_bytes: int
-    used_bytes: int
-    """Of its files."""
-    entries: int
-    """Also of those that are in memory too."""
-    queued: int
-    """Entries that wait for their writing."""
-    scanning: bool
-    """Entries of an earlier daemon are being looked for."""
-    writes: dict[str, int]
-    """Outcome -> entries: "written", "gone" (evicted or deleted before), "dropped" (too many waited),
-    "too_large", "disk_full", "disk_readonly", "disk_error"."""
-    reads: dict[str, int]
-    """Outcome -> recalled entries: "read", "refused" (too many at once), "damaged", "late" (deleted
-    meanwhile), "disk_error", or the value of a `ReserveRefusal`."""
-    namespaces: dict[str, DiskNamespaceStat]
-
-
-class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A snapshot; all sizes in bytes."""
-
-    capacity_bytes: int
-    used_bytes: int
-    entries: int
-    reservations: int
-    leases: int
-    bytes_by_app: dict[str, int]
-    """Of the 256 apps with most; all others together under OTHER_APPS."""
-    evictions: int
-    hits: int
-    """Keys for which `lease` or a copying read found an entry, since the store began."""
-    misses: int
-    refusals: int
-    """Reservations refused with FULL or TOO_LARGE."""
-    found: int = 0
-    """Keys that lookups in the shared table found. A waiting request is looked up again at each step."""
-    absent: int = 0
-    """Keys that such lookups did not find."""
-    namespaces: dict[str, NamespaceStat] = {}
-    """Empty where a store has none."""
-    disk: DiskStat | None = None
-    """None where a store has no disk."""
 
 
 class PurgeRule(msgspec.Struct, frozen=True, array_like=True):
@@ -302,7 +231,8 @@ class Tier(enum.IntEnum):
     ABSENT = 0
     MEMORY = 1
     DISK = 2
-    """On disk only: to `Store` it is absent until it is recalled."""
+    """On disk, or in a far store that was asked, and not in memory: to `Store` it is absent until it is
+    recalled."""
 
 
 @runtime_checkable
@@ -320,6 +250,21 @@ class TieredReads(Protocol):
         """Have entries that are on disk only read into memory, the first ones first; returns at once.
 
         `tiers` tells when that is done. Those that find no room stay on disk."""
+
+
+@runtime_checkable
+class FarReads(Protocol):
+    """What a store may offer besides: entries in far stores, which it shows as on disk once it found them."""
+
+    @property
+    def far_answers(self) -> bool:
+        """Whether there is a far store that answers now."""
+
+    def seek(self, keys: Sequence[bytes]) -> bool:
+        """Have far stores asked for absent entries; returns at once. False where none is asked, as there is
+        none that answers, or as all these keys were asked for within the last second.
+
+        `TieredReads.tiers` tells a few milliseconds later which ones were found."""
 
 
 @runtime_checkable

@@ -7,6 +7,7 @@ looks for one (`daemon_link.py`).
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -21,15 +22,16 @@ from cornplug.store.base import (
     PurgeRule,
     Reservation,
     ReserveRefusal,
-    StoreStat,
     Tier,
     Unfound,
     WriterPart,
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
+from cornplug.store.far.recent_keys import RecentKeys
 from cornplug.store.leases import PLACE, Leases
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
+from cornplug.store.store_stats import StoreStat
 from cornplug.store.table import unleased
 from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED
 from cornplug.store.table.unleased import TableEntry
@@ -44,6 +46,8 @@ from cornplug.store.validation import (
     check_ttl,
 )
 
+_SOUGHT_S: Final = 1.0
+_MOST_SOUGHT: Final = 1 << 14
 _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
 
 
@@ -74,6 +78,8 @@ class PoolStore:
         self._link = DaemonLink(
             config, autostart=autostart, connect_timeout_s=connect_timeout_s, idle_exit_s=idle_exit_s
         )
+        self._sought = RecentKeys(seconds=_SOUGHT_S, most=_MOST_SOUGHT)
+        self._seeking = threading.Lock()
 
     @property
     def connected(self) -> bool:
@@ -129,6 +135,25 @@ class PoolStore:
         connection = self._link.reachable()
         for some in messages.batches(keys, messages.MAX_KEYS):
             connection.tell(messages.RecallRequest(b"".join(some)))
+
+    @property
+    def far_answers(self) -> bool:
+        """As `FarReads.far_answers`."""
+        connection = self._link.connection
+        return connection is not None and connection.table.far_answers
+
+    def seek(self, keys: Sequence[bytes]) -> bool:
+        """As `FarReads.seek`."""
+        if not self.far_answers:
+            return False
+        now_s = time.monotonic()
+        with self._seeking:
+            new = [key for key in keys if not self._sought.holds(key, now_s)]
+            self._sought.note(new, now_s)
+        if new:
+            # The daemon asks far stores for a recalled key of which it knows nothing.
+            self.recall(new)
+        return bool(new)
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """As `contains`, answered by the daemon."""

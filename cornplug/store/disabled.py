@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.leases import Leases
+from cornplug.store.store_stats import StoreStat
 
 
 class OffStore:

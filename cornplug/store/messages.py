@@ -22,7 +22,8 @@ import msgspec
 from cornplug import local_socket
 from cornplug.config import STORE_PROTOCOL
 from cornplug.errors import ProtocolError
-from cornplug.store.base import KEY_BYTES, PurgeCount, PurgeRule, Reservation, StoreStat, WriterPart
+from cornplug.store.base import KEY_BYTES, PurgeCount, PurgeRule, Reservation, WriterPart
+from cornplug.store.store_stats import StoreStat
 
 T = TypeVar("T")
 

@@ -1,4 +1,5 @@
-"""Entries on disk, recalled into memory before they are read. A store without a disk costs nothing here."""
+"""Entries on disk or in far stores, recalled into memory before they are read. A store without either costs
+nothing here."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ import time
 from collections.abc import Sequence
 from typing import Final
 
-from cornplug.store.base import Store, Tier, TieredReads
+from cornplug.store.base import FarReads, Store, Tier, TieredReads
 
 _FIRST_PAUSE_S: Final = 0.5e-3
 _LAST_PAUSE_S: Final = 5e-3
 """Between looks into the table, which cost no message."""
+
+
+FAR_WAIT_S: Final = 5e-3
+"""Longest wait of a reader for a far store's answer whether it has an entry; a later one serves the next."""
 
 
 def has_disk(store: Store) -> bool:
@@ -35,15 +40,29 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
     return bool(on_disk)
 
 
+def begin_seek(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
+    """Have far stores asked for those of the keys that are absent. Whether an answer is worth FAR_WAIT_S.
+
+    Raises StoreUnavailable."""
+    if Tier.ABSENT not in tiers or not isinstance(store, FarReads) or not store.far_answers:
+        return False
+    return store.seek([key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT])
+
+
 def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
     """A `Tier` a key, once none is on disk only, or `within_s` seconds later. For background threads.
 
-    Raises StoreUnavailable.
+    Far stores are asked for absent keys first, and waited for as long as FAR_WAIT_S. Raises StoreUnavailable.
 
     Args:
         deadline_s: Of each question to the store.
     """
     tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    if begin_seek(store, keys, tiers):
+        far_end_s = time.monotonic() + min(FAR_WAIT_S, within_s)
+        while Tier.ABSENT in tiers and time.monotonic() < far_end_s:
+            time.sleep(_FIRST_PAUSE_S)
+            tiers = tiers_of(store, keys, deadline_s=deadline_s)
     if not begin_recall(store, keys, tiers):
         return tiers
     end_s, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S

@@ -13,10 +13,10 @@ from cornplug.store.base import (
     Reservation,
     ReserveRefusal,
     Store,
-    StoreStat,
     WriterPart,
 )
 from cornplug.store.leases import Leases
+from cornplug.store.store_stats import StoreStat
 
 
 class FaultyStore:

@@ -43,6 +43,7 @@ _STORE_FLAGS: Final = {
     "store.metrics": "--metrics",
     "store.disk_path": "--disk",
     "store.disk_size_bytes": "--disk-size",
+    "store.far": "--far",
 }
 _NAMED: Final[tuple[tuple[type[BaseModel], str], ...]] = (
     (config.NamespaceConfig, "store.namespaces.NAME"),

@@ -10,8 +10,8 @@ from rich.console import Console
 from cornplug import cli
 from cornplug.commands import top
 from cornplug.config import StoreConfig
-from cornplug.store.base import NamespaceStat, StoreStat
 from cornplug.store.client import PoolStore
+from cornplug.store.store_stats import NamespaceStat, StoreStat
 from cornplug.testing.store import fill, lease
 
 

@@ -1,4 +1,4 @@
-"""A store some of whose entries lie on a disk, that reads them when a test says so."""
+"""A store some of whose entries lie on a disk or far, that reads them when a test says so."""
 
 from __future__ import annotations
 
@@ -60,3 +60,44 @@ class ShelvedStore:
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         asked = [_NO_KEY if key in self.shelved else key for key in keys]
         return dataclasses.replace(self.inner.lease(asked, ttl_s=ttl_s, deadline_s=deadline_s), keys=keys)
+
+
+class FarShelvedStore(ShelvedStore):
+    """Its shelved entries are far: absent until a far store was asked.
+
+    Attributes:
+        far: Keys that are absent, and on disk once they were asked for.
+        answers_after: Looks after which the far store answers; None: never.
+        sought: Keys of each question.
+    """
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__(inner)
+        self.far: set[bytes] = set()
+        self.far_answers = True
+        self.answers_after: int | None = 1
+        self.sought: list[list[bytes]] = []
+        self._answer_in: int | None = None
+
+    def shelve_all(self, store: Any) -> None:
+        """Put every entry of a MemoryStore far away."""
+        super().shelve_all(store)
+        self.far |= self.shelved
+
+    def seek(self, keys: Sequence[bytes]) -> bool:
+        if not self.far_answers:
+            return False
+        self.sought.append(list(keys))
+        self._answer_in = self.answers_after
+        return True
+
+    def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
+        if self._answer_in is not None:
+            self._answer_in -= 1
+            if self._answer_in <= 0:
+                self.far -= set(self.sought[-1])
+                self._answer_in = None
+        found = super().tiers(keys, deadline_s=deadline_s)
+        return bytes(
+            [Tier.ABSENT if key in self.far else tier for key, tier in zip(keys, found, strict=True)]
+        )

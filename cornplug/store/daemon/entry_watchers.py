@@ -1,4 +1,4 @@
-"""What else learns of entries: the table that clients read, the log of reads and writes, the disk."""
+"""What else learns of entries: the table that clients read, the log of accesses, the disk, far stores."""
 
 from __future__ import annotations
 
@@ -7,17 +7,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cornplug.store.arena import SharedArena
-from cornplug.store.base import DiskStat, PayloadLocation
+from cornplug.store.base import PayloadLocation
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.daemon.store_counters import RemovalCause
+from cornplug.store.store_stats import DiskStat, FarStat
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.write_fences import WriteFences
 
 if TYPE_CHECKING:
     from cornplug.store.daemon.index import StoreIndex
     from cornplug.store.disk.disk_tier import DiskTier
+    from cornplug.store.disk.disk_workers import DiskWorkers
     from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.far.far_tier import FarTier
+    from cornplug.store.far.open_far import OpenedFar
 
 
 class EntryWatchers:
@@ -26,6 +30,7 @@ class EntryWatchers:
     def __init__(self, table: EntryTableWriter | None = None, log: AccessLog | None = None) -> None:
         self._table, self._log = table, log
         self.disk: DiskTier | None = None
+        self._far: FarTier | None = None
 
     def open_disk(self, disk: OpenedDisk, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
         """Keep entries on this disk too. Raises OSError."""
@@ -37,6 +42,24 @@ class EntryWatchers:
             capacity_bytes=arena.capacity_bytes,
         )  # fmt: skip
 
+    def open_far(self, far: OpenedFar, index: StoreIndex, arena: SharedArena, fences: WriteFences) -> None:
+        """Share entries by these far stores; after the disk."""
+        from cornplug.store.far.far_tier import FarTier
+
+        assert self._table is not None, "clients see in the table which entries were found"
+        disk = self.disk
+        self._far = FarTier(
+            far, index, rules=index.placement.policy, marks=self._table, memory=_RoomMemory(arena, fences),
+            on_disk=(lambda key: False) if disk is None else disk.holds,
+            show_answers=self._table.show_far_answers,
+        )  # fmt: skip
+
+    @property
+    def pollable(self) -> list[DiskTier | DiskWorkers]:
+        """Readable when `step` has something to do."""
+        disk: list[DiskTier | DiskWorkers] = [] if self.disk is None else [self.disk]
+        return disk + ([] if self._far is None else [*self._far.pollable])
+
     def added(self, entry: StoredEntry, now_s: float) -> None:
         """An entry was published."""
         if self._log is not None:
@@ -45,6 +68,8 @@ class EntryWatchers:
             self._table.add(entry.key, entry.location, entry.meta)
         if self.disk is not None:
             self.disk.added(entry)
+        if self._far is not None:
+            self._far.added(entry)
 
     def read(self, entries: Sequence[StoredEntry], now_s: float) -> None:
         """Entries were read."""
@@ -59,21 +84,28 @@ class EntryWatchers:
             self._table.remove(entry.key)
         if self.disk is not None:
             self.disk.ended(entry.key, cause)
+        if self._far is not None:
+            self._far.ended(entry.key, cause)
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """Have entries that are on disk only read into memory."""
+        """Have entries that are on disk only, or were found far, read into memory; have far stores asked for
+        the other ones."""
         if self.disk is not None:
             self.disk.recall(keys)
+        if self._far is not None:
+            self._far.recall(keys)
 
     @property
     def busy(self) -> bool:
         """Whether `step` has more to do at once."""
-        return self.disk is not None and self.disk.busy
+        return (self.disk is not None and self.disk.busy) or (self._far is not None and self._far.busy)
 
     def step(self) -> None:
         """Go on with work beside answers."""
         if self.disk is not None:
             self.disk.step()
+        if self._far is not None:
+            self._far.step()
 
     def close(self) -> None:
         """Write what is noted, and the entries that wait for the disk."""
@@ -81,14 +113,22 @@ class EntryWatchers:
             self._log.close()
         if self.disk is not None:
             self.disk.close()
+        if self._far is not None:
+            self._far.close()
 
     def deleted(self, key: bytes) -> bool:
-        """An entry that is not in memory was deleted. Whether it was on disk."""
-        return self.disk is not None and self.disk.forget(key, "deleted")
+        """An entry that is not in memory was deleted. Whether it was on disk, or found far."""
+        was_on_disk = self.disk is not None and self.disk.forget(key, "deleted")
+        was_far = self._far is not None and self._far.forget(key)
+        return was_on_disk or was_far
 
     def disk_stat(self) -> DiskStat | None:
         """A snapshot of the disk; None where there is none."""
         return self.disk.stat() if self.disk is not None else None
+
+    def far_stat(self) -> dict[str, FarStat]:
+        """A snapshot of each far store."""
+        return self._far.stat() if self._far is not None else {}
 
     def keys_of(self, records: Sequence[int]) -> list[bytes]:
         """The keys of the entries that have these records of the table now; any numbers may be asked for."""

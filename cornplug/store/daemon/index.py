@@ -19,7 +19,7 @@ from typing import Final
 
 from cornplug.errors import CodecError
 from cornplug.settings.store_settings import NamespaceConfig
-from cornplug.store.base import PROMOTED, PayloadLocation, Reservation, ReserveRefusal, StoreStat, WriterPart
+from cornplug.store.base import PROMOTED, PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.allocator import align_up
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
@@ -30,6 +30,7 @@ from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEnt
 from cornplug.store.daemon.sightings import Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.leases import NO_PLACE, Leases, place
+from cornplug.store.store_stats import StoreStat
 from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
@@ -260,7 +261,7 @@ class StoreIndex:
             bytes_by_app=self._app_bytes.largest(), evictions=self.placement.evictions,
             hits=counted.hits, misses=counted.misses, refusals=counted.refusals, found=counted.found,
             absent=counted.absent, namespaces=counted.by_namespace(self._policy),
-            disk=self._watchers.disk_stat(),
+            disk=self._watchers.disk_stat(), far=self._watchers.far_stat(),
         )  # fmt: skip
 
     def _join_or_open(

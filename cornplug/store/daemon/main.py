@@ -27,6 +27,7 @@ from cornplug.store.daemon.server import StoreServer
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.far.open_far import OpenedFar
 
 _ENDS: Final = (signal.SIGTERM, signal.SIGINT)
 EXIT_TAKEN: Final = 3
@@ -96,6 +97,13 @@ def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         metavar="SIZE",
         default=defaults.disk_size_bytes,
         help="upper bound of that folder's files, as 500GiB (default: half of what its file system has free)",
+    )
+    parser.add_argument(
+        "--far",
+        action="append",
+        metavar="URL",
+        help="far store by which hosts share entries: file:///FOLDER, s3://BUCKET/PREFIX, "
+        "valkey://HOST:6379/0; may be repeated (default: those of store.far)",
     )
     parser.add_argument(
         "--secret-file",
@@ -173,6 +181,7 @@ def _serve_claimed(
         namespaces=settings.namespaces,
         access_log=settings.access_log,
         disk=disk,
+        far=_far(options, secret, settings),
     )
 
     endpoint = None
@@ -220,6 +229,26 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
         return None
     _log.info("entries are kept in %s: up to %d MiB", path, disk.size_bytes >> 20)
     return disk
+
+
+def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
+    """The far stores that the settings name. Raises ConfigError; a store that an engine started does without
+    them."""
+    urls = options.far or settings.far
+    if not urls:
+        return None
+    # Imported here: a store without it starts sooner.
+    from cornplug.store.far.open_far import open_far
+
+    try:
+        far = open_far(urls, secret, secret_file=options.secret_file)
+    except ConfigError as e:
+        if not options.detach:
+            raise
+        _log.error("this store shares with no other host: %s", e)
+        return None
+    _log.info("entries are shared by %s", ", ".join(label for label, _ in far.stores))
+    return far
 
 
 def _reset_cpu_affinity() -> None:

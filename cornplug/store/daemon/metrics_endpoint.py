@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -17,9 +17,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from cornplug.metrics import STORE_METRICS
 from cornplug.settings.store_settings import metrics_address
-from cornplug.store.base import DiskStat
 from cornplug.store.daemon.store_counters import AGE_BUCKETS_S
 from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, StoreSnapshot
+from cornplug.store.store_stats import DiskStat, FarStat
 
 MEMORY: Final = "memory"
 """The tier of entries that lie in shared memory."""
@@ -121,6 +121,7 @@ def _values(now: StoreSnapshot) -> Mapping[str, Mapping[tuple[str, ...], float]]
         "cornplug_store_disk_writes_total": {},
         "cornplug_store_disk_reads_total": {},
     }
+    series |= _far_values(stat.far)
     if stat.disk is not None:
         for name, values in _disk_values(stat.disk).items():
             series[name] |= values
@@ -142,6 +143,26 @@ def _disk_values(disk: DiskStat) -> Mapping[str, Mapping[tuple[str, ...], float]
         "cornplug_store_disk_queued": {(): disk.queued},
         "cornplug_store_disk_writes_total": _by_outcome(disk.writes, "written"),
         "cornplug_store_disk_reads_total": _by_outcome(disk.reads, "read"),
+    }
+
+
+def _far_values(far: Mapping[str, FarStat]) -> dict[str, dict[tuple[str, ...], float]]:
+    def counted(counts: Callable[[FarStat], Mapping[str, int]], success: str) -> dict[tuple[str, ...], float]:
+        return {
+            (label, *outcome): count
+            for label, one in far.items()
+            for outcome, count in _by_outcome(counts(one), success).items()
+        }
+
+    return {
+        "cornplug_store_far_up": {(label,): float(one.answers) for label, one in far.items()},
+        "cornplug_store_far_queued": {(label,): one.queued for label, one in far.items()},
+        "cornplug_store_far_lookups_total": counted(lambda one: one.asks, "found"),
+        "cornplug_store_far_reads_total": counted(lambda one: one.reads, "read"),
+        "cornplug_store_far_writes_total": counted(lambda one: one.writes, "written"),
+        "cornplug_store_far_bytes_total": counted(
+            lambda one: {"read": one.read_bytes, "written": one.written_bytes}, "read"
+        ),
     }
 
 

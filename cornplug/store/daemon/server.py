@@ -41,6 +41,7 @@ from cornplug.store.write_fences import WriteFences
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
+    from cornplug.store.far.open_far import OpenedFar
 
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
@@ -72,17 +73,18 @@ class StoreServer:
         namespaces: Mapping[str, NamespaceConfig] | None = None,
         access_log: Path | None = None,
         disk: OpenedDisk | None = None,
+        far: OpenedFar | None = None,
     ) -> None:
-        self._listener = listener
-        self._renew = renew
+        self._listener, self._renew = listener, renew
         self._accepting = True
         self._arena = arena
         self._tag = messages.secret_tag(secret)
         self._idle_exit_s = idle_exit_s
         self._fences = WriteFences(shared=True)
         self._notes = UseNotes()
-        shape = TableShape.of(arena.capacity_bytes, disk.size_bytes if disk is not None else 0)
-        self._table = EntryTableWriter(shape, has_disk=disk is not None)
+        disk_bytes = 0 if disk is None else disk.size_bytes
+        shape = TableShape.of(arena.capacity_bytes, disk_bytes, has_far=far is not None)
+        self._table = EntryTableWriter(shape, has_disk=(disk or far) is not None)
         self._growth = ArenaGrowth(arena)
         log = AccessLog(access_log) if access_log is not None else None
         self._watchers = EntryWatchers(self._table, log)
@@ -93,6 +95,8 @@ class StoreServer:
         )  # fmt: skip
         if disk is not None:
             self._watchers.open_disk(disk, self._index, arena, self._fences)
+        if far is not None:
+            self._watchers.open_far(far, self._index, arena, self._fences)
         self._sessions: dict[int, ClientSession] = {}
         self.telemetry = StoreTelemetry(self._index, self._sessions)
         self._eager: dict[int, ClientSession] = {}
@@ -101,16 +105,15 @@ class StoreServer:
         """Owners without a client that still have tokens."""
         self._owners = itertools.count(1)
         self._selector = selectors.DefaultSelector()
-        self._last_busy_s = time.monotonic()
-        self.stop = False
+        self._last_busy_s, self.stop = time.monotonic(), False
 
     def serve(self) -> None:
         """Run. Returns when told to stop, or when idle for long enough."""
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._growth, selectors.EVENT_READ)
-        if self._watchers.disk is not None:
-            self._selector.register(self._watchers.disk, selectors.EVENT_READ)
+        for tier in self._watchers.pollable:
+            self._selector.register(tier, selectors.EVENT_READ)
         # The first client finds room.
         self._index.placement.extend(self._growth.first())
         next_tick_s = alert_until_s = time.monotonic() + _TICK_S

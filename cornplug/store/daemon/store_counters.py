@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal, Protocol
 
-from cornplug.store.base import OTHER_APPS, NamespaceStat, Reservation, ReserveRefusal
+from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
+from cornplug.store.store_stats import OTHER_APPS, NamespaceStat
 from cornplug.store.table.use_notes import NotedReads
 
 STAT_APPS: Final = 256

@@ -20,7 +20,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
-from cornplug.store.base import DiskStat, PurgeRule
+from cornplug.store.base import PurgeRule
 from cornplug.store.disk.disk_counters import UNUSED, DiskCounters
 from cornplug.store.disk.disk_scan import DiskScan, purge_names
 from cornplug.store.disk.disk_space import DiskRecord, DiskSpace, DroppedSegment
@@ -36,6 +36,7 @@ from cornplug.store.disk.tier_protocols import (
     TieredEntry,
     TieredIndex,
 )
+from cornplug.store.store_stats import DiskStat
 
 MOST_QUEUED: Final = 1 << 16
 """Entries that wait for their writing; of more the newest are not written until they are read."""
@@ -145,6 +146,10 @@ class DiskTier:
         self._kill(record.segment, record.offset)
         self._counters.removed(record, cause)
         return True
+
+    def holds(self, key: bytes) -> bool:
+        """Whether an entry is on disk."""
+        return self._space.find(key) is not None
 
     def recall(self, keys: Sequence[bytes]) -> None:
         """Have entries that are on disk only read into memory, soon."""

@@ -1,4 +1,4 @@
-"""Threads of the disk tier: one that writes, two that read. The daemon's loop waits for none of them.
+"""Threads of a tier: one that writes, some that read. The daemon's loop waits for none of them.
 
     loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
 
@@ -33,19 +33,23 @@ class DiskWorkers:
 
     Args:
         write_bytes_s: What the writer writes in a second at most; None: as much as the device takes.
+        readers: Threads that read.
+        name: Of the threads.
     """
 
-    def __init__(self, *, write_bytes_s: int | None = None) -> None:
+    def __init__(
+        self, *, write_bytes_s: int | None = None, readers: int = _READERS, name: str = "cornplug-disk"
+    ) -> None:
         self._write_bytes_s = write_bytes_s
         self._results: deque[Job] = deque()
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
         self._writes: SimpleQueue[Job | None] = SimpleQueue()
         self._reads: SimpleQueue[Job | None] = SimpleQueue()
-        queues = [self._writes] + [self._reads] * _READERS
+        self._queues = [self._writes] + [self._reads] * readers
         self._threads = [
-            threading.Thread(target=self._run, args=(queue,), name="cornplug-disk", daemon=True)
-            for queue in queues
+            threading.Thread(target=self._run, args=(queue,), name=name, daemon=True)
+            for queue in self._queues
         ]
         for thread in self._threads:
             thread.start()
@@ -96,13 +100,13 @@ class DiskWorkers:
         """Keep no pace from now on."""
         self._closing.set()
 
-    def close(self) -> None:
-        """End the threads, after the work that they have; its results are lost."""
+    def close(self, *, within_s: float = _END_S) -> None:
+        """End the threads, after the work that they have; its results are lost. Waits so long for each."""
         self.hurry()
-        for queue in [self._writes] + [self._reads] * _READERS:
+        for queue in self._queues:
             queue.put(None)
         for thread in self._threads:
-            thread.join(_END_S)
+            thread.join(within_s)
         if not any(thread.is_alive() for thread in self._threads):
             os.close(self._ready)
 

@@ -34,7 +34,7 @@ class RecordSealer:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
-        self._header_key = _derive(secret, salt=None, info=_HEADER_DOMAIN)
+        self._header_key = derive_key(secret, salt=None, info=_HEADER_DOMAIN)
 
     def header_tag(self, body: bytes) -> bytes:
         """The tag of a record's header."""
@@ -42,7 +42,7 @@ class RecordSealer:
 
     def cipher(self, key: bytes, salt: bytes, header: bytes) -> RecordCipher:
         """The cipher of one record; `header` are its bytes with state 0."""
-        return RecordCipher(_derive(self._secret, salt=salt, info=_RECORD_DOMAIN + key), header)
+        return RecordCipher(derive_key(self._secret, salt=salt, info=_RECORD_DOMAIN + key), header)
 
 
 class RecordCipher:
@@ -81,7 +81,8 @@ def _nonce(number: int) -> bytes:
     return number.to_bytes(12, "little")
 
 
-def _derive(secret: bytes, *, salt: bytes | None, info: bytes) -> bytes:
+def derive_key(secret: bytes, *, salt: bytes | None, info: bytes) -> bytes:
+    """A key of the secret for one purpose, which `info` names."""
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 

@@ -8,7 +8,9 @@ from typing import Final, Protocol
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal
 
 TIER_OWNER: Final = 0
-"""The tier's number among the owners of reservations; clients have others."""
+"""The disk's number among the owners of reservations; clients have others."""
+FAR_OWNER: Final = -1
+"""That of the far tier."""
 
 
 class TieredEntry(Protocol):

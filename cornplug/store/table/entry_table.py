@@ -18,6 +18,7 @@ from cornplug.errors import StoreUnavailable
 from cornplug.store.base import KEY_BYTES
 from cornplug.store.table.entry_table_layout import (
     BUCKETS,
+    FAR_ANSWERS,
     HAS_DISK,
     HEADER_BYTES,
     LANES,
@@ -104,6 +105,11 @@ class MappedEntryTable:
     def has_disk(self) -> bool:
         """Whether entries can be on disk only."""
         return bool(self._words[HAS_DISK])
+
+    @property
+    def far_answers(self) -> bool:
+        """Whether it is of use to have far stores asked."""
+        return bool(self._words[FAR_ANSWERS])
 
     def on_disk(self, keys: Sequence[bytes]) -> bytes:
         """1 for each key that is shown as on disk only. Raises ValueError for keys not of 32 bytes."""

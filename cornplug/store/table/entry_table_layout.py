@@ -1,15 +1,16 @@
 """Where the table of a store's entries has what: the daemon writes it, every client maps it read-only.
 
     u64 words of the header    serving (1, or 0 once the daemon has ended) | buckets | records |
-                               entries without a tag | whether there is a disk; fills a page
+                               entries without a tag | whether there is a disk or a far store |
+                               whether a far store answers now; fills a page
     buckets                    64 bytes each: 7 tags and the number of the bucket's entries that have none
     records                    256 bytes each, numbered from 1: a location and the entry's header
 
 A tag is 40 bits of a key and the number of its record; 0 is no tag. Other bits of the key choose the bucket,
 so a lookup reads one line of a processor's cache. Keys are digests: they need no hashing. An entry has no tag
 if its bucket has 7 others or all records are taken, and an entry with a large header has an empty record. The
-daemon knows those all the same. An entry that lies on disk only has a tag with ON_DISK_RECORD for its record,
-and gives way to an entry in memory that finds its bucket full.
+daemon knows those all the same. An entry that lies on disk or far only has a tag with ON_DISK_RECORD for its
+record, and gives way to an entry in memory that finds its bucket full.
 
     record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty one | u64 offset | u64 size
               u32 length of the header | the header
@@ -35,7 +36,7 @@ RECORD_MASK: Final = (1 << RECORD_BITS) - 1
 ON_DISK_RECORD: Final = RECORD_MASK
 """No record has this number, see _MOST_RECORDS: older clients take it for a record that is damaged."""
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
-SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK = range(5)
+SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_ANSWERS = range(6)
 """Words of the header."""
 HEADER_BYTES: Final = mmap.PAGESIZE
 BUCKET_BYTES: Final = LANES * WORD_BYTES
@@ -49,6 +50,8 @@ _ENTRY_BYTES: Final = 64 << 10
 """One record for so much of the arena: the table then has 0.4 % of its size, if it is full."""
 _LEAST_RECORDS: Final = 1024
 _MOST_RECORDS: Final = 1 << 20
+_FAR_TAGS: Final = 1 << 15
+"""Of entries that were found in far stores, and not recalled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +62,11 @@ class TableShape:
     records: int
 
     @classmethod
-    def of(cls, capacity_bytes: int, disk_bytes: int = 0) -> TableShape:
+    def of(cls, capacity_bytes: int, disk_bytes: int = 0, *, has_far: bool = False) -> TableShape:
         """The shape for an arena of this capacity: two records a bucket, when all are taken, and as much room
-        for the tags of a disk of `disk_bytes`."""
+        for the tags of a disk of `disk_bytes` and of entries in far stores."""
         records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
-        tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS)
+        tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS) + _FAR_TAGS * has_far
         return cls(1 << ((tags + 1) // 2 - 1).bit_length(), records)
 
     @property

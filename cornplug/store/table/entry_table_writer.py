@@ -11,6 +11,7 @@ from cornplug.store.base import PayloadLocation
 from cornplug.store.sealed_memory import sealed_memory
 from cornplug.store.table.entry_table_layout import (
     BUCKETS,
+    FAR_ANSWERS,
     HAS_DISK,
     MAX_META_BYTES,
     META_AT,
@@ -84,15 +85,19 @@ class EntryTableWriter:
         self._free.append(record)
 
     def show_on_disk(self, key: bytes) -> None:
-        """Show that an entry is on disk only; not where its bucket is full."""
-        at = self.shape.bucket_word(key)
-        if (lane := self._lane_with(0, at)) is not None:
-            self._words[lane] = tag_of(key) | ON_DISK_RECORD
+        """Show that an entry is on disk only; not where its bucket is full, nor twice."""
+        at, word = self.shape.bucket_word(key), tag_of(key) | ON_DISK_RECORD
+        if self._lane_with(word, at) is None and (lane := self._lane_with(0, at)) is not None:
+            self._words[lane] = word
 
     def hide_on_disk(self, key: bytes) -> None:
         """Show no longer that an entry is on disk only; nothing where it was not shown."""
         if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
             self._words[lane] = 0
+
+    def show_far_answers(self, answers: bool) -> None:
+        """Show whether a far store answers."""
+        self._words[FAR_ANSWERS] = answers
 
     def _lane_with(self, word: int, at: int) -> int | None:
         return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)

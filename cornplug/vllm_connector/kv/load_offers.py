@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common.page_envelope import whole_pages
@@ -15,7 +16,7 @@ from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
+from cornplug.vllm_connector.kv.page_recalls import MOST_SOUGHT, PageRecall, PageRecalls
 from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
 
@@ -53,11 +54,13 @@ class LoadOffers:
         return self._recalls.waited_for
 
     def tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
-        """Tokens beyond `computed` that leased pages hold; None while some are read from disk. Asked often;
-        answers from memory."""
+        """Tokens beyond `computed` that leased pages hold; None while some are read from disk, or far stores
+        are asked. Asked often; answers from memory."""
         if tracked.load_failed:
             return 0
         if tracked.recall is not None and not tracked.recall.over and self._waits(tracked.recall):
+            return None
+        if tracked.far is not None and self._awaits_far(tracked):
             return None
         offer = tracked.offer
         if offer is None or offer.computed != computed or time.monotonic() > offer.expires:
@@ -66,7 +69,7 @@ class LoadOffers:
             offer = tracked.offer = LeasedPages(computed, expires)
             with miss(self._tally, self._run.app, KV_PAGE):
                 self._look_up(tracked, offer)
-            if tracked.recall is not None and not tracked.recall.over:
+            if self._waits_now(tracked):
                 tracked.offer = None
                 return None
             if self.events is not None and offer.pages:
@@ -84,6 +87,33 @@ class LoadOffers:
         if late:
             self._count_misses("disk_late", late)
         return late is None
+
+    def _waits_now(self, tracked: TrackedRequest) -> bool:
+        """Whether the lookup has begun a recall or a question."""
+        recalls = tracked.recall is not None and not tracked.recall.over
+        return recalls or (tracked.far is not None and tracked.far.end_s > time.monotonic())
+
+    def _awaits_far(self, tracked: TrackedRequest) -> bool:
+        """Whether the request waits for the answer of far stores still."""
+        assert tracked.far is not None
+        waits = False
+        with miss(self._tally, self._run.app, KV_PAGE):
+            waits = self._recalls.awaits(tracked.far)
+        if not waits:
+            tracked.far.end_s = 0.0
+        return waits
+
+    def _seek(
+        self, tracked: TrackedRequest, absent: range, keys_of: Callable[[range], Sequence[bytes]]
+    ) -> bool:
+        """Whether the lookup ends here, as far stores are asked for these absent pages. Once a request."""
+        if not absent or not self._recalls.far_answers:
+            return False
+        if tracked.far is not None or not self._may_recall(tracked):
+            return False
+        some = range(absent.start, min(absent.stop, absent.start + MOST_SOUGHT))
+        tracked.far = self._recalls.seek(keys_of(some))
+        return tracked.far is not None
 
     def _recall(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
         """Whether the lookup ends here, as some of these keys are on disk: the request waits for them, or was
@@ -117,6 +147,9 @@ class LoadOffers:
         nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
         keys = self._stored(tracked, tracked.keys, nameable)
         end_page = wanted.start + len(keys)
+        keys_of = functools.partial(tracked.keys.of, request.all_token_ids)
+        if self._seek(tracked, range(end_page, nameable.stop), keys_of):
+            return
         tokens = end_page * page.page_tokens - offer.computed
         tiered = self._recalls.tiered is not None
         if tiered and self._recall(tracked, keys, tokens=tokens, pages=len(keys)):

@@ -1,4 +1,4 @@
-"""Pages of a request that are on disk only: they are recalled while vLLM goes on with other requests."""
+"""Pages of a request that are on disk or far: they are recalled while vLLM goes on with other requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import StoreUnavailable
-from cornplug.store.base import Tier, TieredReads
+from cornplug.store.base import FarReads, Tier, TieredReads
+from cornplug.store.recall import FAR_WAIT_S
 from cornplug.vllm_connector.kv.costs import LoadCosts
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ _AGAIN_S: Final = 0.05
 """Between recalls of pages that have not come: the store takes a part of a long prompt at once."""
 
 
+MOST_SOUGHT: Final = 512
+"""Absent pages for which far stores are asked: making their keys takes about 1 ms."""
 _WAITED_S: Final = 0.05
 """After a request was told to wait: it waits still, unless it was aborted."""
 
@@ -43,6 +46,17 @@ class PageRecall:
     looked_s: float = 0.0
 
 
+@dataclass(slots=True)
+class FarQuestion:
+    """The one question of a request to far stores: which of its absent pages they have."""
+
+    first: bytes
+    """Key of the first one."""
+    end_s: float
+    """When the request goes on without an answer."""
+    looked_s: float
+
+
 class PageRecalls:
     """One per scheduler half; used by the engine's thread. Its calls cost no message but the recalls."""
 
@@ -51,6 +65,7 @@ class PageRecalls:
         self._waited_s = -1.0
         """When a request was last told to wait."""
         self.tiered = runtime.store if isinstance(runtime.store, TieredReads) else None
+        self._far = runtime.store if isinstance(runtime.store, FarReads) else None
 
     @property
     def has_disk(self) -> bool:
@@ -61,6 +76,30 @@ class PageRecalls:
     def waited_for(self) -> bool:
         """Whether a request waits for pages: vLLM asks for it in every step."""
         return time.monotonic() - self._waited_s < _WAITED_S
+
+    @property
+    def far_answers(self) -> bool:
+        """Whether a far store can be asked for absent pages."""
+        return self._far is not None and self._far.far_answers
+
+    def seek(self, keys: Sequence[bytes]) -> FarQuestion | None:
+        """Have far stores asked for these absent pages; None where that was done a moment ago, or none of
+        them answers. Raises StoreUnavailable."""
+        if self._far is None or not self._far.seek(keys):
+            return None
+        now_s = self._waited_s = time.monotonic()
+        return FarQuestion(keys[0], now_s + FAR_WAIT_S, now_s)
+
+    def awaits(self, question: FarQuestion) -> bool:
+        """Whether its answer may still come in time. Raises StoreUnavailable."""
+        now_s = time.monotonic()
+        if now_s >= question.end_s:
+            return False
+        self._waited_s = now_s
+        if now_s - question.looked_s < _LOOK_S:
+            return True
+        question.looked_s = now_s
+        return not self.there([question.first], deadline_s=self._run.config.store.deadline_s)[0]
 
     def there(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """Not 0 for each key that the store has, on disk or in memory. Raises StoreUnavailable."""

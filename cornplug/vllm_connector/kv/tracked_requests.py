@@ -20,7 +20,7 @@ from cornplug.store.leases import NO_LEASES, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import keys_ahead, provenance
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.page_recalls import PageRecall
+from cornplug.vllm_connector.kv.page_recalls import FarQuestion, PageRecall
 from cornplug.vllm_connector.kv.provenance import OtherLoads, OwnTokens
 from cornplug.vllm_connector.model.model_config import kv_identity
 
@@ -86,6 +86,8 @@ class TrackedRequest:
     loading: LeasedPages | None = None
     recall: PageRecall | None = None
     """Of its pages on disk, once it was begun."""
+    far: FarQuestion | None = None
+    """About its absent pages, once it was asked."""
     load_failed: bool = False
     """A load of it failed once: all further tokens are computed."""
     asked: list[AskedPage] = field(default_factory=list)

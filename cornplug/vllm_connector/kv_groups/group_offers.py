@@ -63,6 +63,11 @@ class GroupOffers(LoadOffers):
             if kind.whole:
                 pages = range(wanted.start, max(wanted.start, end))
                 end = wanted.start + len(self._stored(tracked, own, pages))
+        absent_pages = range(max(end, wanted.start), tracked.keys.pages(request.num_tokens - 1))
+        if self._seek(
+            tracked, absent_pages, lambda pages: self._keys_of(tracked, [pages] * len(named), named)
+        ):
+            return
         end = self._end_with_tails(tracked, offer.computed, end, named)
         if self._recall_groups(tracked, offer.computed, end, named):
             return

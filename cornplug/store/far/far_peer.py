@@ -1,0 +1,270 @@
+"""One far store as the daemon's loop uses it: threads that wait for it, a breaker, what it is known to have.
+
+    ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys)
+    fetch(key) ──> its record, head open
+    offer(key) ──> queue ──> sealed and put, unless it has the record
+
+A failure, or a call beyond its deadline, turns it off for a pause that grows; then a probe of its own finds
+out whether it answers again, so that no request pays for that. While it is off nothing is asked of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import secrets
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Final, TypeVar
+
+from cornplug.store.circuit_breaker import CircuitBreaker
+from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.far.far_record import FarRecord, FarSealer
+from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
+from cornplug.store.far.recent_keys import RecentKeys
+from cornplug.store.store_stats import FarStat
+
+ABSENT_S: Final = 1.0
+"""How long an answer "absent" is remembered."""
+MOST_ASKED: Final = 8192
+"""Keys that wait for a question; of more the newest are not asked for."""
+MOST_KNOWN: Final = 1 << 17
+"""Keys of which it is remembered that the store has them."""
+MOST_QUEUED: Final = 1 << 12
+"""Entries that wait to be written; of more the newest are not."""
+_WRITING: Final = 2
+_END_S: Final = 0.2
+_log = logging.getLogger("cornplug.store")
+
+T = TypeVar("T")
+Write = Callable[[FarStore, bool], tuple[str, int]]
+"""Seals an entry and puts it there, over another record if told so: the outcome and the record's bytes."""
+
+
+class FarPeer:
+    """Used by the loop alone.
+
+    Args:
+        found: Gets the keys that an answer names as present.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        store: FarStore,
+        sealer: FarSealer,
+        found: Callable[[FarPeer, Sequence[bytes]], None],
+    ) -> None:
+        self.label = label
+        self._store, self._sealer, self._found = store, sealer, found
+        self._mover = DiskWorkers(name="cornplug-far")
+        self._asker = DiskWorkers(name="cornplug-far", readers=0)
+        self._breaker = CircuitBreaker()
+        self.answers = True
+        """False: nothing is asked of it for now."""
+        self._asking = False
+        self._calls: dict[object, tuple[float, float]] = {}
+        """Calls under way: (began, deadline in seconds)."""
+        self._wanted: OrderedDict[bytes, None] = OrderedDict()
+        self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._shunned: OrderedDict[bytes, None] = OrderedDict()
+        """Keys whose record there is damaged, or was ended here: not read, and written over."""
+        self._queue: OrderedDict[bytes, None] = OrderedDict()
+        self._writing: set[bytes] = set()
+        self._asks: Counter[str] = Counter()
+        self.reads: Counter[str] = Counter()
+        self._writes: Counter[str] = Counter()
+        self._read_bytes = self._written_bytes = 0
+
+    @property
+    def pollable(self) -> Sequence[DiskWorkers]:
+        """Readable when `step` has something to do."""
+        return self._mover, self._asker
+
+    def knows(self, key: bytes) -> bool:
+        """Whether it has this entry, as far as is known."""
+        return key in self._known
+
+    def ask(self, keys: Sequence[bytes]) -> None:
+        """Have it asked for these entries, unless it was a moment ago."""
+        if not self.answers:
+            return
+        now_s = time.monotonic()
+        for key in keys:
+            if key in self._wanted or key in self._shunned or self._absent.holds(key, now_s):
+                continue
+            if len(self._wanted) >= MOST_ASKED:
+                self._asks["dropped"] += 1
+            else:
+                self._wanted[key] = None
+
+    def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
+        """Read a record; None where it has none."""
+        self._mover.read(
+            self._timed(functools.partial(self._fetch, key), MOVE_S), functools.partial(self._fetched, done)
+        )
+
+    def open_into(self, work: Callable[[], bool], done: Callable[[bool | DiskFailure], None]) -> None:
+        """Do `work`, which opens a record into its room, on a thread that reads."""
+        self._mover.read(work, done)
+
+    def offer(self, key: bytes) -> None:
+        """An entry is in memory: it will be written."""
+        if key in self._queue or key in self._writing or (key in self._known and key not in self._shunned):
+            return
+        if len(self._queue) < MOST_QUEUED:
+            self._queue[key] = None
+        else:
+            self._writes["dropped"] += 1
+
+    def forget(self, key: bytes, *, shun: bool) -> None:
+        """Read this entry there no more, until it is found again; `shun`: until it is written again."""
+        self._known.pop(key, None)
+        self._queue.pop(key, None)
+        if shun:
+            _bounded(self._shunned, key)
+
+    def step(self, write: Callable[[bytes], Write | None]) -> None:
+        """Take the results of the threads, and give them more to do. `write` makes the writing of a key."""
+        self._mover.collect()
+        self._asker.collect()
+        now_s = time.monotonic()
+        if any(now_s - began_s > deadline_s for began_s, deadline_s in self._calls.copy().values()):
+            self._failed("it has not answered in time")
+        if not self.answers:
+            self._wanted.clear()
+            self._probe(now_s)
+            return
+        if self._wanted and not self._asking:
+            self._ask_some()
+        while self._queue and len(self._writing) < _WRITING:
+            key, _ = self._queue.popitem(last=False)
+            work = write(key)
+            if work is None:
+                self._writes["gone"] += 1
+                continue
+            self._writing.add(key)
+            job = functools.partial(work, self._store, key in self._shunned)
+            self._mover.write(self._timed(job, MOVE_S + ASK_S), functools.partial(self._written, key))
+
+    def stat(self) -> FarStat:
+        """A snapshot."""
+        queued = len(self._queue) + len(self._writing)
+        return FarStat(
+            self.answers, queued, dict(self._asks), dict(self.reads), dict(self._writes),
+            read_bytes=self._read_bytes, written_bytes=self._written_bytes,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End; entries that wait are not written."""
+        self._queue.clear()
+        for workers in self.pollable:
+            workers.close(within_s=_END_S)
+        self._store.close()
+
+    def _timed(self, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
+        """`work`, seen by `step` while it is under way."""
+
+        def job() -> T:
+            call = object()
+            self._calls[call] = (time.monotonic(), deadline_s)
+            try:
+                return work()
+            finally:
+                del self._calls[call]
+
+        return job
+
+    def _ask_some(self) -> None:
+        keys = [
+            self._wanted.popitem(last=False)[0] for _ in range(min(len(self._wanted), self._store.most_names))
+        ]
+        self._asking = True
+        names = [self._sealer.name(key) for key in keys]
+        work = functools.partial(self._store.exists, names)
+        self._asker.write(self._timed(work, ASK_S), functools.partial(self._asked, keys))
+
+    def _asked(self, keys: Sequence[bytes], result: list[bool] | DiskFailure) -> None:
+        self._asking = False
+        if not isinstance(result, list):
+            self._asks["error"] += len(keys)
+            self._failed(str(result))
+            return
+        self._answered()
+        found = [key for key, there in zip(keys, result, strict=True) if there]
+        self._asks["found"] += len(found)
+        self._asks["absent"] += len(keys) - len(found)
+        self._absent.note(
+            [key for key, there in zip(keys, result, strict=True) if not there], time.monotonic()
+        )
+        for key in found:
+            _bounded(self._known, key)
+        self._found(self, found)
+
+    def _fetch(self, key: bytes) -> FarRecord | None:
+        """On a thread."""
+        record = self._store.get(self._sealer.name(key))
+        if record is None:
+            return None
+        self._read_bytes += len(record)
+        return self._sealer.open(key, record)
+
+    def _fetched(
+        self, done: Callable[[FarRecord | DiskFailure | None], None], result: FarRecord | DiskFailure | None
+    ) -> None:
+        if isinstance(result, FarFailure):
+            self._failed(str(result))
+        else:
+            self._answered()
+        done(result)
+
+    def _written(self, key: bytes, result: tuple[str, int] | DiskFailure) -> None:
+        self._writing.discard(key)
+        if not isinstance(result, tuple):
+            self._writes["error"] += 1
+            self._failed(str(result))
+            return
+        outcome, size_bytes = result
+        self._writes[outcome] += 1
+        self._written_bytes += size_bytes
+        if outcome in ("written", "present"):
+            self._answered()
+            self._absent.forget(key)
+            self._shunned.pop(key, None)
+            _bounded(self._known, key)
+
+    def _answered(self) -> None:
+        self._breaker.answered(ASK_S)
+        if not self.answers:
+            _log.info("far store %s answers again", self.label)
+        self.answers = True
+
+    def _failed(self, why: str) -> None:
+        if self.answers:
+            _log.warning("far store %s is not asked for now: %s", self.label, why)
+        self.answers = False
+        self._breaker.missed(ASK_S, time.monotonic())
+
+    def _probe(self, now_s: float) -> None:
+        """Ask for a name that it does not have, once the pause is over."""
+        if self._asking or self._breaker.refuses(ASK_S, now_s):
+            return
+        self._asking = True
+        work = functools.partial(self._store.exists, [self._sealer.name(secrets.token_bytes(32))])
+        self._asker.write(self._timed(work, ASK_S), self._probed)
+
+    def _probed(self, result: list[bool] | DiskFailure) -> None:
+        self._asking = False
+        if isinstance(result, list):
+            self._answered()
+        else:
+            self._failed(str(result))
+
+
+def _bounded(keys: OrderedDict[bytes, None], key: bytes) -> None:
+    keys[key] = None
+    keys.move_to_end(key)
+    while len(keys) > MOST_KNOWN:
+        keys.popitem(last=False)

@@ -1,0 +1,128 @@
+"""Names and bytes of far records: nothing in them tells the far store's operator of content, app or tenant.
+
+    name      "cp1/" and HMAC-SHA256(key of names, entry's key) in hex
+    record    magic "CPFR" | u16 version | 16-byte salt | u32 bytes of the sealed head | sealed head |
+              sealed chunk of the payload ...
+
+All integers are little-endian. The head is msgpack: app, seconds of recomputation, time of writing (Unix),
+bytes of the payload, the entry's header ("meta"). Each sealed piece is its AES-256-GCM ciphertext and 16
+bytes of tag, with the bytes in front of the head as associated data and its number as nonce, under
+HKDF-SHA256(secret, salt, domain name | entry's key). So a record that was put in another one's place, cut or
+changed does not open; an older record of the same key has the same content, since keys are digests of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from cornplug.store.disk.record_format import CHUNK_BYTES, SALT_BYTES, TAG_BYTES
+from cornplug.store.disk.record_seal import RecordCipher, RecordDamaged, derive_key, new_salt
+
+_NAME_DOMAIN: Final = b"cornplug far name 1"
+_RECORD_DOMAIN: Final = b"cornplug far record 1"
+_PREFIX: Final = struct.Struct("<4sH16sI")
+_MAGIC: Final = b"CPFR"
+_VERSION: Final = 1
+_MOST_HEAD_BYTES: Final = 1 << 24
+
+
+class RecordHead(msgspec.Struct, frozen=True, array_like=True):
+    """What a record says of its entry, sealed."""
+
+    app: str
+    cost_s: float
+    written_s: float
+    """Unix time."""
+    payload_bytes: int
+    meta: bytes
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_decoder: Final = msgspec.msgpack.Decoder(RecordHead)
+
+
+@dataclass(frozen=True, slots=True)
+class FarRecord:
+    """A record whose head is open, and whose payload is sealed still."""
+
+    head: RecordHead
+    _cipher: RecordCipher
+    _chunks: memoryview
+
+    def open_into(self, room: memoryview) -> None:
+        """Open the payload into its room. Raises RecordDamaged; the room then has any bytes."""
+        if room.nbytes != self.head.payload_bytes:
+            raise RecordDamaged("its room has another size")
+        for number in range(_chunk_count(room.nbytes)):
+            start = number * (CHUNK_BYTES + TAG_BYTES)
+            sealed = self._chunks[start : start + CHUNK_BYTES + TAG_BYTES]
+            self._cipher.open_chunk(number, sealed, room[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
+
+
+class FarSealer:
+    """Names, seals and opens records of one sharing domain. Its calls may come from any thread."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
+
+    def name(self, key: bytes) -> str:
+        """The name of an entry's record."""
+        return "cp1/" + hmac.digest(self._name_key, key, hashlib.sha256).hex()
+
+    def sealed_bytes(self, head: RecordHead) -> int:
+        """The size of an entry's record."""
+        return _PREFIX.size + len(_encoder.encode(head)) + TAG_BYTES + _sealed_bytes(head.payload_bytes)
+
+    def seal(self, key: bytes, head: RecordHead, payload: memoryview) -> bytes:
+        """An entry's record."""
+        salt, body = new_salt(), _encoder.encode(head)
+        prefix = _PREFIX.pack(_MAGIC, _VERSION, salt, len(body) + TAG_BYTES)
+        cipher = self._cipher(key, salt, prefix)
+        record = bytearray(_PREFIX.size + len(body) + TAG_BYTES + _sealed_bytes(payload.nbytes))
+        at = _PREFIX.size + len(body) + TAG_BYTES
+        record[:at] = prefix + cipher.seal_meta(body)
+        with memoryview(record) as into:
+            for number in range(_chunk_count(payload.nbytes)):
+                piece = payload[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+                end = at + piece.nbytes + TAG_BYTES
+                cipher.seal_chunk(number, piece, into[at:end])
+                at = end
+        return bytes(record)
+
+    def open(self, key: bytes, record: bytes) -> FarRecord:
+        """The record of this entry. Raises RecordDamaged for any other bytes."""
+        if len(record) < _PREFIX.size:
+            raise RecordDamaged("it is too short")
+        magic, version, salt, head_bytes = _PREFIX.unpack_from(record)
+        end = _PREFIX.size + head_bytes
+        if (magic, version) != (_MAGIC, _VERSION) or not TAG_BYTES <= head_bytes <= _MOST_HEAD_BYTES:
+            raise RecordDamaged("it is no record of this format")
+        data = memoryview(record)
+        cipher = self._cipher(key, salt, record[: _PREFIX.size])
+        try:
+            head = _decoder.decode(cipher.open_meta(data[_PREFIX.size : end]))
+        except msgspec.MsgspecError as e:
+            raise RecordDamaged("its head is of another release") from e
+        chunks = data[end:]
+        if head.payload_bytes < 0 or chunks.nbytes != _sealed_bytes(head.payload_bytes):
+            raise RecordDamaged("it ends elsewhere")
+        return FarRecord(head, cipher, chunks)
+
+    def _cipher(self, key: bytes, salt: bytes, prefix: bytes) -> RecordCipher:
+        assert len(salt) == SALT_BYTES
+        return RecordCipher(derive_key(self._secret, salt=salt, info=_RECORD_DOMAIN + key), prefix)
+
+
+def _chunk_count(payload_bytes: int) -> int:
+    return -(-payload_bytes // CHUNK_BYTES)
+
+
+def _sealed_bytes(payload_bytes: int) -> int:
+    return payload_bytes + TAG_BYTES * _chunk_count(payload_bytes)

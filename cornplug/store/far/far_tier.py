@@ -1,0 +1,263 @@
+"""The far tier of a store: entries that other hosts wrote are found, shown as entries on disk, and recalled.
+
+    a client recalls an absent key ──> peers are asked, in one question ──> the table shows it as on disk only
+    a client recalls that          ──> fetched, opened into its room    ──> an entry in memory as any other
+    committed                      ──> written to each peer, beside answers
+
+The daemon's loop alone calls it, and waits for nothing in it. Engines see the disk's marks, and no other
+tier: what they do for entries on disk they do for these.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from cornplug.store.base import Reservation, ReserveRefusal
+from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.tier_protocols import (
+    FAR_OWNER,
+    DiskMarks,
+    NamespaceRules,
+    RoomMemory,
+    TieredEntry,
+    TieredIndex,
+)
+from cornplug.store.far.far_peer import FarPeer, Write
+from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
+from cornplug.store.far.far_store import FarStore
+from cornplug.store.far.open_far import OpenedFar
+from cornplug.store.store_stats import FarStat
+
+MOST_SHOWN: Final = 1 << 15
+"""Marks in the table; of more the oldest go."""
+MOST_RECALLED: Final = 1024
+"""Entries that wait to be fetched; of more the last ones are not."""
+_FETCHING: Final = 4
+"""Records that are on their way, or wait for room, at once."""
+_HIDE_AT_ONCE: Final = 256
+"""Marks of a peer that no longer answers, which one turn of the loop takes away."""
+
+
+class FarTier:
+    """The tier of one daemon.
+
+    Args:
+        on_disk: Whether an entry is on this host's disk.
+        show_answers: Tells clients whether it is of use to ask.
+    """
+
+    def __init__(
+        self,
+        far: OpenedFar,
+        index: TieredIndex,
+        *,
+        rules: NamespaceRules,
+        marks: DiskMarks,
+        memory: RoomMemory,
+        on_disk: Callable[[bytes], bool],
+        show_answers: Callable[[bool], None],
+    ) -> None:
+        self._sealer = FarSealer(far.secret)
+        self._peers = [FarPeer(label, store, self._sealer, self._found) for label, store in far.stores]
+        self._index, self._rules, self._marks, self._memory = index, rules, marks, memory
+        self._on_disk, self._show_answers = on_disk, show_answers
+        self._shown: OrderedDict[bytes, FarPeer] = OrderedDict()
+        self._waiting: OrderedDict[bytes, FarPeer] = OrderedDict()
+        self._fetching: dict[bytes, FarPeer] = {}
+        self._arrived: deque[tuple[bytes, FarRecord]] = deque()
+        self._answers = True
+        show_answers(True)
+
+    @property
+    def pollable(self) -> list[DiskWorkers]:
+        """Readable when `step` has something to do."""
+        return [workers for peer in self._peers for workers in peer.pollable]
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has more to do at once."""
+        return not self._answers and bool(self._shown)
+
+    def added(self, entry: TieredEntry) -> None:
+        """An entry is in memory: each peer gets it, unless it has it."""
+        self._shown.pop(entry.key, None)
+        for peer in self._peers:
+            peer.offer(entry.key)
+
+    def ended(self, key: bytes, cause: str) -> None:
+        """An entry has left memory."""
+        if cause != "evicted":
+            self.forget(key)
+            return
+        peer = next((one for one in self._peers if one.answers and one.knows(key)), None)
+        if peer is not None:
+            self._show(key, peer)
+
+    def forget(self, key: bytes) -> bool:
+        """Read this entry from no peer any more. Whether it was shown."""
+        for peer in self._peers:
+            peer.forget(key, shun=True)
+        self._waiting.pop(key, None)
+        return self._hide(key)
+
+    def recall(self, keys: Sequence[bytes]) -> None:
+        """Have entries that are shown read into memory, soon; have peers asked for the other ones."""
+        unknown = []
+        for key in keys:
+            if self._index.find(key) is not None or self._on_disk(key):
+                continue
+            peer = self._shown.get(key)
+            if peer is None:
+                unknown.append(key)
+            elif key not in self._waiting and key not in self._fetching:
+                if len(self._waiting) < MOST_RECALLED:
+                    self._waiting[key] = peer
+                else:
+                    peer.reads["refused"] += 1
+        if unknown:
+            for peer in self._peers:
+                peer.ask(unknown)
+
+    def step(self) -> None:
+        """Take the results of the threads, and give them more to do."""
+        for peer in self._peers:
+            peer.step(self._writing)
+        answers = any(peer.answers for peer in self._peers)
+        if answers != self._answers:
+            self._answers = answers
+            self._show_answers(answers)
+        if not answers:
+            for key in list(self._shown)[:_HIDE_AT_ONCE]:
+                self._waiting.pop(key, None)
+                self._hide(key)
+        self._place_arrived()
+        while self._waiting and len(self._fetching) < _FETCHING:
+            key, peer = self._waiting.popitem(last=False)
+            if not peer.answers:
+                self._lost(key, peer, "error")
+            elif self._index.find(key) is None:
+                self._fetching[key] = peer
+                peer.fetch(key, functools.partial(self._fetched, key))
+
+    def stat(self) -> dict[str, FarStat]:
+        """A snapshot of each peer."""
+        return {peer.label: peer.stat() for peer in self._peers}
+
+    def close(self) -> None:
+        """End; entries that wait are not written."""
+        for peer in self._peers:
+            peer.close()
+
+    def _found(self, peer: FarPeer, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            if self._index.find(key) is None:
+                self._show(key, peer)
+
+    def _show(self, key: bytes, peer: FarPeer) -> None:
+        if key in self._shown or self._on_disk(key):
+            return
+        self._marks.show_on_disk(key)
+        self._shown[key] = peer
+        if len(self._shown) > MOST_SHOWN:
+            self._hide(next(iter(self._shown)))
+
+    def _hide(self, key: bytes) -> bool:
+        if self._shown.pop(key, None) is None:
+            return False
+        if not self._on_disk(key):
+            self._marks.hide_on_disk(key)
+        return True
+
+    def _fetched(self, key: bytes, record: FarRecord | DiskFailure | None) -> None:
+        peer = self._fetching[key]
+        if isinstance(record, FarRecord):
+            ttl_s = self._rules.ttl_s(record.head.app)
+            if ttl_s is None or time.time() - record.head.written_s < ttl_s:
+                self._arrived.append((key, record))
+                return
+            self._lost(key, peer, "expired", shun=True)
+        elif record is None:
+            self._lost(key, peer, "gone")
+        elif isinstance(record, RecordDamaged):
+            self._lost(key, peer, "damaged", shun=True)
+        else:
+            self._lost(key, peer, "error")
+
+    def _lost(self, key: bytes, peer: FarPeer, outcome: str, *, shun: bool = False) -> None:
+        """A fetch has ended without an entry: nothing waits for it any longer."""
+        self._fetching.pop(key, None)
+        peer.reads[outcome] += 1
+        peer.forget(key, shun=shun)
+        self._hide(key)
+
+    def _place_arrived(self) -> None:
+        """Begin to open records, as far as there is room."""
+        while self._arrived:
+            key, record = self._arrived[0]
+            head = record.head
+            room = self._index.reserve(
+                FAR_OWNER, [(key, head.payload_bytes)], app=head.app, now_s=time.monotonic(),
+                cost_s=head.cost_s, promotes=True,
+            )[0]  # fmt: skip
+            if room is ReserveRefusal.GROWING:
+                return
+            self._arrived.popleft()
+            peer = self._fetching[key]
+            if isinstance(room, Reservation):
+                work = functools.partial(self._open, record, room)
+                peer.open_into(work, functools.partial(self._opened, key, record, room))
+            else:
+                # The mark stays: there may be room for it at another time.
+                del self._fetching[key]
+                peer.reads[room.value] += 1
+
+    def _open(self, record: FarRecord, room: Reservation) -> bool:
+        """On a thread. Whether the room was still this entry's before it was filled."""
+        if not self._memory.may_write(room.location):
+            return False
+        record.open_into(self._memory.view(room.location))
+        return True
+
+    def _opened(self, key: bytes, record: FarRecord, room: Reservation, result: bool | DiskFailure) -> None:
+        peer = self._fetching.pop(key)
+        age_s = max(0.0, time.time() - record.head.written_s)
+        if result is True and peer.knows(key):
+            done = self._index.commit(FAR_OWNER, room.token, record.head.meta, age_s=age_s)
+            peer.reads["read" if done else "late"] += 1
+            return
+        self._index.release(FAR_OWNER, [room.token], now_s=time.monotonic())
+        if isinstance(result, RecordDamaged):
+            self._lost(key, peer, "damaged", shun=True)
+        else:
+            peer.reads["late"] += 1
+
+    def _writing(self, key: bytes) -> Write | None:
+        """What writes an entry to a peer; None where it has left memory."""
+        entry = self._index.find(key)
+        if entry is None:
+            return None
+        written_s = time.time() - (time.monotonic() - entry.written_s)
+        head = RecordHead(entry.app, entry.cost_s, written_s, entry.location.size, entry.meta)
+        payload = self._memory.view(entry.location)
+        return functools.partial(self._write, entry, head, payload)
+
+    def _write(
+        self, entry: TieredEntry, head: RecordHead, payload: memoryview, store: FarStore, over: bool
+    ) -> tuple[str, int]:
+        """On a thread."""
+        if self._sealer.sealed_bytes(head) > store.most_bytes:
+            return "too_large", 0
+        name = self._sealer.name(entry.key)
+        if not over and store.exists([name])[0]:
+            return "present", 0
+        record = self._sealer.seal(entry.key, head, payload)
+        # Nothing holds the entry meanwhile: its room may be another's by now.
+        if not entry.visible:
+            return "gone", 0
+        store.put(name, record)
+        return "written", len(record)

@@ -1,0 +1,108 @@
+"""`file://` and `s3://`: records as objects, by the package obstore."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+import obstore
+from obstore.exceptions import BaseError
+from obstore.store import LocalStore, ObjectStore, S3Store
+
+from cornplug.errors import ConfigError
+from cornplug.store.far.far_store import MOVE_S, FarFailure
+
+_SETTING: Final = "store.far"
+_MOST_BYTES: Final = 64 << 20
+_MOST_NAMES: Final = 64
+"""Requests that one question makes side by side."""
+
+
+class ObjectFarStore:
+    """A folder or a bucket."""
+
+    most_bytes = _MOST_BYTES
+    most_names = _MOST_NAMES
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return asyncio.run(self._all_exist(names))
+
+    async def _all_exist(self, names: Sequence[str]) -> list[bool]:
+        return list(await asyncio.gather(*[self._exists(name) for name in names]))
+
+    async def _exists(self, name: str) -> bool:
+        try:
+            found = await obstore.head_async(self._store, name)
+        except FileNotFoundError:
+            return False
+        except (BaseError, OSError) as e:
+            raise _failure(e) from None
+        return found["size"] <= _MOST_BYTES
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            found = obstore.get(self._store, name)
+            if found.meta["size"] > _MOST_BYTES:
+                return None
+            return bytes(found.bytes())
+        except FileNotFoundError:
+            return None
+        except (BaseError, OSError) as e:
+            raise _failure(e) from None
+
+    def put(self, name: str, record: bytes) -> None:
+        # In one piece: where it ends half way, the name has its former record or none.
+        try:
+            obstore.put(self._store, name, record, use_multipart=False)
+        except (BaseError, OSError) as e:
+            raise _failure(e) from None
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def open_folder_url(url: str) -> ObjectFarStore:
+    """The store of file:///FOLDER. Raises ConfigError."""
+    parts = urlsplit(url)
+    path = Path(unquote(parts.path))
+    if parts.netloc or not path.is_absolute():
+        raise ConfigError(
+            _SETTING, f"{url!r} names no absolute folder", "Write it as file:///mnt/share/cornplug."
+        )
+    # It is not made here: of a share that is not mounted a folder of the same name would be.
+    if not path.is_dir():
+        raise ConfigError(_SETTING, f"{path} is no folder", "Mount the share, and make the folder there.")
+    return ObjectFarStore(LocalStore(str(path)))
+
+
+def open_s3_url(url: str) -> ObjectFarStore:
+    """The store of s3://BUCKET/PREFIX; its keys, region and endpoint are in AWS_* variables. Raises
+    ConfigError."""
+    parts = urlsplit(url)
+    if not parts.netloc:
+        raise ConfigError(_SETTING, f"{url!r} names no bucket", "Write it as s3://bucket/prefix.")
+    second = datetime.timedelta(seconds=MOVE_S)
+    try:
+        store = S3Store(
+            parts.netloc, prefix=unquote(parts.path).strip("/") or None,
+            client_options={"timeout": second, "connect_timeout": second, "allow_http": True},
+            retry_config={"max_retries": 1, "retry_timeout": second},
+        )  # fmt: skip
+    except (BaseError, ValueError) as e:
+        raise ConfigError(_SETTING, f"{url}: {_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys.") from e
+    return ObjectFarStore(store)
+
+
+def _failure(problem: Exception) -> FarFailure:
+    return FarFailure(_line(problem))
+
+
+def _line(problem: Exception) -> str:
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:300]

@@ -1,0 +1,75 @@
+"""Far stores, as the settings name them. A package is imported only for a URL that needs it."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlsplit
+
+from cornplug.errors import ConfigError
+from cornplug.private_paths import cache_dir
+from cornplug.store.far.far_store import FarStore, label_of
+
+_SETTING: Final = "store.far"
+_VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
+_BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
+    "file": ("object_store", "open_folder_url", "far-object"),
+    "s3": ("object_store", "open_s3_url", "far-object"),
+    "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
+}  # fmt: skip
+"""Scheme of a URL -> module, function and the extra that brings its package."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedFar:
+    """Far stores in the order in which they are asked, with their labels, and the domain's secret."""
+
+    stores: Sequence[tuple[str, FarStore]]
+    secret: bytes
+
+
+def open_far(urls: Sequence[str], secret: bytes, *, secret_file: Path) -> OpenedFar:
+    """The far stores at these URLs; no connection is made yet.
+
+    Raises ConfigError for a URL that names none, for a package that is missing, and for a secret that names
+    no sharing domain: the default file is made on each host by chance.
+    """
+    if secret_file.absolute() == (cache_dir() / "secret").absolute():
+        raise ConfigError(
+            "store.secret_file",
+            "a far store is shared by the hosts that have one secret, and this host has a secret of its own",
+            "Give each of them the same file of 32 bytes, and name it.",
+        )
+    labels = [label_of(url) for url in urls]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise ConfigError(_SETTING, f"{twice!r} is named twice", "Name each far store once.")
+    opened: list[tuple[str, FarStore]] = []
+    try:
+        for label, url in zip(labels, urls, strict=True):
+            opened.append((label, _open(url, label)))
+    except ConfigError:
+        for _, store in opened:
+            store.close()
+        raise
+    return OpenedFar(opened, secret)
+
+
+def _open(url: str, label: str) -> FarStore:
+    scheme = urlsplit(url).scheme
+    if scheme not in _BACKENDS:
+        known = ", ".join(f"{one}://" for one in sorted(_BACKENDS))
+        raise ConfigError(_SETTING, f"{label!r} names no far store", f"Known here: {known}.")
+    module, function, extra = _BACKENDS[scheme]
+    try:
+        importlib.import_module("cryptography")
+        backend = importlib.import_module(f"cornplug.store.far.{module}")
+    except ImportError as e:
+        raise ConfigError(
+            _SETTING, f"{label!r} needs a package: {e}", f"Run: pip install 'cornplug[{extra}]'"
+        ) from e
+    store: FarStore = getattr(backend, function)(url)
+    return store

@@ -1,0 +1,84 @@
+"""`valkey://` and `redis://`: records as strings of a Valkey or Redis server, by the package valkey."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+from urllib.parse import urlsplit, urlunsplit
+
+from valkey import Valkey
+from valkey.backoff import NoBackoff
+from valkey.exceptions import ValkeyError
+from valkey.retry import Retry
+
+from cornplug.errors import ConfigError
+from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, label_of
+
+_SETTING: Final = "store.far"
+_MOST_BYTES: Final = 4 << 20
+"""Larger values hold up the server's one thread."""
+_MOST_NAMES: Final = 1024
+_SCHEMES: Final = {"redis": "valkey", "rediss": "valkeys"}
+
+
+class ValkeyFarStore:
+    """One database of a server."""
+
+    most_bytes = _MOST_BYTES
+    most_names = _MOST_NAMES
+
+    def __init__(self, asking: Valkey, moving: Valkey) -> None:
+        self._asking, self._moving = asking, moving
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        try:
+            with self._asking.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.exists(name)
+                return [found == 1 for found in pipe.execute()]  # type: ignore[no-untyped-call]
+        except (ValkeyError, OSError) as e:
+            raise _failure(e) from None
+
+    def get(self, name: str) -> bytes | None:
+        # One byte more than a record may have: a longer value is read no further, and does not open.
+        try:
+            found: Any = self._moving.getrange(name, 0, _MOST_BYTES)
+        except (ValkeyError, OSError) as e:
+            raise _failure(e) from None
+        return found or None
+
+    def put(self, name: str, record: bytes) -> None:
+        try:
+            self._moving.set(name, record)
+        except (ValkeyError, OSError) as e:
+            raise _failure(e) from None
+
+    def close(self) -> None:
+        for client in (self._asking, self._moving):
+            client.close()  # type: ignore[no-untyped-call]
+
+
+def open_valkey_url(url: str) -> ValkeyFarStore:
+    """The store of valkey://[USER:PASSWORD@]HOST[:PORT][/DATABASE]; valkeys:// has TLS. No connection is
+    made yet. Raises ConfigError."""
+    parts = urlsplit(url)
+    address = urlunsplit(parts._replace(scheme=_SCHEMES.get(parts.scheme, parts.scheme)))
+    try:
+        if not parts.hostname:
+            raise ValueError("it names no host")
+        clients = [
+            Valkey.from_url(
+                address, socket_timeout=deadline_s, socket_connect_timeout=ASK_S, retry=Retry(NoBackoff(), 0),
+                retry_on_timeout=False,
+            )
+            for deadline_s in (ASK_S, MOVE_S)
+        ]  # fmt: skip
+    except (ValkeyError, ValueError) as e:
+        raise ConfigError(
+            _SETTING, f"{label_of(url)!r}: {e}", "Write it as valkey://host:6379/0; valkeys:// has TLS."
+        ) from e
+    return ValkeyFarStore(*clients)
+
+
+def _failure(problem: Exception) -> FarFailure:
+    return FarFailure(f"{type(problem).__name__}: {problem}"[:300])

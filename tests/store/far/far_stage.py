@@ -1,0 +1,110 @@
+"""A host with a daemon, and a Redis or Valkey server that tests stop, kill and start again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from valkey import Valkey
+from valkey.exceptions import ValkeyError
+
+from cornplug.config import StoreConfig
+from cornplug.store.client import PoolStore
+from cornplug.store.far.far_store import label_of
+from cornplug.store.store_stats import FarStat
+from cornplug.testing.store import DEADLINE_S
+
+from ..conftest import answers, eventually
+
+
+class Host:
+    """A daemon with far stores, as a process, and a client of it."""
+
+    def __init__(self, folder: Path, urls: Sequence[str], secret: bytes, size_bytes: int) -> None:
+        self._urls, self._folder, self._size_bytes = urls, folder, size_bytes
+        secret_file = folder / "secret"
+        secret_file.write_bytes(secret)
+        secret_file.chmod(0o600)
+        self.config = StoreConfig(
+            socket=folder / "s.sock", size_bytes=size_bytes, secret_file=secret_file, autostart=False
+        )
+        command = [sys.executable, "-m", "cornplug.store.daemon.main", "--size", str(size_bytes)]
+        command += ["--socket", str(self.config.socket), "--secret-file", str(secret_file)]
+        for url in urls:
+            command += ["--far", url]
+        self.daemon = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        eventually(lambda: self.daemon.poll() is not None or answers(self.config.socket))
+        self.store = PoolStore(self.config, connect_timeout_s=10)
+        eventually(lambda: self.store.connected)
+
+    def far(self, number: int = 0) -> FarStat:
+        """The counts of one of its far stores."""
+        found: dict[str, FarStat] = self.store.stat(deadline_s=DEADLINE_S).far
+        return found[label_of(self._urls[number])]
+
+    def written(self, entries: int) -> bool:
+        """Whether so many entries are there by this host, and none waits."""
+        far = self.far()
+        return (far.writes.get("written", 0), far.queued) == (entries, 0)
+
+    def end(self) -> None:
+        self.store.close()
+        if self.daemon.poll() is None:
+            self.daemon.terminate()
+        self.daemon.communicate(timeout=30)
+
+
+class RedisServer:
+    """A server on this host, without persistence."""
+
+    def __init__(self, program: str, port: int, folder: Path) -> None:
+        self.port, self.url = port, f"valkey://127.0.0.1:{port}/0"
+        self._command = [
+            program,
+            "--port",
+            str(port),
+            "--bind",
+            "127.0.0.1",
+            "--save",
+            "",
+            "--dir",
+            str(folder),
+        ]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def client(self) -> Valkey:
+        return Valkey(port=self.port, socket_timeout=5)
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
+        eventually(self._serves)
+
+    def _serves(self) -> bool:
+        try:
+            return bool(self.client.ping())
+        except ValkeyError:
+            return False
+
+    def stop(self) -> None:
+        """It answers no more, and its connections stay."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGCONT)
+            self.kill()

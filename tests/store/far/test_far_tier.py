@@ -1,0 +1,152 @@
+"""Two hosts, one far store: what one writes the other one reads, if they have one secret."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from cornplug.store.base import Tier
+from cornplug.store.recall import recalled
+from cornplug.testing.store import DEADLINE_S, key
+
+from ..conftest import eventually
+from ..disk.disk_stage import KIB, get, payload_of, put, tier_of
+from .far_stage import Host
+
+Hosts = Callable[..., Host]
+SIZES = {"small": 1, "page": 64 * KIB, "odd": 100 * KIB + 7, "chunks": 1500 * KIB}
+
+
+def found(one: Host, name: object) -> bytes | None:
+    """An entry, with all the time that far stores may need on a busy machine."""
+    value: list[bytes | None] = [None]
+
+    def there() -> bool:
+        value[0] = get(one.store, name)
+        return value[0] is not None
+
+    eventually(there, within_s=20)
+    return value[0]
+
+
+def test_far_tier_second_host_reads_what_the_first_one_wrote(host: Hosts, url: str) -> None:
+    first, second = host(url), host(url)
+    for name, size_bytes in SIZES.items():
+        put(first.store, name, size_bytes)
+    eventually(lambda: first.written(len(SIZES)))
+    for name, size_bytes in SIZES.items():
+        assert found(second, name) == payload_of(name, size_bytes)
+    far = second.far()
+    assert far.reads == {"read": len(SIZES)}
+    assert far.read_bytes == first.far().written_bytes > sum(SIZES.values())
+    eventually(lambda: second.far().queued == 0)
+    assert "written" not in second.far().writes, "what came from there goes there no more"
+
+
+def test_far_tier_absent_key_is_asked_for_once_a_second(host: Hosts, url: str) -> None:
+    one = host(url)
+    for _ in range(20):
+        assert get(one.store, "none") is None
+    eventually(lambda: bool(one.far().asks))
+    asks = one.far().asks
+    assert asks["absent"] <= 3, asks
+
+
+def test_far_tier_another_secret_finds_nothing(host: Hosts, url: str) -> None:
+    first, other = host(url), host(url, secret=b"o" * 32)
+    put(first.store, "a")
+    eventually(lambda: first.written(1))
+    assert get(other.store, "a") is None
+    eventually(lambda: other.far().asks.get("absent", 0) == 1)
+    assert get(other.store, "a") is None
+    assert other.far().reads == {}
+
+
+def test_far_tier_entry_found_is_shown_and_recalled_as_one_on_disk(host: Hosts, url: str) -> None:
+    first, second = host(url), host(url)
+    for name in range(10):
+        put(first.store, name)
+    eventually(lambda: first.written(10))
+    keys = [key(name) for name in [*range(10), "none"]]
+    assert second.store.seek(keys)
+    assert not second.store.seek(keys), "within the second"
+    expected = bytes([Tier.DISK] * 10 + [Tier.ABSENT])
+    eventually(lambda: second.store.tiers(keys, deadline_s=DEADLINE_S) == expected)
+    tiers = recalled(second.store, keys, within_s=20, deadline_s=DEADLINE_S)
+    assert tiers == bytes([Tier.MEMORY] * 10 + [Tier.ABSENT])
+    assert [get(second.store, name) for name in range(10)] == [
+        payload_of(name, 20 * KIB) for name in range(10)
+    ]
+
+
+def test_far_tier_evicted_entry_comes_back(host: Hosts, url: str) -> None:
+    one = host(url, size_bytes=1 << 20)
+    for name in range(40):
+        put(one.store, name, 100 * KIB)
+        eventually(lambda name=name: one.written(name + 1))  # type: ignore[misc]
+    assert tier_of(one.store, 0) == Tier.DISK
+    assert found(one, 0) == payload_of(0, 100 * KIB)
+
+
+def test_far_tier_deleted_entry_is_not_read_again_until_it_is_written(host: Hosts, url: str) -> None:
+    one = host(url)
+    put(one.store, "a")
+    eventually(lambda: one.written(1))
+    assert one.store.delete([key("a")], deadline_s=DEADLINE_S) == 1
+    assert get(one.store, "a") is None
+    one.store.seek([key("a")])
+    assert get(one.store, "a") is None
+    put(one.store, "a")
+    eventually(lambda: one.written(2))
+
+
+def test_far_tier_two_stores_are_both_written_and_either_one_is_read(
+    host: Hosts, share: object, redis: object
+) -> None:
+    folder, server = f"file://{share}", redis.url  # type: ignore[attr-defined]
+    first = host(folder, server)
+    put(first.store, "a")
+    eventually(lambda: first.far(0).writes == first.far(1).writes == {"written": 1})
+    for url in (folder, server):
+        assert found(host(url), "a") == payload_of("a", 20 * KIB)
+
+
+def test_far_tier_record_beyond_the_stores_cap_is_counted(host: Hosts, redis: object) -> None:
+    one = host(redis.url, size_bytes=16 << 20)  # type: ignore[attr-defined]
+    put(one.store, "large", 5 << 20)
+    eventually(lambda: one.far().writes == {"too_large": 1})
+
+
+def test_far_tier_daemon_without_far_asks_nothing(host: Hosts) -> None:
+    one = host()
+    put(one.store, "a")
+    assert not one.store.far_answers
+    assert not one.store.seek([key("b")])
+    assert not one.store.has_disk
+    assert one.store.stat(deadline_s=DEADLINE_S).far == {}
+
+
+@pytest.mark.parametrize(
+    ("far", "secret", "message"),
+    [
+        ("gopher://x", "own", "store.far.*Known here: file://"),
+        ("file:///no/such/folder", "own", "is no folder"),
+        ("valkey://", "own", "names no host|valkey://host:6379"),
+        ("file:///tmp", "default", "store.secret_file.*secret of its own"),
+    ],
+)
+def test_open_far_url_that_cannot_be_used_is_an_error_naming_the_remedy(
+    far: str, secret: str, message: str, short_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pathlib import Path
+
+    from cornplug.errors import ConfigError
+    from cornplug.private_paths import cache_dir
+    from cornplug.store.far.open_far import open_far
+
+    assert isinstance(short_path, Path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(short_path))
+    path = cache_dir() / "secret" if secret == "default" else short_path / "own"
+    with pytest.raises(ConfigError, match=message):
+        open_far([far], b"s" * 32, secret_file=path)
