@@ -278,7 +278,8 @@ class DaemonConnection:
 
     def _end(self, why: OSError) -> StoreUnavailable:
         """End this connection for all threads; returns the error of this one."""
-        self._ended = self._ended or why
+        # Its frames hold this connection: with them, the dead arena would stay until a garbage collection.
+        self._ended = self._ended or why.with_traceback(None)
         self.shutdown()
         return gone(why)
 

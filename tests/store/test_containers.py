@@ -145,7 +145,7 @@ def test_containers_that_share_the_sockets_folder_exchange_more_than_their_shm(
 
 @pytest.mark.integration
 @pytest.mark.timeout(300)
-def test_container_client_of_another_user_is_told_the_remedy(
+def test_containers_client_of_another_user_is_told_the_remedy(
     shared: Path, start_daemon_in_container: Start
 ) -> None:
     """A folder and a secret that are root's: another uid gets neither, and learns which setting to mend."""

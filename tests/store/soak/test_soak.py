@@ -106,7 +106,7 @@ def test_soak_client_other_bytes_are_reported(
 @pytest.mark.integration
 @pytest.mark.timeout(300)
 def test_soak_for_half_a_minute_keeps_the_stores_promises(short_path: Path) -> None:
-    """Seven clients less than `script/soak`: the machine has two cores."""
+    """Three clients, fewer than in `script/soak`: CI has two cores."""
     outcome = run_soak(
         SoakOptions(short_path, 25, clients=3, size_bytes=96 << 20, disk_bytes=_DISK_BYTES), Console()
     )
