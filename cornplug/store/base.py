@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 
 if TYPE_CHECKING:
     from cornplug.store.leases import Leases

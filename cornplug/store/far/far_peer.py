@@ -23,7 +23,7 @@ from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.far.recent_keys import RecentKeys
-from cornplug.store.store_stats import FarStat
+from cornplug.store.stats.store_stats import FarStat
 
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""
