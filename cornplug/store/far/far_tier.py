@@ -5,7 +5,7 @@
     committed                      ──> written to each peer, beside answers
 
 The daemon's loop alone calls it, and waits for nothing in it. Engines see the disk's marks, and no other
-tier: what they do for entries on disk they do for these.
+tier: they recall these entries as those on disk.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ class FarTier:
             peer.reads["late"] += 1
 
     def _writing(self, key: bytes) -> Write | None:
-        """What writes an entry to a peer; None where it has left memory."""
+        """A function that writes an entry to a peer; None where the entry has left memory."""
         entry = self._index.find(key)
         if entry is None:
             return None

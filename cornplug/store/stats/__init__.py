@@ -1,1 +1,1 @@
-"""What a store tells of itself."""
+"""Snapshots of a store."""
