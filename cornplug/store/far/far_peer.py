@@ -1,4 +1,4 @@
-"""One far store as the daemon's loop uses it: threads that wait for it, a breaker, and the keys of its entries.
+"""One far store as the daemon's loop uses it: its threads, a breaker, and the keys of its entries.
 
     ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys)
     fetch(key) ──> its record, head open
