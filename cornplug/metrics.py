@@ -154,8 +154,8 @@ LABELS: Mapping[str, str] = {
     "meanwhile.",
     "far": "The far store's URL, without user and password.",
     "found": '"found"; "absent"; "error": it did not answer; "dropped": too many waited.',
-    "fetch": '"read"; "gone": it has it no longer; "damaged": its seal is not right; '
-    '"expired" (`ttl_s`); "error"; "refused": too many at once; "late": deleted meanwhile; or as for `read`.',
+    "fetch": '"read"; "gone": it has it no longer, or `ttl_s` is over; "damaged": its seal is not right; '
+    '"error"; "refused": too many at once; "late": deleted meanwhile; or as for `read`.',
     "put": '"written"; "present": another host wrote it; "gone": evicted before its turn; "dropped": too '
     'many waited; "too_large" for this kind of far store; "error".',
     "way": '"read" or "written".',

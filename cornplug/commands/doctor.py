@@ -27,7 +27,7 @@ from cornplug.private_paths import folder_problem, read_secret, secret_problem
 from cornplug.store.arena import fitting_size
 from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.host_memory import host_memory
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 
 _ANSWER_S = 2.0
 

@@ -78,7 +78,7 @@ class StoreConfig(Section):
     it takes."""
     far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """URLs of far stores, by which hosts share entries: `file:///FOLDER` (a mounted share), `s3://BUCKET/PREFIX`,
-    `valkey://HOST:6379/0` (`redis://` too). They are asked in this order; what they get is sealed. Needs a
+    `valkey://HOST:6379/0` (`redis://` too). Records there are sealed. Needs a
     `secret_file` that all hosts have, and the extra `cornplug[far-object]` or `cornplug[far-valkey]`. Empty:
     nothing leaves this host."""
     autostart: bool = True

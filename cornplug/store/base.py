@@ -44,7 +44,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import msgspec
 
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 
 if TYPE_CHECKING:
     from cornplug.store.leases import Leases
@@ -254,7 +254,7 @@ class TieredReads(Protocol):
 
 @runtime_checkable
 class FarReads(Protocol):
-    """What a store may offer besides: entries in far stores, which it shows as on disk once it found them."""
+    """An optional part of a store: entries in far stores, shown as on disk once they are found."""
 
     @property
     def far_answers(self) -> bool:

@@ -31,7 +31,7 @@ from cornplug.store.daemon_link import DaemonLink
 from cornplug.store.far.recent_keys import RecentKeys
 from cornplug.store.leases import PLACE, Leases
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 from cornplug.store.table import unleased
 from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED
 from cornplug.store.table.unleased import TableEntry

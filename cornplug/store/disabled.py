@@ -8,7 +8,7 @@ from typing import NoReturn
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.leases import Leases
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 
 
 class OffStore:

@@ -19,7 +19,7 @@ from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, Wr
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.leases import Leases
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 from cornplug.store.validation import (
     check_app,
     check_cost,

@@ -24,7 +24,7 @@ from checkpoints import DTYPE, App
 
 from cornplug.config import STORE_PROTOCOL, StoreConfig
 from cornplug.store.client import PoolStore
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 from devkit.engines import EncoderProcess, VllmServer
 
 _ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")

@@ -25,7 +25,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
-from cornplug.store.store_stats import OTHER_APPS
+from cornplug.store.stats.store_stats import OTHER_APPS
 from cornplug.store.table.entry_table_layout import TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import NO_PAGE

@@ -11,7 +11,7 @@ from cornplug.store.base import PayloadLocation
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.daemon.store_counters import RemovalCause
-from cornplug.store.store_stats import DiskStat, FarStat
+from cornplug.store.stats.store_stats import DiskStat, FarStat
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.write_fences import WriteFences
 

@@ -30,7 +30,7 @@ from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEnt
 from cornplug.store.daemon.sightings import Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.leases import NO_PLACE, Leases, place
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 

@@ -14,7 +14,7 @@ from typing import Final, Literal, Protocol
 
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
-from cornplug.store.store_stats import OTHER_APPS, NamespaceStat
+from cornplug.store.stats.store_stats import OTHER_APPS, NamespaceStat
 from cornplug.store.table.use_notes import NotedReads
 
 STAT_APPS: Final = 256

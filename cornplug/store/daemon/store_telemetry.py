@@ -12,7 +12,7 @@ import msgspec
 from cornplug.store import messages
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.store_counters import TimeHistogram
-from cornplug.store.store_stats import StoreStat
+from cornplug.store.stats.store_stats import StoreStat
 
 ANSWER_BUCKETS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1.0)
 REQUESTS: Final[Mapping[type[msgspec.Struct], str]] = {

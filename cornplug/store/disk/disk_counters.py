@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Final
 
 from cornplug.store.disk.disk_space import DiskRecord, DiskSpace
-from cornplug.store.store_stats import DiskNamespaceStat, DiskStat
+from cornplug.store.stats.store_stats import DiskNamespaceStat, DiskStat
 
 UNUSED: Final = "evicted"
 """The cause of a removal with its segment."""

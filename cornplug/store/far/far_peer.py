@@ -1,4 +1,4 @@
-"""One far store as the daemon's loop uses it: threads that wait for it, a breaker, what it is known to have.
+"""One far store as the daemon's loop uses it: its threads, a breaker, and the keys of its entries.
 
     ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys)
     fetch(key) ──> its record, head open
@@ -23,7 +23,7 @@ from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.far.recent_keys import RecentKeys
-from cornplug.store.store_stats import FarStat
+from cornplug.store.stats.store_stats import FarStat
 
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""

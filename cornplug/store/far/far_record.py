@@ -33,7 +33,7 @@ _MOST_HEAD_BYTES: Final = 1 << 24
 
 
 class RecordHead(msgspec.Struct, frozen=True, array_like=True):
-    """What a record says of its entry, sealed."""
+    """The sealed description of an entry."""
 
     app: str
     cost_s: float

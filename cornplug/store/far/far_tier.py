@@ -5,7 +5,7 @@
     committed                      ──> written to each peer, beside answers
 
 The daemon's loop alone calls it, and waits for nothing in it. Engines see the disk's marks, and no other
-tier: what they do for entries on disk they do for these.
+tier: they recall these entries as those on disk.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cornplug.store.far.far_peer import FarPeer, Write
 from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
 from cornplug.store.far.far_store import FarStore
 from cornplug.store.far.open_far import OpenedFar
-from cornplug.store.store_stats import FarStat
+from cornplug.store.stats.store_stats import FarStat
 
 MOST_SHOWN: Final = 1 << 15
 """Marks in the table; of more the oldest go."""
@@ -139,7 +139,7 @@ class FarTier:
         while self._waiting and len(self._fetching) < _FETCHING:
             key, peer = self._waiting.popitem(last=False)
             if not peer.answers:
-                self._lost(key, peer, "error")
+                self._end_unread(key, peer, "error")
             elif self._index.find(key) is None:
                 self._fetching[key] = peer
                 peer.fetch(key, functools.partial(self._fetched, key))
@@ -180,15 +180,15 @@ class FarTier:
             if ttl_s is None or time.time() - record.head.written_s < ttl_s:
                 self._arrived.append((key, record))
                 return
-            self._lost(key, peer, "expired", shun=True)
+            self._end_unread(key, peer, "gone", shun=True)
         elif record is None:
-            self._lost(key, peer, "gone")
+            self._end_unread(key, peer, "gone")
         elif isinstance(record, RecordDamaged):
-            self._lost(key, peer, "damaged", shun=True)
+            self._end_unread(key, peer, "damaged", shun=True)
         else:
-            self._lost(key, peer, "error")
+            self._end_unread(key, peer, "error")
 
-    def _lost(self, key: bytes, peer: FarPeer, outcome: str, *, shun: bool = False) -> None:
+    def _end_unread(self, key: bytes, peer: FarPeer, outcome: str, *, shun: bool = False) -> None:
         """A fetch has ended without an entry: nothing waits for it any longer."""
         self._fetching.pop(key, None)
         peer.reads[outcome] += 1
@@ -232,12 +232,12 @@ class FarTier:
             return
         self._index.release(FAR_OWNER, [room.token], now_s=time.monotonic())
         if isinstance(result, RecordDamaged):
-            self._lost(key, peer, "damaged", shun=True)
+            self._end_unread(key, peer, "damaged", shun=True)
         else:
             peer.reads["late"] += 1
 
     def _writing(self, key: bytes) -> Write | None:
-        """What writes an entry to a peer; None where it has left memory."""
+        """A function that writes an entry to a peer; None where the entry has left memory."""
         entry = self._index.find(key)
         if entry is None:
             return None

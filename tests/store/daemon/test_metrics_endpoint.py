@@ -23,6 +23,8 @@ from cornplug.store.client import PoolStore
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint, open_endpoint
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import open_disk
+from cornplug.store.far.object_store import open_folder_url
+from cornplug.store.far.open_far import OpenedFar
 from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing.store import DEADLINE_S, fill, key, reserve
 
@@ -116,8 +118,9 @@ def test_metrics_endpoint_evicted_entries_have_an_age(
 def test_metrics_endpoint_names_and_labels_are_the_tables(
     serve_in_thread: Serve, connect: Connect, endpoint: MetricsEndpoint, tmp_path: Path
 ) -> None:
-    """Of a store with a disk: without one its series have no sample."""
-    server = serve_in_thread(disk=open_disk(tmp_path / "disk", b"s" * 32, size_bytes=1 << 24))
+    """Of a store with a disk and a far store: without them their series have no sample."""
+    far = OpenedFar([("file:///", open_folder_url(f"file://{tmp_path}"))], b"s" * 32)
+    server = serve_in_thread(disk=open_disk(tmp_path / "disk", b"s" * 32, size_bytes=1 << 24), far=far)
     assert "cornplug_store" not in text_at(endpoint.port), "before the first tick"
     server.telemetry.show = endpoint.show
     store = connect()

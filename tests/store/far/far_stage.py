@@ -15,7 +15,7 @@ from valkey.exceptions import ValkeyError
 from cornplug.config import StoreConfig
 from cornplug.store.client import PoolStore
 from cornplug.store.far.far_store import label_of
-from cornplug.store.store_stats import FarStat
+from cornplug.store.stats.store_stats import FarStat
 from cornplug.testing.store import DEADLINE_S
 
 from ..conftest import answers, eventually

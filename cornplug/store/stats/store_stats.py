@@ -63,8 +63,8 @@ class FarStat(msgspec.Struct, frozen=True):
     asks: dict[str, int]
     """Answer -> keys: "found", "absent", "error", "dropped" (too many waited)."""
     reads: dict[str, int]
-    """Outcome -> recalled entries: "read", "gone" (no longer there), "damaged", "expired", "error", "refused"
-    (too many waited), "late" (deleted meanwhile), or the value of a `ReserveRefusal`."""
+    """Outcome -> recalled entries: "read", "gone" (no longer there, or `ttl_s` is over), "damaged", "error",
+    "refused" (too many waited), "late" (deleted meanwhile), or the value of a `ReserveRefusal`."""
     writes: dict[str, int]
     """Outcome -> entries: "written", "present" (another host wrote it), "gone" (evicted before), "dropped"
     (too many waited), "too_large", "error"."""
