@@ -63,23 +63,12 @@ def _speculates(model: Path) -> Sequence[str]:
     )
 
 
-def _drafts_unwindowed(model: Path) -> Sequence[str]:
-    """The model without its windows drafts for it."""
-    draft = checkpoints.llama_windowed(model.with_name("draft"), windows=0, full=_LAYERS)
-    return _speculates(draft)
-
-
 def _drafts_by_eagle3(model: Path) -> Sequence[str]:
     head = checkpoints.eagle3_head(model.with_name("head"), model, seen=(1, 2, 4))
     return "--speculative-config", json.dumps(
         {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     )
 
-
-_LAYERS: Final = 6
-# Of five layers with windows and seven without, the draft's among them, vLLM makes two groups; as of GPT-OSS
-# with EAGLE-3. A draft's layers must be in one.
-_beside_a_draft = partial(checkpoints.llama_windowed, windows=_LAYERS - 1, full=1)
 
 # vLLM wants a NUMA node a worker unless it is told otherwise.
 _SEVERAL_WORKERS: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -106,7 +95,7 @@ KINDS: Final[Mapping[str, Kind]] = {
     "windows in groups, two ranks": Kind(
         partial(_windowed, windows=2), lambda _: _TWO_RANKS, stock=(), env=_SEVERAL_WORKERS
     ),
-    "windows in groups with a draft model": Kind(_beside_a_draft, _drafts_unwindowed, stock=()),
+    # As of GPT-OSS, one group of windows and one of full attention, which the head's layer joins.
     "windows in groups with EAGLE-3": Kind(
         partial(checkpoints.llama_windowed, windows=3, full=2), _drafts_by_eagle3, stock=()
     ),

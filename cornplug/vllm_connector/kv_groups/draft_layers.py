@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-_METHODS: Final = frozenset({"draft_model", "eagle", "eagle3"})
-"""vLLM's names of the ways to draft whose KV is shared beside several cache groups."""
-_PREFIX: Final = "draft_model."
-"""Of the layers of a draft that numbers them anew; an EAGLE head numbers on where its target ends."""
+_METHODS: Final = frozenset({"eagle3"})
+"""vLLM's names of the ways to draft that a test has run beside several cache groups."""
+DRAFT_PREFIX: Final = "draft_model"
+"""Of the names of a draft's layers, numbered anew; those of an EAGLE head go on behind the target's."""
 
 
 def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
@@ -51,13 +51,17 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
         raise LayoutError(f"{several} of other block sizes, beside a draft model", reason="speculative")
     total = model.get_total_num_hidden_layers()
     groups = [
-        [name for name in group.layer_names if name.startswith(_PREFIX) or layer_number(name) >= total]
+        [
+            name
+            for name in group.layer_names
+            if name.startswith(f"{DRAFT_PREFIX}.") or layer_number(name) >= total
+        ]
         for group in cache.kv_cache_groups
     ]
     found = [names for names in groups if names]
     if len(found) != 1:
         raise LayoutError(
-            f"{several} beside a draft whose layers are not in one of them: {found}", reason="speculative"
+            f"{several} beside a draft model with layers in {len(found)} of them", reason="speculative"
         )
     names = sorted(found[0], key=layer_number)
     if len(set(map(layer_number, names))) < len(names):

@@ -34,24 +34,18 @@ def drafters(config: Any, store: MemoryStore) -> Any:
         core.close()
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
 @pytest.mark.parametrize(
     ("writer", "reader"),
     [({}, {}), ({"tp": 2}, {"block_size": 32}), ({"window": 100}, {"window": 100, "block_size": 64})],
 )
 @pytest.mark.parametrize("where", [False, True], ids=["full", "windowed"])
 def test_draft_layers_fresh_engine_loads_the_prompt(
-    drafters: Make,
-    store: MemoryStore,
-    writer: dict[str, Any],
-    reader: dict[str, Any],
-    method: str,
-    where: bool,
+    drafters: Make, store: MemoryStore, writer: dict[str, Any], reader: dict[str, Any], where: bool
 ) -> None:
-    first = drafters(**writer, windowed=where, method=method)
+    first = drafters(**writer, windowed=where)
     first.answer(PROMPT, max_tokens=40)
     first.settle()
-    second = drafters(**reader, windowed=where, method=method)
+    second = drafters(**reader, windowed=where)
     second.answer(PROMPT, max_tokens=40)
     second.settle()
     assert (second.loaded(), second.failed) == (PAGES * 32, 0)
@@ -78,7 +72,7 @@ def test_draft_layers_of_many_requests_have_the_right_kv(
     engines = [
         drafters(blocks=64),
         drafters(blocks=64, windowed=False, tp=2),
-        drafters(blocks=64, method="draft_model"),
+        drafters(blocks=64, block_size=32),
     ]
     for prompt in prompts(seed, 20):
         engine = chance.choice(engines)
@@ -144,12 +138,13 @@ DRAFT = "model.layers.4.self_attn.attn"
     ("ours", "cache", "why"),
     [
         (speculating(method="mtp"), beside(DRAFT, group=1), "method mtp"),
+        (speculating(method="draft_model"), beside(DRAFT, group=1), "method draft_model"),
         (speculating(method="dflash"), beside(DRAFT, group=1), "method dflash"),
         (speculating(dynamic=True), beside(DRAFT, group=1), "follows the load"),
         (speculating(heads=4), beside(DRAFT, group=1), "other KV heads"),
         (speculating(tp=2), beside(DRAFT, group=1), "other KV heads"),
-        (speculating(), planned(windowed(), FULL), "not in one"),
-        (speculating(3), beside(DRAFT, group=0), "not in one"),
+        (speculating(), planned(windowed(), FULL), "in 0 of them"),
+        (speculating(3), beside(DRAFT, group=0), "in 2 of them"),
         (speculating(), planned(windowed(block_size=32), FULL), "block sizes"),
     ],
 )
