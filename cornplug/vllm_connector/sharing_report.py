@@ -19,9 +19,10 @@ from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_r
 from cornplug.vllm_connector.connector_config import why_not
 from cornplug.vllm_connector.flags import NAME
 from cornplug.vllm_connector.kv.cache_geometry import rank_slice
+from cornplug.vllm_connector.kv_groups.draft_layers import DRAFT_PREFIX
 from cornplug.vllm_connector.kv_groups.page_kinds import page_kinds
 from cornplug.vllm_connector.model.kv_scales import checkpoint_scales
-from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
+from cornplug.vllm_connector.model.model_config import drafts_with_kv, kv_identity, tower_identity
 from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 
 if TYPE_CHECKING:
@@ -151,10 +152,30 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
             initialize_model(vllm_config=config)
+            _build_draft(config)
         # Beside states a block is as large as a state, which only the layers know.
         current_platform.update_block_size_for_backend(config)
         found: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
     return found
+
+
+def _build_draft(config: VllmConfig) -> None:
+    """Add the layers of a draft model, which vLLM loads after its target, to the config's."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    speculative = drafts_with_kv(config)
+    if speculative is None:
+        return
+    draft = speculative.draft_model_config
+    if not speculative.uses_draft_model():
+        # Its class reads the target's config too.
+        initialize_model(vllm_config=config, model_config=draft)
+        return
+    alone = copy.copy(config)
+    alone.model_config, alone.quant_config = draft, None
+    with set_current_vllm_config(alone):
+        initialize_model(vllm_config=alone, prefix=DRAFT_PREFIX)
 
 
 def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:

@@ -15,9 +15,17 @@ from __future__ import annotations
 from devkit.checkpoints.any_families import ANY_FAMILIES
 from devkit.checkpoints.any_family import any_family
 from devkit.checkpoints.audio import TINY_WHISPER, qwen2_audio, ultravox
-from devkit.checkpoints.drafts import eagle_head
+from devkit.checkpoints.drafts import eagle3_head, eagle_head
 from devkit.checkpoints.glm import TINY_GLM_VISION, glm4v
-from devkit.checkpoints.hybrids import falcon_h1, gemma3n_text, gpt_oss, lfm2, llama4_text, mamba2
+from devkit.checkpoints.hybrids import (
+    falcon_h1,
+    gemma3n_text,
+    gpt_oss,
+    lfm2,
+    llama4_text,
+    llama_windowed,
+    mamba2,
+)
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.qwen import (
     QWEN2_5_VISION,
@@ -46,6 +54,7 @@ __all__ = [
     "TINY_WHISPER",
     "any_family",
     "deepseek_v2",
+    "eagle3_head",
     "eagle_head",
     "falcon_h1",
     "gemma3",
@@ -55,6 +64,7 @@ __all__ = [
     "internvl",
     "lfm2",
     "llama4_text",
+    "llama_windowed",
     "llava",
     "llava_next",
     "llava_onevision",

@@ -37,6 +37,24 @@ def gpt_oss(path: Path | str, *, layers: int = 2, window: int = 128) -> Path:
     )
 
 
+def llama_windowed(path: Path | str, *, windows: int, full: int, window: int = 256) -> Path:
+    """A Llama whose first layers see a window and whose last `full` ones see all. Returns `path`.
+
+    Its weights depend on the number of layers only: one without windows drafts well for one with them.
+    """
+    return _text(
+        path,
+        "LlamaForCausalLM",
+        windows + full,
+        {
+            **{"head_dim": _HEAD_DIM, "sliding_window": window},
+            "layer_types": ["sliding_attention"] * windows + ["full_attention"] * full,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        },
+        model_type="llama",
+    )
+
+
 def llama4_text(path: Path | str, *, layers: int = 2, chunk: int = 256) -> Path:
     """A Llama 4 without a tower, of dense layers: every other one attends to its chunk. Returns `path`."""
     return _text(

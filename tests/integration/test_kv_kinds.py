@@ -63,6 +63,13 @@ def _speculates(model: Path) -> Sequence[str]:
     )
 
 
+def _drafts_by_eagle3(model: Path) -> Sequence[str]:
+    head = checkpoints.eagle3_head(model.with_name("head"), model, seen=(1, 2, 4))
+    return "--speculative-config", json.dumps(
+        {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
+    )
+
+
 # vLLM wants a NUMA node a worker unless it is told otherwise.
 _SEVERAL_WORKERS: Final = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 _TWO_RANKS: Final = ("--tensor-parallel-size", "2")
@@ -87,6 +94,10 @@ KINDS: Final[Mapping[str, Kind]] = {
     "windows in groups, fp8": Kind(partial(_windowed, windows=2), lambda _: ("--kv-cache-dtype", "fp8")),
     "windows in groups, two ranks": Kind(
         partial(_windowed, windows=2), lambda _: _TWO_RANKS, stock=(), env=_SEVERAL_WORKERS
+    ),
+    # As of GPT-OSS, one group of windows and one of full attention, which the head's layer joins.
+    "windows in groups with EAGLE-3": Kind(
+        partial(checkpoints.llama_windowed, windows=3, full=2), _drafts_by_eagle3, stock=()
     ),
     "two stages": Kind(
         checkpoints.qwen2_text,

@@ -36,6 +36,10 @@ draft = '{"method":"draft_model","num_speculative_tokens":2,"model":"%s"}' % sys
 print(last_line(describe(sys.argv[1], ["--speculative-config", draft])))
 eagle = '{"method":"eagle","num_speculative_tokens":2,"model":"%s-eagle"}' % sys.argv[1]
 print(last_line(describe(sys.argv[1], ["--speculative-config", eagle])))
+windowed = sys.argv[1] + "-windowed"
+for method, draft in ("eagle3", "head"), ("draft_model", "unlike"):
+    found = '{"method":"%s","num_speculative_tokens":2,"model":"%s-%s"}' % (method, windowed, draft)
+    print(last_line(describe(windowed, ["--speculative-config", found])))
 print(last_line(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
 print(last_line(describe(sys.argv[2])))
@@ -57,6 +61,8 @@ FLAGS = {
 AROUND = (
     "text, draft",
     "text, EAGLE",
+    "windows, EAGLE-3",
+    "windows, draft model",
     "states, no prefix caching",
     "windows, odd pages",
     "text, KV off",
@@ -105,6 +111,9 @@ def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, S
         "unreadable": checkpoints.qwen2_text(folder / "unreadable"),
     }
     checkpoints.eagle_head(f"{text}-eagle", text)
+    windowed = checkpoints.llama_windowed(f"{text}-windowed", windows=3, full=2)
+    checkpoints.eagle3_head(f"{windowed}-head", windowed, seen=(1, 2, 4))
+    checkpoints.qwen2_text(f"{windowed}-unlike", heads=4)
     (models["unreadable"] / "consolidated.safetensors").symlink_to("model.safetensors")
     found = run(_ALL.replace("{flags}", repr(list(FLAGS.values()))), *map(str, models.values()))
     return dict(zip((*models, *FLAGS, *AROUND), found, strict=True))
@@ -146,7 +155,16 @@ def test_sharing_report_of_flags_that_do_not_share_says_why(said: Mapping[str, S
 
 
 KINDS = [
-    *("latents", "states", "scales", "text, draft", "text, EAGLE", "sinks", "caches of others"),
+    *(
+        "latents",
+        "states",
+        "scales",
+        "text, draft",
+        "text, EAGLE",
+        "windows, EAGLE-3",
+        "sinks",
+        "caches of others",
+    ),
     *("convolutions", "states beside KV"),
 ]
 
@@ -168,6 +186,11 @@ def test_sharing_report_of_states_without_prefix_caching_says_why(said: Mapping[
 
 def test_sharing_report_of_windows_is_shared(said: Mapping[str, Said]) -> None:
     assert (said["windows"]["embeddings"].shared, said["windows"]["KV"].shared) == (True, True)
+
+
+def test_sharing_report_of_a_draft_beside_windows_says_why(said: Mapping[str, Said]) -> None:
+    found = said["windows, draft model"]["KV"]
+    assert (found.shared, "method draft_model" in found.why) == (False, True)
 
 
 def test_sharing_report_of_chunks_names_a_remedy(said: Mapping[str, Said]) -> None:

@@ -18,7 +18,7 @@ from cornplug.vllm_connector.model.model_config import drafts_with_kv
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import SpeculativeConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -77,20 +77,26 @@ def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
     return len(target) + len(drafts)
 
 
+def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
+    """`drafts_with_kv`. Raises LayoutError where the KV of drafts has gaps."""
+    speculative = drafts_with_kv(config)
+    if speculative is not None and speculative.uses_dynamic_speculative_decoding():
+        # They are where the engine was too busy to draft.
+        raise LayoutError("a number of drafts that follows the load", reason="speculative")
+    return speculative
+
+
 def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
     """Names of the group's layers: the model's by their numbers, then its draft's as vLLM has them.
 
     vLLM loads a draft after its target and appends its layers, under numbers that go on or begin again.
     Raises LayoutError for drafts whose KV lies otherwise than the target's.
     """
-    names, speculative = cache.kv_cache_groups[0].layer_names, drafts_with_kv(config)
+    names, speculative = cache.kv_cache_groups[0].layer_names, steady_drafts(config)
     count = len(names)
     if speculative is not None:
         model, parallel = config.model_config, config.parallel_config
         draft, draft_parallel = speculative.draft_model_config, speculative.draft_parallel_config
-        if speculative.uses_dynamic_speculative_decoding():
-            # Its KV has gaps where the engine was too busy to draft.
-            raise LayoutError("a number of drafts that follows the load", reason="speculative")
         heads = draft.get_total_num_kv_heads(), draft_parallel.tensor_parallel_size
         if heads != (model.get_total_num_kv_heads(), parallel.tensor_parallel_size):
             raise LayoutError("a draft model with other KV heads than its target", reason="speculative")

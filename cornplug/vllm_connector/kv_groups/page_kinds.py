@@ -5,13 +5,14 @@ Beside recurrent states a page has as many tokens as a block: a hit ends where v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PageGeometry, PageSize, WholePage, tensor_parallel_heads
 from cornplug.vllm_connector.kv.cache_geometry import page_geometry
+from cornplug.vllm_connector.kv_groups.draft_layers import draft_layers
 from cornplug.vllm_connector.kv_groups.state_pages import state_page
 from cornplug.vllm_connector.model.cache_specs import (
     layer_number,
@@ -65,11 +66,13 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     require_whole_contexts(config)
     if config.parallel_config.pipeline_parallel_size > 1:
         raise LayoutError(f"{several} beside pipeline parallelism", reason="hybrid")
-    if drafts_with_kv(config) is not None:
-        raise LayoutError(f"{several} beside a draft model", reason="speculative")
     of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
-    _require_layers_of_the_model(config, cache)
-    kinds = tuple(_kind(config, group, max(of_states, default=page_tokens), several) for group in groups)
+    if of_states and drafts_with_kv(config) is not None:
+        raise LayoutError("states beside speculative decoding", reason="speculative")
+    drafts = draft_layers(config, cache)
+    _require_layers_of_the_model(config, cache, drafts)
+    page_tokens = max(of_states, default=page_tokens)
+    kinds = tuple(_kind(config, group, page_tokens, several, drafts) for group in groups)
     if not any(kind.whole for kind in kinds):
         raise LayoutError(f"{several}, none of full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
@@ -89,8 +92,9 @@ def _keeps_states(group: KVCacheGroupSpec) -> bool:
     return type(group.kv_cache_spec) is MambaSpec
 
 
-def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig) -> None:
-    """Raise LayoutError unless the groups' layers are the model's, each once with KV and once with a state.
+def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
+    """Raise LayoutError unless the groups' layers are the model's, each once with KV and once with a state,
+    and those of its draft.
 
     A layer of no group keeps nothing (an MLP alone), or reads another's cache: the worker half refuses caches
     that are in no group. Falcon-H1 numbers its states behind all of its layers.
@@ -98,12 +102,15 @@ def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig) -> No
     total = config.model_config.get_total_num_hidden_layers()
     for of_states, limit in ((False, total), (True, 2 * total)):
         groups = [group for group in cache.kv_cache_groups if _keeps_states(group) is of_states]
-        numbers = sorted(layer_number(name) for group in groups for name in group.layer_names)
+        names = [name for group in groups for name in group.layer_names if name not in drafts]
+        numbers = sorted(map(layer_number, names))
         if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
             raise LayoutError(f"cache groups of layers {numbers}, in a model of {total}", reason="hybrid")
 
 
-def _kind(config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several: str) -> PageKind:
+def _kind(
+    config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several: str, drafts: Mapping[str, int]
+) -> PageKind:
     from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheGroupRole,
@@ -113,8 +120,9 @@ def _kind(config: VllmConfig, group: KVCacheGroupSpec, page_tokens: int, several
     spec: Any = group.kv_cache_spec
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
         raise LayoutError(f"{several}, one with a role of its own", reason="hybrid")
-    names = tuple(sorted(group.layer_names, key=layer_number))
-    numbers = tuple(map(layer_number, names))
+    numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
+    names = tuple(sorted(numbered, key=numbered.__getitem__))
+    numbers = tuple(map(numbered.__getitem__, names))
     if _keeps_states(group):
         return PageKind(state_page(config, spec, numbers, page_tokens), spec.block_size, names)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):

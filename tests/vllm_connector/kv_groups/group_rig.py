@@ -9,6 +9,7 @@ With `states` its windowed layers keep a recurrent state instead, in the blocks 
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import random
 import zlib
@@ -54,6 +55,11 @@ STATE_BYTES = 4 * (3 * 8 + 2 * 4)
 class GroupCore:
     """One engine of `tp` ranks."""
 
+    layers: Sequence[Sequence[int]] = (WINDOWED, FULL, ALSO_WINDOWED)
+    """Of each group."""
+    speculative: Any = None
+    """vLLM's settings of a draft."""
+
     def __init__(
         self,
         config: Any,
@@ -70,8 +76,10 @@ class GroupCore:
         **fields: Any,
     ) -> None:
         self.states, self.config = states, self._aligned(config, block_size) if states else config
-        if events:
+        if events or self.speculative is not None:
             self.config = copy.copy(self.config)
+            self.config.speculative_config = self.speculative
+        if events:
             self.config.kv_events_config = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
         self.window, self.tp, self.block_size = window, tp, block_size
         self._state_blocks: dict[str, int] = {}
@@ -91,7 +99,8 @@ class GroupCore:
                 with mock.patch("vllm.distributed.get_tensor_model_parallel_rank", return_value=rank):
                     worker = CornplugConnector(ours, KVConnectorRole.WORKER, cache)
                 self.ranks.append(GroupRank(worker, ours, range(rank * HEADS // tp, (rank + 1) * HEADS // tp),
-                                            blocks, block_size, backend or Backend(), states))  # fmt: skip
+                                            blocks, block_size, backend or Backend(), states,
+                                            self.layers))  # fmt: skip
         self.aggregator = KVOutputAggregator(tp)
         self.scheduler = Scheduler(
             self.config, cache, StructuredOutputManager(config), block_size=block_size, log_stats=False
@@ -132,7 +141,7 @@ class GroupCore:
         kept: Any = SlidingWindowSpec(**sizes, sliding_window=window)
         if self.states:
             kept = MambaSpec(block_size=self.block_size, mamba_cache_mode="align", **STATES)
-        kinds = [(WINDOWED, kept), (FULL, FullAttentionSpec(**sizes)), (ALSO_WINDOWED, kept)]
+        kinds = zip(self.layers, (kept, FullAttentionSpec(**sizes), kept), strict=True)
         groups = [
             KVCacheGroupSpec([f"model.layers.{i}.attn" for i in layers], spec) for layers, spec in kinds
         ]
@@ -152,7 +161,7 @@ class GroupCore:
                 pipeline_parallel_size=1,
                 tensor_parallel_size=self.tp,
             ),
-            speculative_config=None,
+            speculative_config=self.speculative,
             cache_config=SimpleNamespace(block_size=self.block_size, prefix_match_unit=None),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_events_config=self.config.kv_events_config,
@@ -196,10 +205,14 @@ class GroupCore:
             ModelRunnerOutput(
                 names,
                 {name: i for i, name in enumerate(names)},
-                [[7] if done[name] else [] for name in names],
+                [self._sampled(output, name) if done[name] else [] for name in names],
                 kv_connector_output=answer.kv_connector_output,
             ),
         )
+
+    def _sampled(self, output: Any, name: str) -> list[int]:
+        """The tokens that a step of a request makes, whose prompt is computed."""
+        return [7]
 
     def _moves(self, output: Any) -> Any:
         scheduled, requests = output.num_scheduled_tokens, self.scheduler.requests
@@ -273,10 +286,13 @@ class GroupRank:
         size: int,
         backend: Backend,
         states: bool,
+        layers: Sequence[Sequence[int]],
     ) -> None:
-        self.connector, self.heads, self.size = connector, heads, size
+        self.connector, self.heads, self.size, self.layers = connector, heads, size, layers
         self.states = {*WINDOWED, *ALSO_WINDOWED} if states else set()
-        self.caches = {f"model.layers.{i}.attn": self._memory(i, blocks) for i in range(LAYERS)}
+        self.caches = {
+            f"model.layers.{i}.attn": self._memory(i, blocks) for i in sorted(itertools.chain(*layers))
+        }
         config.compilation_config.static_forward_context.update(
             {name: _layer(cache, backend) for name, cache in self.caches.items()}
         )
@@ -309,7 +325,7 @@ class GroupRank:
 
     def _compute(self, moves: Any, name: str) -> None:
         start, end, base = moves.starts[name], moves.ends[name], moves.bases[name]
-        groups = zip(moves.tables[name], (WINDOWED, FULL, ALSO_WINDOWED), moves.windows, strict=True)
+        groups = zip(moves.tables[name], self.layers, moves.windows, strict=True)
         for table, layers, window in groups:
             read = range(max(0, start - window + 1) if window else 0, start)
             for layer in layers:
