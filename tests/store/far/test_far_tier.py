@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from cornplug.config import StoreConfig
+from cornplug.private_paths import read_secret
 from cornplug.store.base import Tier
+from cornplug.store.client import PoolStore
+from cornplug.store.daemon.server import StoreServer
+from cornplug.store.far.open_far import open_far
 from cornplug.store.recall import recalled
-from cornplug.testing.store import DEADLINE_S, key
+from cornplug.testing import StoreContract
+from cornplug.testing.store import DEADLINE_S, StoreStage, key
 
 from ..conftest import eventually
 from ..disk.disk_stage import KIB, get, payload_of, put, tier_of
@@ -16,6 +24,30 @@ from .far_stage import Host
 
 Hosts = Callable[..., Host]
 SIZES = {"small": 1, "page": 64 * KIB, "odd": 100 * KIB + 7, "chunks": 1500 * KIB}
+
+
+class TestPoolStoreWithFar(StoreContract):
+    """Entries are written to a far store all the time, and no rule of the store changes."""
+
+    @pytest.fixture
+    def stage(
+        self,
+        serve_in_thread: Callable[..., StoreServer],
+        connect: Callable[..., PoolStore],
+        store_config: StoreConfig,
+        share: Path,
+    ) -> StoreStage:
+        secret = read_secret(store_config.secret_file)
+        far = open_far([f"file://{share}"], secret, secret_file=store_config.secret_file)
+        serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2, far=far)
+        return StoreStage(
+            connect,
+            time.sleep,
+            quarantine_s=0.3,
+            reservation_s=0.6,
+            reclaim_s=1.2,
+            raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
+        )
 
 
 def found(one: Host, name: object) -> bytes | None:
