@@ -147,9 +147,10 @@ class LoadOffers:
         nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
         keys = self._stored(tracked, tracked.keys, nameable)
         end_page = wanted.start + len(keys)
-        keys_of = functools.partial(tracked.keys.of, request.all_token_ids)
-        if self._seek(tracked, range(end_page, nameable.stop), keys_of):
-            return
+        if self._recalls.far is not None:
+            keys_of = functools.partial(tracked.keys.of, request.all_token_ids)
+            if self._seek(tracked, range(end_page, nameable.stop), keys_of):
+                return
         tokens = end_page * page.page_tokens - offer.computed
         tiered = self._recalls.tiered is not None
         if tiered and self._recall(tracked, keys, tokens=tokens, pages=len(keys)):

@@ -65,7 +65,7 @@ class PageRecalls:
         self._waited_s = -1.0
         """When a request was last told to wait."""
         self.tiered = runtime.store if isinstance(runtime.store, TieredReads) else None
-        self._far = runtime.store if isinstance(runtime.store, FarReads) else None
+        self.far = runtime.store if isinstance(runtime.store, FarReads) else None
 
     @property
     def has_disk(self) -> bool:
@@ -80,12 +80,12 @@ class PageRecalls:
     @property
     def far_answers(self) -> bool:
         """Whether a far store can be asked for absent pages."""
-        return self._far is not None and self._far.far_answers
+        return self.far is not None and self.far.far_answers
 
     def seek(self, keys: Sequence[bytes]) -> FarQuestion | None:
         """Have far stores asked for these absent pages; None where that was done a moment ago, or none of
         them answers. Raises StoreUnavailable."""
-        if self._far is None or not self._far.seek(keys):
+        if self.far is None or not self.far.seek(keys):
             return None
         now_s = self._waited_s = time.monotonic()
         return FarQuestion(keys[0], now_s + FAR_WAIT_S, now_s)
