@@ -69,7 +69,8 @@ class LoadOffers:
             offer = tracked.offer = LeasedPages(computed, expires)
             with miss(self._tally, self._run.app, KV_PAGE):
                 self._look_up(tracked, offer)
-            if self._waits_now(tracked):
+            recalls = tracked.recall is not None and not tracked.recall.over
+            if recalls or (tracked.far is not None and tracked.far.end_s > time.monotonic()):
                 tracked.offer = None
                 return None
             if self.events is not None and offer.pages:
@@ -87,11 +88,6 @@ class LoadOffers:
         if late:
             self._count_misses("disk_late", late)
         return late is None
-
-    def _waits_now(self, tracked: TrackedRequest) -> bool:
-        """Whether the lookup has begun a recall or a question."""
-        recalls = tracked.recall is not None and not tracked.recall.over
-        return recalls or (tracked.far is not None and tracked.far.end_s > time.monotonic())
 
     def _awaits_far(self, tracked: TrackedRequest) -> bool:
         """Whether the request waits for the answer of far stores still."""
