@@ -3,6 +3,7 @@
     ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys)
     fetch(key) ──> its record, head open
     offer(key) ──> queue ──> sealed and put, unless it has the record
+    forget(key) ─> its record is deleted, where the entry was
 
 A failure, or a call beyond its deadline, turns it off for a pause that grows; then a probe of its own finds
 out whether it answers again, so that no request pays for that. While it is off nothing is asked of it.
@@ -34,6 +35,8 @@ MOST_KNOWN: Final = 1 << 17
 MOST_QUEUED: Final = 1 << 12
 """Entries that wait to be written; of more the newest are not."""
 _WRITING: Final = 2
+_DELETED_AT_ONCE: Final = 64
+"""Records that one call deletes."""
 _END_S: Final = 0.2
 _log = logging.getLogger("cornplug.store")
 
@@ -71,6 +74,8 @@ class FarPeer:
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record there is damaged, or was ended here: not read, and written over."""
+        self._ended: OrderedDict[bytes, None] = OrderedDict()
+        """Keys whose record there is to be deleted."""
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: set[bytes] = set()
         self._asks: Counter[str] = Counter()
@@ -119,8 +124,14 @@ class FarPeer:
         else:
             self._writes["dropped"] += 1
 
-    def forget(self, key: bytes, *, shun: bool) -> None:
-        """Read this entry there no more, until it is found again; `shun`: until it is written again."""
+    def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
+        """Read this entry there no more, until it is found again; `shun`: until it is written again.
+
+        Args:
+            delete: Delete its record, if it is known to be there.
+        """
+        if delete and (key in self._known or key in self._writing):
+            _bounded(self._ended, key)
         self._known.pop(key, None)
         self._queue.pop(key, None)
         if shun:
@@ -139,6 +150,8 @@ class FarPeer:
             return
         if self._wanted and not self._asking:
             self._ask_some()
+        if self._ended:
+            self._delete_some()
         while self._queue and len(self._writing) < _WRITING:
             key, _ = self._queue.popitem(last=False)
             work = write(key)
@@ -185,6 +198,18 @@ class FarPeer:
         names = [self._sealer.name(key) for key in keys]
         work = functools.partial(self._store.exists, names)
         self._asker.write(self._timed(work, ASK_S), functools.partial(self._asked, keys))
+
+    def _delete_some(self) -> None:
+        """On the thread that writes: behind the writing of the same entries, before a new one."""
+        keys = [self._ended.popitem(last=False)[0] for _ in range(min(len(self._ended), _DELETED_AT_ONCE))]
+        work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
+        self._mover.write(self._timed(work, MOVE_S), self._deleted)
+
+    def _deleted(self, result: DiskFailure | None) -> None:
+        if result is None:
+            self._answered()
+        else:
+            self._failed(str(result))
 
     def _asked(self, keys: Sequence[bytes], result: list[bool] | DiskFailure) -> None:
         self._asking = False

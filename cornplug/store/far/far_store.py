@@ -36,6 +36,9 @@ class FarStore(Protocol):
     def put(self, name: str, record: bytes) -> None:
         """Keep a record, in the place of an older one."""
 
+    def delete(self, names: Sequence[str]) -> None:
+        """Remove records; of those that it does not have, nothing."""
+
     def close(self) -> None:
         """End its connections."""
 

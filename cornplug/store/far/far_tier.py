@@ -99,9 +99,10 @@ class FarTier:
             self._show(key, peer)
 
     def forget(self, key: bytes) -> bool:
-        """Read this entry from no peer any more. Whether it was shown."""
+        """Read this entry, which was deleted or has expired, from no peer any more, and have those delete it
+        that are known to have it. Whether it was shown."""
         for peer in self._peers:
-            peer.forget(key, shun=True)
+            peer.forget(key, shun=True, delete=True)
         self._waiting.pop(key, None)
         return self._hide(key)
 

@@ -64,6 +64,15 @@ class ObjectFarStore:
         except (BaseError, OSError) as e:
             raise _failure(e) from None
 
+    def delete(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                obstore.delete(self._store, name)
+            except FileNotFoundError:
+                continue
+            except (BaseError, OSError) as e:
+                raise _failure(e) from None
+
     def close(self) -> None:
         """Nothing is held."""
 

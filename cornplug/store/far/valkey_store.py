@@ -53,6 +53,12 @@ class ValkeyFarStore:
         except (ValkeyError, OSError) as e:
             raise _failure(e) from None
 
+    def delete(self, names: Sequence[str]) -> None:
+        try:
+            self._moving.unlink(*names)
+        except (ValkeyError, OSError) as e:
+            raise _failure(e) from None
+
     def close(self) -> None:
         for client in (self._asking, self._moving):
             client.close()  # type: ignore[no-untyped-call]

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from cornplug.config import StoreConfig
-from cornplug.private_paths import read_secret
-from cornplug.store.base import Tier
+from cornplug.errors import ConfigError
+from cornplug.private_paths import cache_dir, read_secret
+from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
+from cornplug.store.far.far_record import FarSealer
 from cornplug.store.far.open_far import open_far
 from cornplug.store.recall import recalled
 from cornplug.testing import StoreContract
@@ -20,7 +22,7 @@ from cornplug.testing.store import DEADLINE_S, StoreStage, key
 
 from ..conftest import eventually
 from ..disk.disk_stage import KIB, get, payload_of, put, tier_of
-from .far_stage import Host
+from .far_stage import Host, RedisServer
 
 Hosts = Callable[..., Host]
 SIZES = {"small": 1, "page": 64 * KIB, "odd": 100 * KIB + 7, "chunks": 1500 * KIB}
@@ -133,10 +135,26 @@ def test_far_tier_deleted_entry_is_not_read_again_until_it_is_written(host: Host
     eventually(lambda: one.written(2))
 
 
+def test_far_tier_deleted_and_purged_entries_are_deleted_there(host: Hosts, url: str) -> None:
+    one = host(url)
+    put(one.store, "deleted")
+    put(one.store, "purged")
+    eventually(lambda: one.written(2))
+    secret = one.config.secret_file.read_bytes()
+    ((_, records),) = open_far([url], secret, secret_file=one.config.secret_file).stores
+    names = [FarSealer(secret).name(key(name)) for name in ("deleted", "purged")]
+    assert records.exists(names) == [True, True]
+    assert one.store.delete([key("deleted")], deadline_s=DEADLINE_S) == 1
+    eventually(lambda: records.exists(names) == [False, True])
+    assert one.store.purge(PurgeRule(app="chat"), deadline_s=DEADLINE_S).entries == 1
+    eventually(lambda: records.exists(names) == [False, False])
+    records.close()
+
+
 def test_far_tier_two_stores_are_both_written_and_either_one_is_read(
-    host: Hosts, share: object, redis: object
+    host: Hosts, share: Path, redis: RedisServer
 ) -> None:
-    folder, server = f"file://{share}", redis.url  # type: ignore[attr-defined]
+    folder, server = f"file://{share}", redis.url
     first = host(folder, server)
     put(first.store, "a")
     eventually(lambda: first.far(0).writes == first.far(1).writes == {"written": 1})
@@ -144,8 +162,8 @@ def test_far_tier_two_stores_are_both_written_and_either_one_is_read(
         assert found(host(url), "a") == payload_of("a", 20 * KIB)
 
 
-def test_far_tier_record_beyond_the_stores_cap_is_counted(host: Hosts, redis: object) -> None:
-    one = host(redis.url, size_bytes=16 << 20)  # type: ignore[attr-defined]
+def test_far_tier_record_beyond_the_stores_cap_is_counted(host: Hosts, redis: RedisServer) -> None:
+    one = host(redis.url, size_bytes=16 << 20)
     put(one.store, "large", 5 << 20)
     eventually(lambda: one.far().writes == {"too_large": 1})
 
@@ -169,15 +187,8 @@ def test_far_tier_daemon_without_far_asks_nothing(host: Hosts) -> None:
     ],
 )
 def test_open_far_url_that_cannot_be_used_is_an_error_naming_the_remedy(
-    far: str, secret: str, message: str, short_path: object, monkeypatch: pytest.MonkeyPatch
+    far: str, secret: str, message: str, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from pathlib import Path
-
-    from cornplug.errors import ConfigError
-    from cornplug.private_paths import cache_dir
-    from cornplug.store.far.open_far import open_far
-
-    assert isinstance(short_path, Path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(short_path))
     path = cache_dir() / "secret" if secret == "default" else short_path / "own"
     with pytest.raises(ConfigError, match=message):
