@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from driver import models
+from driver.prefixes import ask_fresh_pair
 from driver.requests import Request, words
-from driver.stage import VLLM, Idle, Stage, hits, options, stage
-from driver.table import Report, Row
+from driver.stage import VLLM, Stage, hits, options, stage
+from driver.table import Report
 
 from devkit.engines import StoreProcess, wait_until
 
@@ -61,36 +62,12 @@ def measure(report: Report, here: Stage, model: Path, count: int) -> None:
     asked = [Request(words(_PREFIX_TOKENS, i)) for i in range(count)]
     _serve_and_kill(here, model, disk, asked)
     _forget(disk)
-    stock, shared, tokens, equal = list[float](), list[float](), list[int](), 0
     with _store(here, disk) as store, here.pair(model, "second") as pair:
-        idle = Idle(pair)
-        for i in range(2):
-            for server in (pair.stock, pair.cornplug):
-                Request(words(_PREFIX_TOKENS, 900 + i)).ask(server)
-        for i, request in enumerate(asked):
-            question = request.then("what happens next")
-            answers = {}
-            for server, other in zip(pair.in_turn(i), reversed(pair.in_turn(i)), strict=True):
-                with idle.watch(other):
-                    answers[server] = question.ask(server)
-            stock.append(answers[pair.stock].ttft_s)
-            shared.append(answers[pair.cornplug].ttft_s)
-            tokens.append(answers[pair.stock].prompt_tokens)
-            equal += answers[pair.stock].token_ids == answers[pair.cornplug].token_ids
-        hits(pair.cornplug, "kv_page")  # two more steps: all is counted
-        saved = int(pair.cornplug.metric("cornplug_saved_tokens_total"))
+        row = "TTFT, prefix on disk"
+        ask_fresh_pair(report, pair, asked, warm_tokens=_PREFIX_TOKENS, row=row, target=TARGET)
         stat = store.stat().disk
     assert stat is not None, "the store has a disk"
-    if saved < 0.9 * sum(tokens):
-        raise SystemExit(f"{saved} of {sum(tokens)} prompt tokens came from the store: no fair measurement")
-    report.rows.append(
-        Row(name="TTFT, prefix on disk", unit="s", stock=stock, cornplug=shared, target=TARGET)
-    )
-    report.facts["prompt tokens"] = f"{min(tokens)} to {max(tokens)}"
-    report.facts["prompt tokens from the store"] = f"{saved} of {sum(tokens)}"
     report.facts["pages that the store read from disk"] = f"{stat.reads}"
-    report.facts["answers equal on both sides, token by token"] = f"{equal} of {len(asked)}"
-    report.facts["used by the engine that waits"] = str(idle)
 
 
 def _store(here: Stage, disk: Path) -> StoreProcess:

@@ -1,0 +1,116 @@
+"""Time to first token on a second host, for prefixes that the first one has computed, by a far store.
+
+    python benchmarks/second_host.py [--quick] [--out DIR]
+
+Two hosts have a store each, and a Redis server in common; what stands for a host here is a daemon with a
+socket of its own. An engine of the first host answers prompts of about 1,500 tokens; when the far store has
+their pages, this engine and its store are killed. Then a fresh engine with cornplug on the second host and a
+fresh stock engine get the same prefixes with a new last question, in turns. Each page comes from Redis over
+TCP, is opened and verified; the second host's memory has none of them before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from driver import models
+from driver.prefixes import ask_fresh_pair
+from driver.requests import Request, words
+from driver.stage import VLLM, Stage, hits, options, stage
+from driver.table import Report
+
+from devkit.engines import StoreProcess, wait_until
+
+TARGET = 0.4
+_LLM = {"hidden_size": 1024, "layers": 12, "heads": 16, "kv_heads": 8}
+_FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "4")
+_PREFIX_TOKENS = 1500
+_WRITTEN_S = 300
+
+
+def main() -> int:
+    """Measure, print and write; always 0, for a missed target is a figure and not a fault."""
+    chosen = options(__doc__)
+    layers = 6 if chosen.quick else _LLM["layers"]
+    report = Report(
+        name="second_host",
+        title="A second host, 1.5k-token prefix in a far store: time to first token",
+        quick=chosen.quick,
+        set_up=[
+            f"Qwen2 of {layers} layers of 1024 (16 heads of 64, 8 KV heads), float32, random weights: a page "
+            f"has {layers / 4:g} MiB.",
+            f"Prefixes of about {_PREFIX_TOKENS} tokens, then a last question that no engine has seen.",
+            "Two stores with a Redis server in common, on one machine: TCP by the loopback device, so without "
+            "the time that a network takes.",
+            "The first host's engine and store were killed once Redis had all pages.",
+            "Stock and cornplug: same checkpoint and flags, prefix caching on, both fresh, warmed up with "
+            "the same unrelated prompts, asked in turns; the other one idles meanwhile.",
+        ],
+    )
+    model = models.qwen2_text(**{**_LLM, "layers": layers})
+    with stage(flags=_FLAGS, kv_gib=3) as here, _redis(here.folder) as url:
+        asked = [Request(words(_PREFIX_TOKENS, i)) for i in range(3 if chosen.quick else 8)]
+        _serve_on_first_host(here, model, url, asked)
+        with _store(here, url) as store, here.pair(model, "second") as pair:
+            row = "TTFT, prefix in a far store"
+            ask_fresh_pair(report, pair, asked, warm_tokens=_PREFIX_TOKENS, row=row, target=TARGET)
+            (far,) = store.stat().far.values()
+        report.facts["pages that the second host read from the far store"] = (
+            f"{far.reads}, {far.read_bytes >> 20} MiB"
+        )
+    report.show()
+    report.write(chosen.out)
+    return 0
+
+
+@contextlib.contextmanager
+def _redis(folder: Path) -> Iterator[str]:
+    """The URL of a server that ends on exit."""
+    program = shutil.which("valkey-server") or shutil.which("redis-server")
+    if program is None:
+        raise SystemExit("this benchmark needs redis-server or valkey-server: script/setup installs one")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    try:
+        yield f"valkey://127.0.0.1:{port}/0"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _store(here: Stage, url: str) -> StoreProcess:
+    """A host's store, empty; not started."""
+    return StoreProcess(here.store_socket, "--far", url, size="4GiB", env=here.env)
+
+
+def _serve_on_first_host(here: Stage, model: Path, url: str, asked: Sequence[Request]) -> None:
+    store, first = _store(here, url), here.cornplug(model, "first", VLLM, "--cornplug-save", "always")
+    store.start()
+    try:
+        first.start()
+        for request in asked:
+            request.then("who is this").ask(first)
+        hits(first, "kv_page")  # two more steps: saved pages are committed
+        store.settle(deadline_s=_WRITTEN_S)
+
+        def written() -> bool:
+            (far,) = store.stat().far.values()
+            return far.writes.get("written", 0) >= store.stat().entries and not far.queued
+
+        wait_until(written, deadline_s=_WRITTEN_S, what="all pages in the far store")
+    finally:
+        first.kill()
+        store.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
