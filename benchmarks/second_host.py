@@ -46,8 +46,8 @@ def main() -> int:
             f"Qwen2 of {layers} layers of 1024 (16 heads of 64, 8 KV heads), float32, random weights: a page "
             f"has {layers / 4:g} MiB.",
             f"Prefixes of about {_PREFIX_TOKENS} tokens, then a last question that no engine has seen.",
-            "Two stores with a Redis server in common, on one machine: TCP by the loopback device, so without "
-            "the time that a network takes.",
+            "Two stores with a Redis server in common, on one machine: TCP by the loopback device, without a "
+            "network's latency.",
             "The first host's engine and store were killed once Redis had all pages.",
             "Stock and cornplug: same checkpoint and flags, prefix caching on, both fresh, warmed up with "
             "the same unrelated prompts, asked in turns; the other one idles meanwhile.",

@@ -9,42 +9,22 @@ from pathlib import Path
 
 import pytest
 from integration.stack import PREAMBLE, Ask, count
+from integration.text_host import TextHost
 
 from devkit import checkpoints
-from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer, wait_until
-from devkit.sglang_engine import SglangServer
+from devkit.engines import Answer, StoreProcess, wait_until
 
 pytestmark = pytest.mark.integration
 
 ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(3))
-_FLAGS = {"vllm": ("--kv-connector", "cornplug"), "sglang": ()}
-
-
-class Host:
-    """A store with a disk, and engines of one text model beside it."""
-
-    def __init__(self, folder: Path, sockets: Path) -> None:
-        self.folder, self.disk = folder, folder / "disk"
-        self.socket = sockets / "store.sock"
-        self.model = checkpoints.qwen2_text(folder / "model")
-
-    def store(self) -> StoreProcess:
-        """Not started."""
-        disk = ("--disk", str(self.disk), "--disk-size", "1GiB")
-        return StoreProcess(self.socket, *disk, log=self.folder / "store.log")
-
-    def engine(self, kind: str, name: str) -> EngineServer:
-        """Not started."""
-        flags = ("--cornplug-app", name, "--cornplug-store", str(self.socket))
-        server = SglangServer if kind == "sglang" else VllmServer
-        env = {"CORNPLUG_STORE_AUTOSTART": "false"}
-        return server(self.model, *_FLAGS[kind], *flags, log=self.folder / f"{name}.log", env=env)
 
 
 @pytest.fixture
-def host(tmp_path: Path) -> Iterator[Host]:
+def host(tmp_path: Path) -> Iterator[TextHost]:
+    """Its store has a disk."""
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
-    yield Host(tmp_path, sockets)
+    disk = ("--disk", str(tmp_path / "disk"), "--disk-size", "1GiB")
+    yield TextHost("host", checkpoints.qwen2_text(tmp_path / "model"), tmp_path, sockets, *disk)
     shutil.rmtree(sockets, ignore_errors=True)
 
 
@@ -57,7 +37,7 @@ def on_disk(store: StoreProcess) -> int:
 
 @pytest.mark.support("Faults", "the host restarts: a prefix from the store's disk", engine="vllm sglang")
 @pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.stress)])
-def test_engine_after_everything_is_killed_takes_its_prefix_from_disk(host: Host, kind: str) -> None:
+def test_engine_after_everything_is_killed_takes_its_prefix_from_disk(host: TextHost, kind: str) -> None:
     answers: list[Answer] = []
     store, first = host.store(), host.engine(kind, "first")
     try:
