@@ -22,7 +22,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 from cornplug.errors import ConfigError
 from cornplug.private_paths import runtime_dir
 from cornplug.settings.qos_settings import ClassConfig, QosConfig
-from cornplug.settings.settings_section import Section
+from cornplug.settings.settings_section import Section, comma_separated
 from cornplug.settings.store_settings import STORE_PROTOCOL, NamespaceConfig, StoreConfig
 
 __all__ = [
@@ -142,11 +142,7 @@ class EncoderConfig(Section):
     @field_validator("urls", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
-        return (
-            tuple(part.strip() for part in value.split(",") if part.strip())
-            if isinstance(value, str)
-            else value
-        )
+        return comma_separated(value)
 
     @field_validator("image_formats")
     @classmethod

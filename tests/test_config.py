@@ -39,6 +39,15 @@ def test_load_environment_over_file_overrides_over_both(file: Path) -> None:
     assert (config.store.size_bytes, config.store.lease_s, config.engine.app) == (2000, 7.0, "from-flag")
 
 
+def test_load_urls_of_far_stores_come_from_flag_variable_and_file(tmp_path: Path) -> None:
+    urls = ("file:///share", "valkey://far:6379/0")
+    assert load({"store.far": "file:///share, valkey://far:6379/0"}, environ={}).store.far == urls
+    assert load(environ={"CORNPLUG_STORE_FAR": ",".join(urls)}).store.far == urls
+    (tmp_path / "c.toml").write_text('[store]\nfar = ["file:///share", "valkey://far:6379/0"]\n')
+    assert load(environ={"CORNPLUG_CONFIG": str(tmp_path / "c.toml")}).store.far == urls
+    assert load(environ={"CORNPLUG_STORE_FAR": ""}).store.far == ()
+
+
 def test_load_relative_paths_are_of_the_files_folder_and_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,3 +7,10 @@ from pydantic import BaseModel, ConfigDict
 
 class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def comma_separated(value: object) -> object:
+    """The parts of a text between commas, as flags and variables have several values; anything else as it is."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())

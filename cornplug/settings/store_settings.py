@@ -8,7 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cornplug.private_paths import cache_dir, runtime_dir
-from cornplug.settings.settings_section import Section
+from cornplug.settings.settings_section import Section, comma_separated
 
 STORE_PROTOCOL: Final = 6
 """The version of the protocol between clients and store. It is in the socket's default name: during a rolling
@@ -110,6 +110,11 @@ class StoreConfig(Section):
     )
     """Namespaces, by name. Only the file named by `CORNPLUG_CONFIG` has them, and the store reads it as it
     starts. Apps that none of them names share the namespace "default"."""
+
+    @field_validator("far", mode="before")
+    @classmethod
+    def _split(cls, value: object) -> object:
+        return comma_separated(value)
 
     @field_validator("metrics")
     @classmethod

@@ -25,6 +25,7 @@ ALL = [
     "--cornplug-store-size", "1073741824", "--cornplug-encoder", "/run/e.sock",
     "--cornplug-store-deadline", "0.2", "--cornplug-encoder-deadline", "3", "--cornplug-page-tokens", "128",
     "--cornplug-save", "second", "--cornplug-store-disk", "/nvme/store",
+    "--cornplug-store-far", "file:///share,valkey://far:6379/0",
 ]  # fmt: skip
 
 
@@ -91,6 +92,7 @@ def test_flags_all_reach_their_settings() -> None:
     assert config.encoder.socket == Path("/run/e.sock")
     assert (config.store.deadline_s, config.encoder.deadline_s) == (0.2, 3.0)
     assert (config.engine.page_tokens, config.engine.save) == (128, "second")
+    assert config.store.far == ("file:///share", "valkey://far:6379/0")
 
 
 def test_kv_connector_unknown_name_is_argparse_error(capsys: pytest.CaptureFixture[str]) -> None:
