@@ -10,7 +10,7 @@ class Section(BaseModel):
 
 
 def comma_separated(value: object) -> object:
-    """The parts of a text between commas, as flags and variables have several values; anything else as it is."""
+    """The parts of a text between commas, for values of flags and variables; anything else as it is."""
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",") if part.strip())
