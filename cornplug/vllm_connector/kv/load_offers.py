@@ -108,7 +108,8 @@ class LoadOffers:
         if tracked.far is not None or not self._may_recall(tracked):
             return False
         some = range(absent.start, min(absent.stop, absent.start + MOST_SOUGHT))
-        tracked.far = self._recalls.seek(keys_of(some))
+        tokens = len(absent) * self._page.page_tokens
+        tracked.far = self._recalls.seek(keys_of(some), tokens=tokens)
         return tracked.far is not None
 
     def _recall(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Final
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import FarReads, Tier, TieredReads
-from cornplug.store.recall import FAR_WAIT_S
 from cornplug.vllm_connector.kv.costs import LoadCosts
 
 if TYPE_CHECKING:
@@ -82,13 +81,13 @@ class PageRecalls:
         """Whether a far store can be asked for absent pages."""
         return self.far is not None and self.far.far_answers
 
-    def seek(self, keys: Sequence[bytes]) -> FarQuestion | None:
-        """Have far stores asked for these absent pages; None where that was done a moment ago, or none of
-        them answers. Raises StoreUnavailable."""
+    def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
+        """Have far stores asked for these absent pages, the first of so many tokens; None where that was done
+        a moment ago, or none of them answers. Raises StoreUnavailable."""
         if self.far is None or not self.far.seek(keys):
             return None
         now_s = self._waited_s = time.monotonic()
-        return FarQuestion(keys[0], now_s + FAR_WAIT_S, now_s)
+        return FarQuestion(keys[0], now_s + self._costs.far_wait_s(tokens), now_s)
 
     def awaits(self, question: FarQuestion) -> bool:
         """Whether its answer may still come in time. Raises StoreUnavailable."""
