@@ -8,6 +8,8 @@ from driver.requests import Request, words
 from driver.stage import Idle, Pair, hits
 from driver.table import Report, Row
 
+_REASONS = ("absent", "cheaper", "disk_late")
+
 
 def ask_fresh_pair(
     report: Report, pair: Pair, asked: Sequence[Request], *, warm_tokens: int, row: str, target: float
@@ -37,7 +39,14 @@ def ask_fresh_pair(
     hits(pair.cornplug, "kv_page")  # two more steps: all is counted
     saved = int(pair.cornplug.metric("cornplug_saved_tokens_total"))
     if saved < 0.9 * sum(tokens):
-        raise SystemExit(f"{saved} of {sum(tokens)} prompt tokens came from the store: no fair measurement")
+        misses = {
+            reason: int(pair.cornplug.metric("cornplug_misses_total", what="kv_page", reason=reason))
+            for reason in _REASONS
+        }
+        raise SystemExit(
+            f"{saved} of {sum(tokens)} prompt tokens came from the store, missed pages {misses}: "
+            "no fair measurement"
+        )
     report.rows.append(Row(name=row, unit="s", stock=stock, cornplug=shared, target=target))
     report.facts["prompt tokens"] = f"{min(tokens)} to {max(tokens)}"
     report.facts["prompt tokens from the store"] = f"{saved} of {sum(tokens)}"
