@@ -20,6 +20,7 @@ from cornplug.private_paths import read_secret
 from cornplug.store.arena import SharedArena
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
+from cornplug.testing.store import StoreStage
 
 
 def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
@@ -80,6 +81,21 @@ def connect(store_config: StoreConfig) -> Iterator[Callable[..., PoolStore]]:
     yield make
     for store in stores:
         store.close()
+
+
+def pool_stage(
+    serve: Callable[..., StoreServer], connect: Callable[..., PoolStore], *, size_bytes: int, **settings: Any
+) -> StoreStage:
+    """A daemon with short times, as `StoreContract` needs it. `settings` are those of `StoreServer`."""
+    serve(size_bytes=size_bytes, reservation_s=0.6, reclaim_s=1.2, **settings)
+    return StoreStage(
+        connect,
+        time.sleep,
+        quarantine_s=0.3,
+        reservation_s=0.6,
+        reclaim_s=1.2,
+        raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
+    )
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, fill, key, lease, present, reserve
 
-from .conftest import answers, eventually
+from .conftest import answers, eventually, pool_stage
 
 Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -34,15 +34,7 @@ Start = Callable[..., "subprocess.Popen[str]"]
 class TestPoolStore(StoreContract):
     @pytest.fixture
     def stage(self, serve_in_thread: Callable[..., StoreServer], connect: Connect) -> StoreStage:
-        serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2)
-        return StoreStage(
-            connect,
-            time.sleep,
-            quarantine_s=0.3,
-            reservation_s=0.6,
-            reclaim_s=1.2,
-            raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
-        )
+        return pool_stage(serve_in_thread, connect, size_bytes=self.capacity_bytes)
 
 
 def _refused(call: Callable[[], object]) -> tuple[str, float]:

@@ -191,9 +191,7 @@ class FarPeer:
         return job
 
     def _ask_some(self) -> None:
-        keys = [
-            self._wanted.popitem(last=False)[0] for _ in range(min(len(self._wanted), self._store.most_names))
-        ]
+        keys = _taken(self._wanted, self._store.most_names)
         self._asking = True
         names = [self._sealer.name(key) for key in keys]
         work = functools.partial(self._store.exists, names)
@@ -201,7 +199,7 @@ class FarPeer:
 
     def _delete_some(self) -> None:
         """On the thread that writes: behind the writing of the same entries, before a new one."""
-        keys = [self._ended.popitem(last=False)[0] for _ in range(min(len(self._ended), _DELETED_AT_ONCE))]
+        keys = _taken(self._ended, _DELETED_AT_ONCE)
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
         self._mover.write(self._timed(work, MOVE_S), self._deleted)
 
@@ -286,6 +284,11 @@ class FarPeer:
             self._answered()
         else:
             self._failed(str(result))
+
+
+def _taken(keys: OrderedDict[bytes, None], most: int) -> list[bytes]:
+    """The first ones, which are then no longer in `keys`."""
+    return [keys.popitem(last=False)[0] for _ in range(min(len(keys), most))]
 
 
 def _bounded(keys: OrderedDict[bytes, None], key: bytes) -> None:

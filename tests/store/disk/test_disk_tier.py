@@ -21,7 +21,7 @@ from cornplug.store.table.entry_table import MappedEntryTable
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, key, present
 
-from ..conftest import eventually
+from ..conftest import eventually, pool_stage
 from .disk_stage import KIB, MIB, disk_of, end, get, payload_of, put, scanned, tier_of, written
 
 Serve = Callable[..., StoreServer]
@@ -34,15 +34,7 @@ class TestPoolStoreWithDisk(StoreContract):
 
     @pytest.fixture
     def stage(self, serve_in_thread: Serve, connect: Connect, disk: OpenedDisk) -> StoreStage:
-        serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2, disk=disk)
-        return StoreStage(
-            connect,
-            time.sleep,
-            quarantine_s=0.3,
-            reservation_s=0.6,
-            reclaim_s=1.2,
-            raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
-        )
+        return pool_stage(serve_in_thread, connect, size_bytes=self.capacity_bytes, disk=disk)
 
 
 def test_disk_tier_entry_outlives_its_daemon(connect: Connect, start_daemon: Start, folder: Path) -> None:

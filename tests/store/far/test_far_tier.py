@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from cornplug.store.recall import recalled
 from cornplug.testing import StoreContract
 from cornplug.testing.store import DEADLINE_S, StoreStage, key
 
-from ..conftest import eventually
+from ..conftest import eventually, pool_stage
 from ..disk.disk_stage import KIB, get, payload_of, put, tier_of
 from .far_stage import Host, RedisServer
 
@@ -41,15 +40,7 @@ class TestPoolStoreWithFar(StoreContract):
     ) -> StoreStage:
         secret = read_secret(store_config.secret_file)
         far = open_far([f"file://{share}"], secret, secret_file=store_config.secret_file)
-        serve_in_thread(size_bytes=self.capacity_bytes, reservation_s=0.6, reclaim_s=1.2, far=far)
-        return StoreStage(
-            connect,
-            time.sleep,
-            quarantine_s=0.3,
-            reservation_s=0.6,
-            reclaim_s=1.2,
-            raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
-        )
+        return pool_stage(serve_in_thread, connect, size_bytes=self.capacity_bytes, far=far)
 
 
 def found(one: Host, name: object) -> bytes | None:
