@@ -21,7 +21,7 @@ from devkit.quantised import with_kv_scales
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
 
 
-# A process imports vLLM for a quarter of a minute: one looks at all of them, and looks at the model classes itself
+# A process imports vLLM for a quarter of a minute: one looks at all of them, and at the model classes itself
 # (vLLM starts a process for each, so that none touches a GPU).
 _ALL = """
 import os, sys
