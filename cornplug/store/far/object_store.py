@@ -6,7 +6,7 @@ import asyncio
 import datetime
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
 import obstore
@@ -15,6 +15,9 @@ from obstore.store import LocalStore, ObjectStore, S3Store
 
 from cornplug.errors import ConfigError
 from cornplug.store.far.far_store import MOVE_S, FarFailure
+
+if TYPE_CHECKING:
+    from obstore import ObjectMeta
 
 _SETTING: Final = "store.far"
 _MOST_BYTES: Final = 64 << 20
@@ -32,30 +35,20 @@ class ObjectFarStore:
         self._store = store
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        if isinstance(self._store, LocalStore):
-            # A folder answers sooner than an event loop begins.
-            return [self._is_there(name) for name in names]
-        return asyncio.run(self._all_exist(names))
+        # A folder answers sooner than an event loop begins.
+        local = isinstance(self._store, LocalStore)
+        heads = [self._head(name) for name in names] if local else asyncio.run(self._heads(names))
+        return [_is_there(head) for head in heads]
 
-    def _is_there(self, name: str) -> bool:
+    def _head(self, name: str) -> ObjectMeta | BaseException:
         try:
-            return bool(obstore.head(self._store, name)["size"] <= _MOST_BYTES)
-        except FileNotFoundError:
-            return False
+            return obstore.head(self._store, name)
         except (BaseError, OSError) as e:
-            raise _failure(e) from None
+            return e
 
-    async def _all_exist(self, names: Sequence[str]) -> list[bool]:
-        return list(await asyncio.gather(*[self._exists(name) for name in names]))
-
-    async def _exists(self, name: str) -> bool:
-        try:
-            found = await obstore.head_async(self._store, name)
-        except FileNotFoundError:
-            return False
-        except (BaseError, OSError) as e:
-            raise _failure(e) from None
-        return found["size"] <= _MOST_BYTES
+    async def _heads(self, names: Sequence[str]) -> list[ObjectMeta | BaseException]:
+        heads = [obstore.head_async(self._store, name) for name in names]
+        return await asyncio.gather(*heads, return_exceptions=True)
 
     def get(self, name: str) -> bytes | None:
         try:
@@ -76,9 +69,11 @@ class ObjectFarStore:
             raise _failure(e) from None
 
     def delete(self, names: Sequence[str]) -> None:
-        for name in names:
+        # A bucket deletes all by one request; a folder would stop at the first name that it does not have.
+        batches = [[name] for name in names] if isinstance(self._store, LocalStore) else [list(names)]
+        for batch in batches:
             try:
-                obstore.delete(self._store, name)
+                obstore.delete(self._store, batch)
             except FileNotFoundError:
                 continue
             except (BaseError, OSError) as e:
@@ -118,6 +113,16 @@ def open_s3_url(url: str) -> ObjectFarStore:
     except (BaseError, ValueError) as e:
         raise ConfigError(_SETTING, f"{url}: {_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys.") from e
     return ObjectFarStore(store)
+
+
+def _is_there(head: ObjectMeta | BaseException) -> bool:
+    if isinstance(head, FileNotFoundError):
+        return False
+    if isinstance(head, (BaseError, OSError)):
+        raise _failure(head) from None
+    if isinstance(head, BaseException):
+        raise head
+    return head["size"] <= _MOST_BYTES
 
 
 def _failure(problem: Exception) -> FarFailure:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
-import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from .far_stage import Host, RedisServer
+from cornplug.host import free_port
+
+from ..conftest import eventually
+from .far_stage import Host, RedisServer, answers_at
 
 
 @pytest.fixture
@@ -20,15 +26,38 @@ def share(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of an S3 server, which takes as long to start as a dozen of its tests."""
+    port, log = free_port(), tmp_path_factory.mktemp("s3") / "log"
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "moto.server", "--host", "127.0.0.1", "--port", str(port)]
+        server = subprocess.Popen(command, stdout=output, stderr=output)
+    eventually(lambda: server.poll() is not None or answers_at(port))
+    assert server.poll() is None, log.read_text()
+    yield port
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of a bucket of its own; the environment names the server."""
+    address, bucket = f"http://127.0.0.1:{s3_port}", f"b{secrets.token_hex(8)}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "test")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    with urllib.request.urlopen(urllib.request.Request(f"{address}/{bucket}", method="PUT"), timeout=10):
+        return f"s3://{bucket}/cornplug"
+
+
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = RedisServer(program, port, tmp_path)
+    server = RedisServer(program, free_port(), tmp_path)
     server.start()
     yield server
     server.end()
@@ -50,11 +79,13 @@ def host(short_path: Path) -> Iterator[Callable[..., Host]]:
         one.end()
 
 
-@pytest.fixture(params=["file", "valkey"])
+@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.integration), "valkey"])
 def url(request: pytest.FixtureRequest) -> str:
     """The URL of a far store, of each kind."""
     if request.param == "file":
-        share: Path = request.getfixturevalue("share")
-        return f"file://{share}"
+        return f"file://{request.getfixturevalue('share')}"
+    if request.param == "s3":
+        bucket: str = request.getfixturevalue("s3")
+        return bucket
     redis: RedisServer = request.getfixturevalue("redis")
     return redis.url

@@ -1,11 +1,15 @@
-"""A host with a daemon, and a Redis or Valkey server that tests stop, kill and start again."""
+"""A host with a daemon, a Redis or Valkey server that tests stop, kill and start again, and a slow wire."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -58,6 +62,13 @@ class Host:
         self.daemon.communicate(timeout=30)
 
 
+def answers_at(port: int) -> bool:
+    """Whether a server of this host takes connections at a port."""
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
 class RedisServer:
     """A server on this host, without persistence."""
 
@@ -108,3 +119,31 @@ class RedisServer:
         if self._process is not None and self._process.poll() is None:
             os.kill(self._process.pid, signal.SIGCONT)
             self.kill()
+
+
+class SlowWire:
+    """A way to a server that passes on what clients send only after `delay_s`."""
+
+    def __init__(self, port: int, delay_s: float) -> None:
+        self._port, self._delay_s = port, delay_s
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client, _ = self._listener.accept()
+                server = socket.create_connection(("127.0.0.1", self._port))
+                for source, sink, delay_s in ((client, server, self._delay_s), (server, client, 0.0)):
+                    threading.Thread(target=self._pass_on, args=(source, sink, delay_s), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket, delay_s: float) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                time.sleep(delay_s)
+                sink.sendall(data)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
