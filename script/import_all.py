@@ -12,7 +12,11 @@ import pkgutil
 import sys
 from pathlib import Path
 
-OF_AN_EXTRA = {"cornplug.store.far.object_store": "obstore", "cornplug.store.far.valkey_store": "valkey"}
+OF_AN_EXTRA = {
+    "cornplug.store.far.mooncake_store": "mooncake",
+    "cornplug.store.far.object_store": "obstore",
+    "cornplug.store.far.valkey_store": "valkey",
+}
 """Imported for a URL that names them only (`store/far/open_far.py`)."""
 
 

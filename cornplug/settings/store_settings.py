@@ -78,9 +78,9 @@ class StoreConfig(Section):
     it takes."""
     far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """URLs of far stores, by which hosts share entries: `file:///FOLDER` (a mounted share), `s3://BUCKET/PREFIX`,
-    `valkey://HOST:6379/0` (`redis://` too). Records there are sealed. Needs a
-    `secret_file` that all hosts have, and the extra `cornplug[far-object]` or `cornplug[far-valkey]`. Empty:
-    nothing leaves this host."""
+    `valkey://HOST:6379/0` (`redis://` too), `mooncake://MASTER:50051`. Records there are sealed. Needs a
+    `secret_file` that all hosts have, and the extra `cornplug[far-object]`, `cornplug[far-valkey]` or
+    `cornplug[far-mooncake]`. Empty: nothing leaves this host."""
     autostart: bool = True
     """An engine starts a store when none answers at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)

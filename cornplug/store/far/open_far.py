@@ -18,6 +18,7 @@ _VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
 _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "file": ("object_store", "open_folder_url", "far-object"),
     "s3": ("object_store", "open_s3_url", "far-object"),
+    "mooncake": ("mooncake_store", "open_mooncake_url", "far-mooncake"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip
 """Scheme of a URL -> module, function and the extra that brings its package."""

@@ -15,7 +15,7 @@ import pytest
 from cornplug.host import free_port
 
 from ..conftest import eventually
-from .far_stage import Host, RedisServer, answers_at
+from .far_stage import Host, MooncakeMaster, RedisServer, answers_at
 
 
 @pytest.fixture
@@ -53,6 +53,15 @@ def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.fixture
+def mooncake(tmp_path: Path) -> Iterator[MooncakeMaster]:
+    pytest.importorskip("mooncake", reason="there is no wheel of it for every interpreter")
+    master = MooncakeMaster(tmp_path)
+    master.start()
+    yield master
+    master.kill()
+
+
+@pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
     program = shutil.which("valkey-server") or shutil.which("redis-server")
     if program is None:
@@ -79,7 +88,10 @@ def host(short_path: Path) -> Iterator[Callable[..., Host]]:
         one.end()
 
 
-@pytest.fixture(params=["file", pytest.param("s3", marks=pytest.mark.integration), "valkey"])
+_SERVED = [pytest.param(kind, marks=pytest.mark.integration) for kind in ("mooncake", "s3")]
+
+
+@pytest.fixture(params=["file", *_SERVED, "valkey"])
 def url(request: pytest.FixtureRequest) -> str:
     """The URL of a far store, of each kind."""
     if request.param == "file":
@@ -87,5 +99,7 @@ def url(request: pytest.FixtureRequest) -> str:
     if request.param == "s3":
         bucket: str = request.getfixturevalue("s3")
         return bucket
-    redis: RedisServer = request.getfixturevalue("redis")
-    return redis.url
+    server: MooncakeMaster | RedisServer = request.getfixturevalue(
+        "mooncake" if request.param == "mooncake" else "redis"
+    )
+    return server.url

@@ -17,6 +17,7 @@ from valkey import Valkey
 from valkey.exceptions import ValkeyError
 
 from cornplug.config import StoreConfig
+from cornplug.host import free_port
 from cornplug.store.client import PoolStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.stats.store_stats import FarStat
@@ -67,6 +68,32 @@ def answers_at(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
+
+
+class MooncakeMaster:
+    """A master on this host; the daemons of the URL give its memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.port, self._folder = free_port(), folder
+        self.url = f"mooncake://127.0.0.1:{self.port}?segment=64MiB"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "mooncake.cli", f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
+        command += [f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1", "--client_ttl=2"]
+        with (self._folder / "mooncake.log").open("a") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        eventually(lambda: answers_at(self.port))
+
+    def stop(self) -> None:
+        """It answers no more, and its connections stay."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 class RedisServer:

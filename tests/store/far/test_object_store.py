@@ -27,7 +27,7 @@ def slow(s3: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far
 
 
 @pytest.mark.integration
-def test_bucket_far_away_deletes_a_batch_within_the_deadline(s3: str, slow: FarStore) -> None:
+def test_object_store_bucket_far_away_deletes_a_batch_within_the_deadline(s3: str, slow: FarStore) -> None:
     near, there = open_s3_url(s3), NAMES[::9]
     for name in there:
         near.put(name, b"record")
@@ -38,7 +38,7 @@ def test_bucket_far_away_deletes_a_batch_within_the_deadline(s3: str, slow: FarS
     assert near.exists(there) == [False] * len(there)
 
 
-def test_folder_deletes_a_batch_of_which_it_lacks_some(share: Path) -> None:
+def test_object_store_folder_deletes_a_batch_of_which_it_lacks_some(share: Path) -> None:
     folder = open_folder_url(f"file://{share}")
     for name in NAMES[::2]:
         folder.put(name, b"record")
@@ -47,7 +47,7 @@ def test_folder_deletes_a_batch_of_which_it_lacks_some(share: Path) -> None:
 
 
 @pytest.mark.integration
-def test_bucket_that_is_not_there_takes_no_record(s3: str) -> None:
+def test_object_store_bucket_that_is_not_there_takes_no_record(s3: str) -> None:
     other = open_s3_url("s3://no-such-bucket/cornplug")
     with pytest.raises(FarFailure):
         other.put(NAMES[0], b"record")
