@@ -60,9 +60,11 @@ class Answer(msgspec.Struct, array_like=True):
 
 def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
     """Answer until the daemon's ends of all sockets are closed."""
-    # Imported here: it needs libraries of the system (libibverbs1), and says which in the daemon's log.
-    from mooncake.store import MooncakeDistributedStore
-
+    try:
+        # Not above: the daemon, which imports this module too, does without the library.
+        from mooncake.store import MooncakeDistributedStore
+    except ImportError as e:
+        sys.exit(f"cornplug: Mooncake's client does not import: {e}. On Debian run: apt install libibverbs1")
     signal.alarm(_LONGEST_S)
     client = MooncakeDistributedStore()
     code = client.setup(

@@ -89,8 +89,9 @@ class _Client:
         descriptors = [its.fileno() for its in theirs]
         command = [sys.executable, "-m", "cornplug.store.far.mooncake_client"]
         command += [msgspec.json.encode(settings).decode(), *map(str, descriptors)]
-        # Its library says each failed call on stderr; a signal from a terminal is the daemon's.
-        env = {"GLOG_minloglevel": "3", **os.environ}
+        # Its errors are in the daemon's log, and no more unless the operator wants it. A signal from a
+        # terminal is the daemon's.
+        env = {"MC_LOG_LEVEL": "ERROR", **os.environ}
         self._process = subprocess.Popen(command, pass_fds=descriptors, env=env, start_new_session=True)
         for its in theirs:
             its.close()

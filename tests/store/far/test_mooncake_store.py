@@ -46,6 +46,7 @@ def test_mooncake_store_record_takes_the_place_of_an_older_one(cluster: FarStore
     with pytest.raises(FarFailure, match="Mooncake's error -"):
         cluster.put("cp1/larger than its segments", bytes(100 << 20))
     cluster.close()
+    eventually(lambda: cluster._client.ended)  # type: ignore[attr-defined]
 
 
 @pytest.mark.integration
