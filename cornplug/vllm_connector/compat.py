@@ -8,6 +8,7 @@ hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 * `ImageEmbeddingMediaIO.load_base64`: handles in the place of embeddings;
 * `Worker.load_model`: to compare the loaded weights with the files;
 * `MultiConnector.__init__` and `.update_state_after_alloc`: to learn that other connectors load KV;
+* `EngineCoreProc.run_busy_loop`: to wake an engine that sleeps;
 * `EngineCore._reset_caches`: to tell a pause from a reset that a user asked for;
 * `collective_rpc` and `sleep` of `EngineCore` and `AsyncLLM`: to learn that the weights were replaced.
 """

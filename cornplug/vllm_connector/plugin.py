@@ -47,7 +47,7 @@ def _install() -> None:
 
     from cornplug.vllm_connector import connector_config, flags
     from cornplug.vllm_connector.ec import mm_identifiers
-    from cornplug.vllm_connector.kv import keys_ahead, provenance, resets
+    from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
     from cornplug.vllm_connector.model import loaded_weights, weight_updates
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
@@ -58,7 +58,7 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    kv = keys_ahead, provenance, resets
+    kv = engine_alarm, keys_ahead, provenance, resets
     for seams in (flags, connector_config, mm_identifiers, *kv, loaded_weights, weight_updates):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)

@@ -6,12 +6,21 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from vllm.model_executor.models import registry
 
 from cornplug.engine_common import engine_state
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 
 from .rig import Engine
+
+
+@pytest.fixture(scope="session", autouse=True)
+def model_classes_in_process() -> Iterator[None]:
+    """vLLM looks at each model class in a process of its own, so that none touches a GPU: 15 s each time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "_run_in_subprocess", lambda look: look())
+        yield
 
 
 @pytest.fixture

@@ -20,12 +20,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from cornplug.vllm_connector import connector_config, flags, plugin
 from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import keys_ahead, provenance, resets
+from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import loaded_weights, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (keys_ahead, provenance, resets)
+KV = (engine_alarm, keys_ahead, provenance, resets)
 WRAPPING = (flags, connector_config, mm_identifiers, *KV, loaded_weights, weight_updates)
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (

@@ -22,6 +22,7 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
+from cornplug.vllm_connector.kv.engine_alarm import ALARM, EngineAlarm
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
@@ -33,11 +34,12 @@ if TYPE_CHECKING:
 
     from cornplug.vllm_connector.kv_events.page_events import KeptRequest, PageEvents
 
-_SETTLE_S: Final = 0.05
-"""Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
-_LIMIT_S: Final = 1.0
-"""Time without a scheduled token for which an engine is kept stepping. It sleeps then, and saves the other
-pages when it is idle again; a caller that pauses the engine waits no longer than that."""
+_SETTLE_S: Final = 0.5
+"""Time without a scheduled token before the first copy: a pause between two requests is not idleness. An
+engine that is busy for 0.8 of the time has few pauses as long; a copy delays the request that ends one."""
+_LIMIT_S: Final = 1.5
+"""Time without a scheduled token after which an engine sleeps, and saves the other pages when it is idle
+again. It is awake for the difference, and a caller that pauses it waits no longer than that."""
 _BATCH_BYTES: Final = 32 << 20
 """Pages that are copied at a time; a request that arrives has so many bytes beside it."""
 
@@ -88,8 +90,10 @@ class IdleSaves:
         requests: SavingRequests,
         saves: PageSaves,
         publisher: PagePublisher,
+        alarm: EngineAlarm = ALARM,
     ) -> None:
         """`publisher`: one that asks for room whether a page was seen or not."""
+        self._alarm = alarm
         self._run, self._page = runtime, page
         self._requests, self._saves, self._publisher = requests, saves, publisher
         self._batch_pages = max(1, _BATCH_BYTES // page.page_bytes)
@@ -109,6 +113,8 @@ class IdleSaves:
         """Block -> saves that read it, or have read it."""
         self._reused: list[str] = []
         self._idle_since: float | None = None
+        self._woken = False
+        """The alarm ends this pause, so the engine need not step through it."""
         self._unanswered = False
         """The store was asked since the engine was idle, and did not answer."""
 
@@ -126,7 +132,10 @@ class IdleSaves:
     def __bool__(self) -> bool:
         if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
             return False
-        return self._idle_since is None or time.monotonic() <= self._idle_since + _LIMIT_S
+        if self._idle_since is None:
+            return True
+        idle_s = time.monotonic() - self._idle_since
+        return idle_s <= _LIMIT_S and not (self._woken and idle_s < _SETTLE_S)
 
     def remember(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
         """Take the pages of a request that is over, and has these blocks still."""
@@ -149,7 +158,7 @@ class IdleSaves:
             return []
         now = time.monotonic()
         if self._idle_since is None:
-            self._idle_since = now
+            self._idle_since, self._woken = now, self._alarm.set(_SETTLE_S)
         settled = _SETTLE_S <= now - self._idle_since <= _LIMIT_S
         if self._unanswered or not settled or self._requests.unfinished():
             return []

@@ -1,0 +1,77 @@
+"""Wakes an engine core that sleeps until its next request.
+
+vLLM's core blocks on its input queue while it has no work. Without an alarm, an engine that may save after
+a pause would have to step through each pause, hundreds of times a second in two processes. The alarm puts
+vLLM's own wake-up into that queue, as its signal handler does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+
+class EngineAlarm:
+    """One per process; set by the engine's thread, and rung by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._wake: Callable[[], None] | None = None
+        self._due: float | None = None
+        self._rings = False
+        """A thread waits for the time."""
+
+    def bind(self, wake: Callable[[], None] | None) -> None:
+        """Take the function that wakes the engine; None when its loop has ended."""
+        with self._changed:
+            self._wake = wake
+            self._due = None
+            self._changed.notify()
+
+    def set(self, seconds: float) -> bool:
+        """Whether the engine is woken in `seconds`: only a loop of its own sleeps.
+
+        A later call puts it off. It is for one caller, whose time is always the same.
+        """
+        with self._changed:
+            if self._wake is None:
+                return False
+            self._due = time.monotonic() + seconds
+            if not self._rings:
+                self._rings = True
+                threading.Thread(target=self._ring, name="cornplug-alarm", daemon=True).start()
+            return True
+
+    def _ring(self) -> None:
+        """Ring once and end. Pauses are many: a time that was put off is seen when the first one is up."""
+        with self._changed:
+            while self._due is not None:
+                left = self._due - time.monotonic()
+                if left <= 0:
+                    break
+                self._changed.wait(left)
+            wake = self._wake if self._due is not None else None
+            self._due, self._rings = None, False
+        if wake is not None:
+            wake()
+
+
+ALARM: Final = EngineAlarm()
+
+
+def _run_busy_loop(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    ALARM.bind(lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
+    try:
+        return original(core, *args, **kwargs)
+    finally:
+        ALARM.bind(None)
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.core", "EngineCoreProc.run_busy_loop", _run_busy_loop),
+    ("vllm.v1.engine.core", "DPEngineCoreProc.run_busy_loop", _run_busy_loop),
+)

@@ -1,0 +1,81 @@
+"""The alarm that wakes an engine core, and vLLM's own loop that it wakes."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+from cornplug.vllm_connector.kv.engine_alarm import ALARM, EngineAlarm, _run_busy_loop
+
+
+@pytest.fixture
+def rung() -> queue.Queue[float]:
+    return queue.Queue()
+
+
+@pytest.fixture
+def alarm(rung: queue.Queue[float]) -> Iterator[EngineAlarm]:
+    alarm = EngineAlarm()
+    alarm.bind(lambda: rung.put(time.monotonic()))
+    yield alarm
+    alarm.bind(None)
+
+
+def threads() -> int:
+    return sum(thread.name == "cornplug-alarm" for thread in threading.enumerate())
+
+
+def test_engine_alarm_rings_once_and_not_before_its_time(
+    alarm: EngineAlarm, rung: queue.Queue[float]
+) -> None:
+    began = time.monotonic()
+    assert alarm.set(0.05)
+    assert rung.get(timeout=10) >= began + 0.05
+    assert alarm.set(0.01)
+    rung.get(timeout=10)
+    with pytest.raises(queue.Empty):
+        rung.get(timeout=0.1)
+
+
+def test_engine_alarm_set_again_is_put_off(alarm: EngineAlarm, rung: queue.Queue[float]) -> None:
+    for _ in range(5):
+        assert alarm.set(0.1)
+        time.sleep(0.02)
+    last = time.monotonic()
+    assert threads() == 1
+    assert rung.get(timeout=10) >= last + 0.07
+    assert rung.empty()
+
+
+def test_engine_alarm_without_a_loop_says_so(alarm: EngineAlarm, rung: queue.Queue[float]) -> None:
+    assert not EngineAlarm().set(0.01)
+    assert alarm.set(0.05)
+    alarm.bind(None)
+    assert not alarm.set(0.01)
+    with pytest.raises(queue.Empty):
+        rung.get(timeout=0.2)
+
+
+@pytest.mark.parametrize("core_class", [EngineCoreProc, DPEngineCoreProc])
+def test_engine_alarm_wakes_vllms_loop(core_class: type[EngineCoreProc]) -> None:
+    """The loop blocks on its queue, and leaves that by a request or by our alarm alone."""
+    core = core_class.__new__(core_class)
+    core.input_queue = queue.Queue()
+    work = iter([False, True])
+    core.has_work = lambda: next(work)  # type: ignore[method-assign]
+    core.is_running = lambda: True  # type: ignore[method-assign]
+    core._idle_state_callbacks = []
+    core.aborts_queue, core.process_input_queue_block = queue.Queue(), True
+
+    def loop(core: EngineCoreProc) -> str:
+        assert ALARM.set(0.01)
+        core._process_input_queue()
+        return "stepped"
+
+    assert _run_busy_loop(loop, core) == "stepped"
+    assert not ALARM.set(0.01)
