@@ -93,7 +93,7 @@ def test_answered_store_that_has_ended_says_no(host: Hosts, url: str) -> None:
     assert not one.store.answered(ticket)
 
 
-def test_entry_table_ticket_gives_way_to_one_of_the_same_word() -> None:
+def test_mapped_entry_table_ticket_gives_way_to_one_of_its_word() -> None:
     writer = EntryTableWriter(TableShape.of(1 << 20, has_far=True), has_disk=True)
     table = MappedEntryTable(writer.fd)
     tickets = [1, TICKETS - 1, 7 + (1 << 63)]
