@@ -21,8 +21,6 @@ _AGAIN_S: Final = 0.05
 """Between recalls of pages that have not come: the store takes a part of a long prompt at once."""
 
 
-MOST_SOUGHT: Final = 512
-"""Absent pages for which far stores are asked: making their keys takes about 1 ms."""
 _WAITED_S: Final = 0.05
 """After a request was told to wait: it waits still, unless it was aborted."""
 
