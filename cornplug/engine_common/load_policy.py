@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final, Literal
 
+from cornplug.store.recall import FAR_WAIT_S
+
 When = Literal["pays", "always"]
 
 _FADE: Final = 0.9
@@ -17,6 +19,8 @@ _FADE: Final = 0.9
 _FRESH_S: Final = 60.0
 """Age at which a measurement of loads expires: loads that do not pay are tried again."""
 _TALK_S: Final = 60.0
+_FAR_SHARE: Final = 0.05
+_FAR_MOST_S: Final = 0.05
 
 
 class FadedRate:
@@ -114,6 +118,14 @@ class LoadRule:
     def compute_s(self, tokens: int) -> float | None:
         """How long this engine takes to compute them; None before its first measured step."""
         return self._prefill.seconds(tokens)
+
+    def far_wait_s(self, tokens: int) -> float:
+        """How long a request may wait for the answers of far stores about so many tokens: a twentieth of the
+        time to compute them, within bounds. An engine that has computed nothing yet waits as long as any."""
+        compute_s = self.compute_s(tokens)
+        if compute_s is None:
+            return _FAR_MOST_S
+        return min(_FAR_MOST_S, max(FAR_WAIT_S, _FAR_SHARE * compute_s))
 
     def news(self, bytes_a_token: float) -> str:
         """A line for the log, at most once a minute; "" where there is nothing to say."""

@@ -260,11 +260,15 @@ class FarReads(Protocol):
     def far_answers(self) -> bool:
         """Whether there is a far store that answers now."""
 
-    def seek(self, keys: Sequence[bytes]) -> bool:
-        """Have far stores asked for absent entries; returns at once. False where none is asked, as there is
-        none that answers, or as all these keys were asked for within the last second.
+    def seek(self, keys: Sequence[bytes]) -> int:
+        """The ticket of a question to far stores for absent entries; returns at once. 0 where none is asked,
+        as there is none that answers, or as all these keys were asked for within the last second.
 
         `TieredReads.tiers` tells a few milliseconds later which ones were found."""
+
+    def answered(self, ticket: int) -> bool:
+        """Whether `tiers` from now on tells all that this question has found, as no answer is due any more.
+        It may stay False: a caller waits for a bounded time. Costs no message."""
 
 
 @runtime_checkable

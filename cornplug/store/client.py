@@ -7,6 +7,7 @@ looks for one (`daemon_link.py`).
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -131,10 +132,15 @@ class PoolStore:
 
     def recall(self, keys: Sequence[bytes]) -> None:
         """As `TieredReads.recall`."""
+        self._recall(keys)
+
+    def _recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
         check_keys(keys)
         connection = self._link.reachable()
-        for some in messages.batches(keys, messages.MAX_KEYS):
+        *before, last = messages.batches(keys, messages.MAX_KEYS)
+        for some in before:
             connection.tell(messages.RecallRequest(b"".join(some)))
+        connection.tell(messages.RecallRequest(b"".join(last), ticket))
 
     @property
     def far_answers(self) -> bool:
@@ -142,18 +148,26 @@ class PoolStore:
         connection = self._link.connection
         return connection is not None and connection.table.far_answers
 
-    def seek(self, keys: Sequence[bytes]) -> bool:
+    def seek(self, keys: Sequence[bytes]) -> int:
         """As `FarReads.seek`."""
         if not self.far_answers:
-            return False
+            return 0
         now_s = time.monotonic()
         with self._seeking:
             new = [key for key in keys if not self._sought.holds(key, now_s)]
             self._sought.note(new, now_s)
-        if new:
-            # The daemon asks far stores for a recalled key of which it knows nothing.
-            self.recall(new)
-        return bool(new)
+        if not new:
+            return 0
+        # Forked processes have their `random` in common.
+        ticket = 1 + secrets.randbits(63)
+        # The daemon asks far stores for a recalled key of which it knows nothing.
+        self._recall(new, ticket)
+        return ticket
+
+    def answered(self, ticket: int) -> bool:
+        """As `FarReads.answered`."""
+        connection = self._link.connection
+        return connection is not None and connection.table.shows_ticket(ticket)
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """As `contains`, answered by the daemon."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
@@ -99,9 +99,12 @@ class PurgeRequest(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class RecallRequest(msgspec.Struct, frozen=True, array_like=True, tag=9):
-    """Without an answer: the table of entries shows which ones have come."""
+    """Without an answer: the table of entries shows which ones have come, and the ticket once far stores have
+    answered for the absent ones."""
 
     keys: bytes
+    ticket: Annotated[int, msgspec.Meta(ge=0)] = 0
+    """By chance, of the client's; 0: none. A daemon of an older release passes over it."""
 
 
 class DaemonWelcome(msgspec.Struct, frozen=True, array_like=True, tag=10):

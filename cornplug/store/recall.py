@@ -14,6 +14,8 @@ _LAST_PAUSE_S: Final = 5e-3
 """Between looks into the table, which cost no message."""
 
 
+MOST_SOUGHT: Final = 512
+"""Absent entries for which one request has far stores asked: making the keys of pages takes about 1 ms."""
 FAR_WAIT_S: Final = 5e-3
 """Longest wait of a reader for a far store's answer whether it has an entry; a later one serves the next."""
 
@@ -40,13 +42,25 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
     return bool(on_disk)
 
 
-def begin_seek(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
-    """Have far stores asked for those of the keys that are absent. Whether an answer is worth FAR_WAIT_S.
+def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
+    """A `Tier` a key, once far stores have answered for the absent ones, or `within_s` seconds later. For
+    background threads. Raises StoreUnavailable.
 
-    Raises StoreUnavailable."""
-    if Tier.ABSENT not in tiers or not isinstance(store, FarReads) or not store.far_answers:
-        return False
-    return store.seek([key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT])
+    Args:
+        deadline_s: Of each question to the store.
+    """
+    tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    if Tier.ABSENT not in tiers or not isinstance(store, FarReads):
+        return tiers
+    absent = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT]
+    ticket = store.seek(absent[:MOST_SOUGHT])
+    end_s, over = time.monotonic() + within_s, not ticket
+    while not over and Tier.ABSENT in tiers and time.monotonic() < end_s:
+        time.sleep(_FIRST_PAUSE_S)
+        # Before the look: what was found is shown first.
+        over = store.answered(ticket)
+        tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    return tiers
 
 
 def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
@@ -57,12 +71,7 @@ def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s
     Args:
         deadline_s: Of each question to the store.
     """
-    tiers = tiers_of(store, keys, deadline_s=deadline_s)
-    if begin_seek(store, keys, tiers):
-        far_end_s = time.monotonic() + min(FAR_WAIT_S, within_s)
-        while Tier.ABSENT in tiers and time.monotonic() < far_end_s:
-            time.sleep(_FIRST_PAUSE_S)
-            tiers = tiers_of(store, keys, deadline_s=deadline_s)
+    tiers = sought(store, keys, within_s=min(FAR_WAIT_S, within_s), deadline_s=deadline_s)
     if not begin_recall(store, keys, tiers):
         return tiers
     end_s, pause_s = time.monotonic() + within_s, _FIRST_PAUSE_S

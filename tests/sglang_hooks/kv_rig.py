@@ -307,11 +307,11 @@ class Engine:
         mine = RankPages(self.geometry, held, self.faulty)
         among = (1, 0) if self.latent else (size, rank)
         part = part_of(self.geometry, *among, self.group, stages=stages, stage=stage)
+        pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
         self.reader = PageReader(
             self.run, self.roots, self.index, mine, self.pages, self.tally, lambda: self.stopping,
-            threads=self.threads,
+            threads=self.threads, pace=pace,
         )  # fmt: skip
-        pace = LoadPace("always", self.geometry.page_bytes / self.geometry.page_tokens)
         self.writer = PageWriter(
             self.run, self.reader, self.index, mine, self.pages, part, self.tally, pace=pace,
             only_seen=self.only_seen, threads=self.threads,

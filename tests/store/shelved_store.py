@@ -84,12 +84,15 @@ class FarShelvedStore(ShelvedStore):
         super().shelve_all(store)
         self.far |= self.shelved
 
-    def seek(self, keys: Sequence[bytes]) -> bool:
+    def seek(self, keys: Sequence[bytes]) -> int:
         if not self.far_answers:
-            return False
+            return 0
         self.sought.append(list(keys))
         self._answer_in = self.answers_after
-        return True
+        return len(self.sought)
+
+    def answered(self, ticket: int) -> bool:
+        return self.answers_after is not None and self._answer_in is None
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         if self._answer_in is not None:

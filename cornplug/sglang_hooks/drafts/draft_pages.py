@@ -100,7 +100,9 @@ class DraftPages:
         self.page_bytes, self._page_size = page.page_bytes, pages.page_size
         # Those of the model's pages rest meanwhile: SGLang moves a page and its draft in turn.
         threads = copy_threads(pool.device_pool.device, tp[0])
-        self._reader = PageReader(runtime, roots, index, mine, pages, uncounted, stopping, threads=threads)
+        self._reader = PageReader(
+            runtime, roots, index, mine, pages, uncounted, stopping, threads=threads, pace=pace
+        )
         self._run, self._index, self._tally = runtime, index, tally
         self._writer = PageWriter(
             runtime,

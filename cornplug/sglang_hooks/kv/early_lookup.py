@@ -1,6 +1,7 @@
 """Looks a request's pages up in the store on SGLang's scheduler thread, before a prefetch is queued.
 
-For an unknown prompt the lookup of one page's key is enough: 0.1 ms. Where that page is stored, the pages
+For an unknown prompt the lookup of one page's key is enough: 0.1 ms. Where a far store may have that page, a
+prefetch is queued, whose thread waits for the answer. Where it is stored, the pages
 behind it are counted, and the time to fetch them is compared with the time to compute them.
 """
 
@@ -48,7 +49,11 @@ class EarlyLookup:
         """How many of `tokens`, which follow `prefix` in a request, are stored and quicker to fetch than to
         compute. Counts the misses. Raises CornplugError."""
         first = first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
-        if not self._reader.begins(first, len(tokens)):
+        begins = self._reader.begins(first, len(tokens))
+        if begins is None:
+            # One page at least, if other hosts have any: how many is known when the prefetch is over.
+            return self._index.page_size
+        if not begins:
             return 0
         near = tokens[: _NEAR_TOKENS + in_pairs]
         names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)

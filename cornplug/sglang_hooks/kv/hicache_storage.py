@@ -143,7 +143,9 @@ class CornplugStorage(FurtherPools):
         self.pace = LoadPace(self._run.config.store.load_when, token_bytes)
         stops = self._controller.storage_stop_event.is_set
         threads = copy_threads(self._controller.mem_pool_device.device, place.ranks)
-        self._reader = PageReader(self._run, roots, index, mine, pages, self._tally, stops, threads=threads)
+        self._reader = PageReader(
+            self._run, roots, index, mine, pages, self._tally, stops, threads=threads, pace=self.pace
+        )
         group = activation.group() if place.ranks > 1 else b""
         part = self._part(place, page, group, latent=pages.latent)
         # Pages that SGLang's own tree offers at their second request need no other one.

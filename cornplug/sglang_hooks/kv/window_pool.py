@@ -233,7 +233,9 @@ def open_windows(
     held, writes = rank_heads(pages, page, size, number)
     verify(pages, controller, group.device)
     mine = RankPages(page, RankSlice(heads=held, layers=range(page.layers), writes=writes), runtime.store)
-    reader = PageReader(runtime, roots.of(page), index, mine, pages, tally, stopping, counts_tokens=False)
+    reader = PageReader(
+        runtime, roots.of(page), index, mine, pages, tally, stopping, counts_tokens=False, pace=pace
+    )
     writer = PageWriter(
         runtime, reader, index, mine, pages, part_of(page, size, number, name), tally, pace=pace,
         only_seen=only_seen,

@@ -61,6 +61,16 @@ class LoadPace:
             self._moved_s += seconds
             self._rule.moved(size_bytes, seconds)
 
+    def waited(self, seconds: float) -> None:
+        """A storage thread has waited for a disk or far stores: no part of what each load costs."""
+        with self._lock:
+            self._moved_s += seconds
+
+    def far_wait_s(self, tokens: int) -> float:
+        """As `LoadRule.far_wait_s`."""
+        with self._lock:
+            return self._rule.far_wait_s(tokens)
+
     def pays(self, tokens: int, *, first_s: float = 0.0) -> bool:
         """Whether fetching so many tokens, behind the queued loads and `first_s` of a disk, is quicker than
         computing them."""

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
 
 import torch
 
-from cornplug.engine_common.load_policy import FadedRate
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreUnavailable
 from cornplug.identity import page_key
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import HostPages
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
 from cornplug.sglang_hooks.kv_pages.page_copies import PageCopies, PagePart
@@ -25,13 +23,9 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import (
     PageHashIndex,
     PageOverlap,
 )
+from cornplug.sglang_hooks.kv_pages.page_waits import PageWaits, lacking, unique
 from cornplug.store.base import Lease, Tier
-from cornplug.store.recall import recalled, tiers_of
-
-_RECALL_FRESH_S: Final = 60.0
-"""Age at which measurements of a disk expire: one that did not pay is tried again."""
-_RECALL_PAUSE_S: Final = 5.0
-"""Pause of reads from disk after one that did not come in time: each keeps a request waiting."""
+from cornplug.store.recall import tiers_of
 
 
 class PageReader:
@@ -41,6 +35,7 @@ class PageReader:
         stopping: whether SGLang waits for its storage threads' end: it ends its server after 10 s.
         threads: as `PageCopies`'.
         counts_tokens: False for pages whose tokens another reader counts as saved.
+        pace: as `PageWaits`'.
     """
 
     def __init__(
@@ -55,6 +50,7 @@ class PageReader:
         *,
         threads: int = 1,
         counts_tokens: bool = True,
+        pace: LoadPace | None = None,
     ) -> None:
         self._counts_tokens = counts_tokens
         self._run, self._roots, self._index = runtime, roots, index
@@ -62,9 +58,8 @@ class PageReader:
         self._copies = PageCopies(mine, host, threads=threads)
         self.stopping = stopping
         self._asking = runtime.another_connection()
-        self.disk_pace = FadedRate()
-        """Of bytes that the store has read from its disk for this rank."""
-        self._recall_again_s = 0.0
+        self._waits = PageWaits(runtime, pace, page_tokens=index.page_tokens, entry_bytes=mine.size_bytes)
+        self.disk_s = self._waits.disk_s
 
     def close(self) -> None:
         """End the connection of the scheduler's thread, and the copying threads."""
@@ -82,11 +77,12 @@ class PageReader:
             page_key(self._run.secret, root, self._index.page_tokens, link) for link in reversed(part.links)
         ]
 
-    def begins(self, first: str | None, tokens: int) -> bool:
-        """Whether the store has the page `first`, the first of `tokens` that the engine lacks.
+    def begins(self, first: str | None, tokens: int) -> bool | None:
+        """Whether the store has the page `first`, the first of `tokens` that the engine lacks; None where far
+        stores are asked for it.
 
-        Counts the tokens as missed if not. Called on the scheduler's thread, with a second connection, so
-        that it waits for no call of the storage threads. Raises CornplugError.
+        Counts the tokens as missed if it is absent. Called on the scheduler's thread, with a second
+        connection, so that it waits for no call of the storage threads. Raises CornplugError.
         """
         plan = list(self._plan(self._index.find([first]))) if first is not None else []
         if not plan:
@@ -98,6 +94,9 @@ class PageReader:
         there = {key for key, tier in zip(keys, tiers, strict=True) if tier}
         found = all(there.intersection(part) for part in parts)
         if not found:
+            absent = lacking(parts, dict(zip(keys, tiers, strict=True)))
+            if self._waits.begin(self._asking, absent, tokens=tokens):
+                return None
             self._missed("absent", tokens)
         return found
 
@@ -118,18 +117,17 @@ class PageReader:
         """How many pages, from the first, the store has whole, once it has read those that are on disk only;
         counts those that it lacks. Raises CornplugError."""
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
-        keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
-        if not keys:
+        if not wanted:
             self._missed("no_page_key", len(hashes) * self._index.page_size)
             return 0
-        tiers = self._recalled(keys)
-        there = {key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.MEMORY}
+        tiers = self._waits.recalled([part for parts in wanted for part in parts])
+        there = {key for key, tier in tiers.items() if tier == Tier.MEMORY}
         count = 0
         for whole in wanted:
             if not all(there.intersection(part) for part in whole):
                 break
             count += 1
-        late = Tier.DISK in tiers
+        late = Tier.DISK in tiers.values()
         self._missed("disk_late" if late else "absent", (len(wanted) - count) * self._index.page_size)
         self._missed("no_page_key", (len(hashes) - len(wanted)) * self._index.page_size)
         return count
@@ -139,44 +137,27 @@ class PageReader:
         too behind the first page that has no name in the store. Raises CornplugError.
 
         Args:
-            asking: from the scheduler's thread, as `begins`.
+            asking: from the scheduler's thread, as `begins`: far stores are not asked.
             recall: wait for those that are on disk only, as `present`.
         """
         plan = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
-        keys = list(dict.fromkeys(key for parts in plan for part in parts for key in part))
-        found: dict[bytes, Tier] = {}
-        if keys and recall:
-            found = dict(zip(keys, map(Tier, self._recalled(keys)), strict=True))
-        elif keys:
-            store = self._asking if asking else self._run.store
-            tiers = tiers_of(store, keys, deadline_s=self._run.deadline_s)
-            found = dict(zip(keys, map(Tier, tiers), strict=True))
-        pages = [_farthest([_nearest([found[key] for key in part]) for part in parts]) for parts in plan]
+        wanted = [part for parts in plan for part in parts]
+        found: dict[bytes, int] = {}
+        if wanted and asking:
+            keys = unique(wanted)
+            found = dict(
+                zip(keys, tiers_of(self._asking, keys, deadline_s=self._run.deadline_s), strict=True)
+            )
+        elif wanted:
+            found = self._waits.recalled(wanted) if recall else self._waits.sought(wanted)
+        pages = [
+            _farthest([_nearest([Tier(found[key]) for key in part]) for part in parts]) for parts in plan
+        ]
         return pages + [Tier.ABSENT] * (len(hashes) - len(pages))
 
     def count_absent(self, pages: int) -> None:
         """Count pages of SGLang's that the store cannot give."""
         self._missed("absent", pages * self._index.page_size)
-
-    def disk_s(self, entries: int) -> float:
-        """Seconds that the store takes to read so many entries from disk; 0 where it read none lately."""
-        return self.disk_pace.seconds(entries * self._mine.size_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
-
-    def _recalled(self, keys: Sequence[bytes]) -> bytes:
-        """A `Tier` a key, after the wait for those on disk. One that was in vain is followed by a pause."""
-        store, deadline_s = self._run.store, self._run.deadline_s
-        began_s = time.monotonic()
-        if began_s < self._recall_again_s:
-            return store.contains(keys, deadline_s=deadline_s)
-        tiers = tiers_of(store, keys, deadline_s=deadline_s)
-        if on_disk := tiers.count(Tier.DISK):
-            patience_s = self._run.background_timeout_s
-            tiers = recalled(store, keys, within_s=patience_s, deadline_s=deadline_s)
-            took_s, left = time.monotonic() - began_s, tiers.count(Tier.DISK)
-            self.disk_pace.note(max(1, on_disk - left) * self._mine.size_bytes, took_s)
-            if left:
-                self._recall_again_s = time.monotonic() + _RECALL_PAUSE_S
-        return tiers
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
         """Copy pages into the host pool, each verified first. Returns how many were copied, from the first.

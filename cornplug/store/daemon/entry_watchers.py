@@ -51,7 +51,7 @@ class EntryWatchers:
         self._far = FarTier(
             far, index, rules=index.placement.policy, marks=self._table, memory=_RoomMemory(arena, fences),
             on_disk=(lambda key: False) if disk is None else disk.holds,
-            show_answers=self._table.show_far_answers,
+            show_answers=self._table.show_far_answers, show_ticket=self._table.show_ticket,
         )  # fmt: skip
 
     @property
@@ -87,13 +87,13 @@ class EntryWatchers:
         if self._far is not None:
             self._far.ended(entry.key, cause)
 
-    def recall(self, keys: Sequence[bytes]) -> None:
+    def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
         """Have entries that are on disk only, or were found far, read into memory; have far stores asked for
-        the other ones."""
+        the other ones, and `ticket` shown once they have answered."""
         if self.disk is not None:
             self.disk.recall(keys)
         if self._far is not None:
-            self._far.recall(keys)
+            self._far.recall(keys, ticket)
 
     @property
     def busy(self) -> bool:

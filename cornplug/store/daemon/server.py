@@ -266,8 +266,8 @@ class StoreServer:
                 messages.check_count(len(tokens), messages.MAX_TOKENS)
                 index.release(owner, tokens, now_s=now_s)
                 return None
-            case messages.RecallRequest(keys):
-                self._watchers.recall(messages.split_keys(keys))
+            case messages.RecallRequest(keys, ticket):
+                self._watchers.recall(messages.split_keys(keys), ticket)
                 return None
             case messages.DeleteRequest(keys):
                 return messages.DeleteReply(index.delete(messages.split_keys(keys)))

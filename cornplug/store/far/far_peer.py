@@ -1,6 +1,6 @@
 """One far store as the daemon's loop uses it: its threads, a breaker, and the keys of its entries.
 
-    ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys)
+    ask(keys)  ──> one question at a time, of all keys asked meanwhile ──> found(peer, keys), over()
     fetch(key) ──> its record, head open
     offer(key) ──> queue ──> sealed and put, unless it has the record
     forget(key) ─> its record is deleted, where the entry was
@@ -21,6 +21,7 @@ from typing import Final, TypeVar
 
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.far.far_questions import FarQuestions
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.far.recent_keys import RecentKeys
@@ -28,8 +29,6 @@ from cornplug.store.stats.store_stats import FarStat
 
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""
-MOST_ASKED: Final = 8192
-"""Keys that wait for a question; of more the newest are not asked for."""
 MOST_KNOWN: Final = 1 << 17
 """Keys of which it is remembered that the store has them."""
 MOST_QUEUED: Final = 1 << 12
@@ -69,7 +68,7 @@ class FarPeer:
         self._asking = False
         self._calls: dict[object, tuple[float, float]] = {}
         """Calls under way: (began, deadline in seconds)."""
-        self._wanted: OrderedDict[bytes, None] = OrderedDict()
+        self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
@@ -92,18 +91,16 @@ class FarPeer:
         """Whether it has this entry, as far as is known."""
         return key in self._known
 
-    def ask(self, keys: Sequence[bytes]) -> None:
-        """Have it asked for these entries, unless it was a moment ago."""
-        if not self.answers:
-            return
+    def ask(self, keys: Sequence[bytes], over: Callable[[], None]) -> None:
+        """Have it asked for these entries, unless it was a moment ago. `over` is called once it has answered,
+        or will not: at once where it is not asked."""
         now_s = time.monotonic()
-        for key in keys:
-            if key in self._wanted or key in self._shunned or self._absent.holds(key, now_s):
+        for key in keys if self.answers else ():
+            if key in self._questions or key in self._shunned or self._absent.holds(key, now_s):
                 continue
-            if len(self._wanted) >= MOST_ASKED:
+            if not self._questions.add(key):
                 self._asks["dropped"] += 1
-            else:
-                self._wanted[key] = None
+        self._questions.tell(over)
 
     def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
         """Read a record; None where it has none."""
@@ -145,10 +142,10 @@ class FarPeer:
         if any(now_s - began_s > deadline_s for began_s, deadline_s in self._calls.copy().values()):
             self._failed("it has not answered in time")
         if not self.answers:
-            self._wanted.clear()
+            self._questions.clear()
             self._probe(now_s)
             return
-        if self._wanted and not self._asking:
+        if self._questions and not self._asking:
             self._ask_some()
         if self._ended:
             self._delete_some()
@@ -191,7 +188,7 @@ class FarPeer:
         return job
 
     def _ask_some(self) -> None:
-        keys = _taken(self._wanted, self._store.most_names)
+        keys = self._questions.take(self._store.most_names)
         self._asking = True
         names = [self._sealer.name(key) for key in keys]
         work = functools.partial(self._store.exists, names)
@@ -214,6 +211,7 @@ class FarPeer:
         if not isinstance(result, list):
             self._asks["error"] += len(keys)
             self._failed(str(result))
+            self._questions.end()
             return
         self._answered()
         found = [key for key, there in zip(keys, result, strict=True) if there]
@@ -225,6 +223,7 @@ class FarPeer:
         for key in found:
             _bounded(self._known, key)
         self._found(self, found)
+        self._questions.end()
 
     def _fetch(self, key: bytes) -> FarRecord | None:
         """On a thread."""

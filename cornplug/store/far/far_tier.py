@@ -1,6 +1,7 @@
 """The far tier of a store: entries that other hosts wrote are found, shown as entries on disk, and recalled.
 
     a client recalls an absent key ──> peers are asked, in one question ──> the table shows it as on disk only
+    all peers have answered it, or failed                               ──> the table shows the ticket
     a client recalls that          ──> fetched, opened into its room    ──> an entry in memory as any other
     committed                      ──> written to each peer, beside answers
 
@@ -49,6 +50,7 @@ class FarTier:
     Args:
         on_disk: Whether an entry is on this host's disk.
         show_answers: Tells clients whether it is of use to ask.
+        show_ticket: Tells a client that its question is over.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class FarTier:
         memory: RoomMemory,
         on_disk: Callable[[bytes], bool],
         show_answers: Callable[[bool], None],
+        show_ticket: Callable[[int], None],
     ) -> None:
         self._sealer = FarSealer(far.secret)
         self._peers = [FarPeer(label, store, self._sealer, self._found) for label, store in far.stores]
         self._index, self._rules, self._marks, self._memory = index, rules, marks, memory
-        self._on_disk, self._show_answers = on_disk, show_answers
+        self._on_disk, self._show_answers, self._show_ticket = on_disk, show_answers, show_ticket
         self._shown: OrderedDict[bytes, FarPeer] = OrderedDict()
         self._waiting: OrderedDict[bytes, FarPeer] = OrderedDict()
         self._fetching: dict[bytes, FarPeer] = {}
@@ -106,8 +109,12 @@ class FarTier:
         self._waiting.pop(key, None)
         return self._hide(key)
 
-    def recall(self, keys: Sequence[bytes]) -> None:
-        """Have entries that are shown read into memory, soon; have peers asked for the other ones."""
+    def recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
+        """Have entries that are shown read into memory, soon; have peers asked for the other ones.
+
+        Args:
+            ticket: Shown once each peer has answered or will not; 0: none.
+        """
         unknown = []
         for key in keys:
             if self._index.find(key) is not None or self._on_disk(key):
@@ -120,9 +127,17 @@ class FarTier:
                     self._waiting[key] = peer
                 else:
                     peer.reads["refused"] += 1
-        if unknown:
+        if unknown or ticket:
+            left = len(self._peers)
+
+            def over() -> None:
+                nonlocal left
+                left -= 1
+                if ticket and not left:
+                    self._show_ticket(ticket)
+
             for peer in self._peers:
-                peer.ask(unknown)
+                peer.ask(unknown, over)
 
     def step(self) -> None:
         """Take the results of the threads, and give them more to do."""

@@ -31,6 +31,8 @@ from cornplug.store.table.entry_table_layout import (
     SERVING,
     TAG_MASK,
     TAGS,
+    TICKETS,
+    TICKETS_AT,
     UNTAGGED,
     WORD_BYTES,
     TableShape,
@@ -110,6 +112,10 @@ class MappedEntryTable:
     def far_answers(self) -> bool:
         """Whether it is of use to have far stores asked."""
         return bool(self._words[FAR_ANSWERS])
+
+    def shows_ticket(self, ticket: int) -> bool:
+        """Whether the question of this ticket, which is not 0, to far stores is over."""
+        return self._words[TICKETS_AT + ticket % TICKETS] == ticket
 
     def on_disk(self, keys: Sequence[bytes]) -> bytes:
         """1 for each key that is shown as on disk only. Raises ValueError for keys not of 32 bytes."""

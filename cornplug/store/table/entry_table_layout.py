@@ -2,7 +2,8 @@
 
     u64 words of the header    serving (1, or 0 once the daemon has ended) | buckets | records |
                                entries without a tag | whether there is a disk or a far store |
-                               whether a far store answers now; fills a page
+                               whether a far store answers now; fills a page, with tickets from its
+                               word TICKETS_AT on
     buckets                    64 bytes each: 7 tags and the number of the bucket's entries that have none
     records                    256 bytes each, numbered from 1: a location and the entry's header
 
@@ -14,6 +15,10 @@ record, and gives way to an entry in memory that finds its bucket full.
 
     record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty one | u64 offset | u64 size
               u32 length of the header | the header
+
+A ticket is the number that a client gave its question to far stores. It is shown once no answer to it is due
+any more, in the word that its value chooses. A later ticket may take its place: its client then waits out its
+time, as with a daemon that shows none.
 
 The writer changes several words for one entry, and readers have no lock. A reader therefore believes a record
 only if its checksum is right, and bytes of the arena only if the header in the record is their key's, the
@@ -38,6 +43,10 @@ ON_DISK_RECORD: Final = RECORD_MASK
 TAG_MASK: Final = (1 << 64) - 1 - RECORD_MASK
 SERVING, BUCKETS, RECORDS, UNTAGGED, HAS_DISK, FAR_ANSWERS = range(6)
 """Words of the header."""
+TICKETS_AT: Final = 64
+TICKETS: Final = 256
+"""Words for tickets. Of 10 that are shown between two looks of a client, one takes its ticket's place in one
+case of 26."""
 HEADER_BYTES: Final = mmap.PAGESIZE
 BUCKET_BYTES: Final = LANES * WORD_BYTES
 RECORD_BYTES: Final = 256

@@ -21,6 +21,8 @@ from cornplug.store.table.entry_table_layout import (
     RECORDS,
     SERVING,
     TAGS,
+    TICKETS,
+    TICKETS_AT,
     UNTAGGED,
     WORD_BYTES,
     TableShape,
@@ -98,6 +100,10 @@ class EntryTableWriter:
     def show_far_answers(self, answers: bool) -> None:
         """Show whether a far store answers."""
         self._words[FAR_ANSWERS] = answers
+
+    def show_ticket(self, ticket: int) -> None:
+        """Show that the question of this ticket to far stores is over."""
+        self._words[TICKETS_AT + ticket % TICKETS] = ticket
 
     def _lane_with(self, word: int, at: int) -> int | None:
         return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)

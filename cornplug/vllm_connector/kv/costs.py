@@ -10,7 +10,6 @@ from cornplug.config import StoreConfig
 from cornplug.engine_common.load_policy import FadedRate, LoadRule
 from cornplug.engine_common.page_publish import PageCost
 from cornplug.kv_page import PageSize
-from cornplug.store.recall import FAR_WAIT_S
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata
 
@@ -23,8 +22,6 @@ rest of it is computed."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
 """Steps with so many tokens beyond one for each request are timed, and one in so many of the others."""
 _TIMED_OPEN: Final = 256
-_FAR_SHARE: Final = 0.05
-_FAR_MOST_S: Final = 0.05
 RECALL_FRESH_S: Final = 60.0
 """Age at which measurements of a disk expire: one that did not pay is tried again."""
 
@@ -94,12 +91,8 @@ class LoadCosts:
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def far_wait_s(self, tokens: int) -> float:
-        """How long a request may wait for the answers of far stores about so many tokens: a twentieth of the
-        time to compute them, within bounds. An engine that has computed nothing yet waits as long as any."""
-        compute_s = self.rule.compute_s(tokens)
-        if compute_s is None:
-            return _FAR_MOST_S
-        return min(_FAR_MOST_S, max(FAR_WAIT_S, _FAR_SHARE * compute_s))
+        """As `LoadRule.far_wait_s`."""
+        return self.rule.far_wait_s(tokens)
 
     def load_began(self, request_id: str, pages: int) -> None:
         """The engine took an offer."""

@@ -12,11 +12,12 @@ from cornplug.engine_common.page_envelope import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
+from cornplug.store.recall import MOST_SOUGHT
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.page_recalls import MOST_SOUGHT, PageRecall, PageRecalls
+from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
 from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
 

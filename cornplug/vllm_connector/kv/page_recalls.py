@@ -21,8 +21,6 @@ _AGAIN_S: Final = 0.05
 """Between recalls of pages that have not come: the store takes a part of a long prompt at once."""
 
 
-MOST_SOUGHT: Final = 512
-"""Absent pages for which far stores are asked: making their keys takes about 1 ms."""
 _WAITED_S: Final = 0.05
 """After a request was told to wait: it waits still, unless it was aborted."""
 
@@ -51,6 +49,7 @@ class FarQuestion:
 
     first: bytes
     """Key of the first one."""
+    ticket: int
     end_s: float
     """When the request goes on without an answer."""
     looked_s: float
@@ -84,10 +83,11 @@ class PageRecalls:
     def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
         """Have far stores asked for these absent pages, the first of so many tokens; None where that was done
         a moment ago, or none of them answers. Raises StoreUnavailable."""
-        if self.far is None or not self.far.seek(keys):
+        ticket = 0 if self.far is None else self.far.seek(keys)
+        if not ticket:
             return None
         now_s = self._waited_s = time.monotonic()
-        return FarQuestion(keys[0], now_s + self._costs.far_wait_s(tokens), now_s)
+        return FarQuestion(keys[0], ticket, now_s + self._costs.far_wait_s(tokens), now_s)
 
     def awaits(self, question: FarQuestion) -> bool:
         """Whether its answer may still come in time. Raises StoreUnavailable."""
@@ -98,6 +98,8 @@ class PageRecalls:
         if now_s - question.looked_s < _LOOK_S:
             return True
         question.looked_s = now_s
+        if self.far is None or self.far.answered(question.ticket):
+            return False
         return not self.there([question.first], deadline_s=self._run.config.store.deadline_s)[0]
 
     def there(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:

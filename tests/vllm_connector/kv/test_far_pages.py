@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector.kv.costs import LoadCosts
 
 from ...store.shelved_store import FarShelvedStore
 from ..rig import Engine
@@ -53,6 +54,23 @@ def test_far_pages_answer_that_never_comes_costs_milliseconds_once(
     second.check(request)
     assert (len(far.sought), far.recalls) == (1, [])
     assert second.counts["misses", "kv_page", "absent"] >= 4
+
+
+def test_far_pages_answer_absent_ends_the_wait(
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LoadCosts, "far_wait_s", lambda self, tokens: 60.0)
+    far = FarShelvedStore(store.connect())
+    one = engine(connect=lambda: far)
+    request = one.add("b", PROMPT)
+    assert one.connector.get_num_new_matched_tokens(request, 0) == (None, False)
+    began_s = time.monotonic()
+    while one.connector.get_num_new_matched_tokens(request, 0)[0] is None:
+        assert time.monotonic() - began_s < 5
+    one.settle()
+    one.check(request)
+    assert (request.external_tokens, len(far.sought)) == (0, 1)
+    assert one.counts["misses", "kv_page", "absent"] == 4
 
 
 def test_far_pages_no_store_that_answers_is_not_waited_for(engine: Make, far: FarShelvedStore) -> None:

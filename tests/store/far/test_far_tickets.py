@@ -1,0 +1,142 @@
+"""A client learns that no answer of a far store is due any more, and waits no longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cornplug.store import messages, recall
+from cornplug.store.base import Tier
+from cornplug.store.far import far_questions
+from cornplug.store.far.far_questions import FarQuestions
+from cornplug.store.recall import recalled
+from cornplug.store.table.entry_table import MappedEntryTable
+from cornplug.store.table.entry_table_layout import TICKETS, TableShape
+from cornplug.store.table.entry_table_writer import EntryTableWriter
+from cornplug.testing.store import DEADLINE_S, key
+
+from ..conftest import eventually
+from ..disk.disk_stage import put
+from .far_stage import Host, RedisServer
+
+Hosts = Callable[..., Host]
+
+
+def tiers(one: Host, keys: list[bytes]) -> bytes:
+    return one.store.tiers(keys, deadline_s=DEADLINE_S)
+
+
+def test_far_ticket_of_absent_keys_is_shown_once_they_are_answered(host: Hosts, url: str) -> None:
+    one = host(url)
+    ticket = one.store.seek([key(name) for name in range(200)])
+    eventually(lambda: one.store.answered(ticket), within_s=5)
+    assert one.far().asks == {"found": 0, "absent": 200}
+    other = one.store.seek([key("other")])
+    assert other not in (0, ticket)
+    eventually(lambda: one.store.answered(other), within_s=5)
+    assert one.store.seek([key("other")]) == 0, "within the second"
+
+
+def test_far_ticket_is_shown_behind_what_was_found(host: Hosts, url: str) -> None:
+    first, second = host(url), host(url)
+    for name in range(50):
+        put(first.store, name)
+    eventually(lambda: first.written(50))
+    for name in range(50):
+        ticket = second.store.seek([key(name)])
+        eventually(lambda ticket=ticket: second.store.answered(ticket), within_s=5)  # type: ignore[misc]
+        assert tiers(second, [key(name)]) == bytes([Tier.DISK])
+
+
+def test_far_ticket_of_a_stopped_store_is_shown_once_it_is_given_up(
+    host: Hosts, share: Path, redis: RedisServer
+) -> None:
+    one = host(f"file://{share}", redis.url)
+    eventually(lambda: one.store.far_answers)
+    redis.stop()
+    began_s = time.monotonic()
+    ticket = one.store.seek([key("a")])
+    eventually(lambda: one.store.answered(ticket), within_s=5)
+    assert time.monotonic() - began_s > 0.2, "one of two stores has its 0.25 s"
+    ticket = one.store.seek([key("b")])
+    eventually(lambda: one.store.answered(ticket), within_s=5)
+    assert one.far(1).asks == {"error": 1}, "it is not asked for a while"
+
+
+def test_recalled_absent_entry_is_waited_for_no_longer_than_its_answer(
+    host: Hosts, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = host(url)
+    monkeypatch.setattr(recall, "FAR_WAIT_S", 30.0)
+    began_s = time.monotonic()
+    found = recalled(one.store, [key("none")], within_s=60, deadline_s=DEADLINE_S)
+    assert (found, time.monotonic() - began_s < 10) == (bytes([Tier.ABSENT]), True)
+
+
+def test_recall_request_with_a_ticket_that_is_none_is_refused(host: Hosts, url: str) -> None:
+    one = host(url)
+    connection = one.store._link.reachable()
+    connection.tell(messages.RecallRequest(key("a"), -1))
+    ticket = one.store.seek([key("b")])
+    eventually(lambda: one.store.answered(ticket), within_s=5)
+    assert one.far().asks["absent"] == 1
+
+
+def test_answered_store_that_has_ended_says_no(host: Hosts, url: str) -> None:
+    one = host(url)
+    ticket = one.store.seek([key("a")])
+    eventually(lambda: one.store.answered(ticket), within_s=5)
+    one.end()
+    assert not one.store.answered(ticket)
+
+
+def test_mapped_entry_table_ticket_gives_way_to_one_of_its_word() -> None:
+    writer = EntryTableWriter(TableShape.of(1 << 20, has_far=True), has_disk=True)
+    table = MappedEntryTable(writer.fd)
+    tickets = [1, TICKETS - 1, 7 + (1 << 63)]
+    assert not any(table.shows_ticket(ticket) for ticket in tickets)
+    for ticket in tickets:
+        writer.show_ticket(ticket)
+    assert all(table.shows_ticket(ticket) for ticket in tickets)
+    writer.show_ticket(1 + TICKETS)
+    assert [table.shows_ticket(ticket) for ticket in tickets] == [False, True, True]
+    assert (table.has_disk, table.far_answers) == (True, False)
+    assert table.contains([key(name) for name in range(20)]) == bytes(20)
+    writer.close()
+
+
+def test_far_questions_tell_each_caller_once_its_last_key_is_over() -> None:
+    questions, told = FarQuestions(), list[str]()
+    questions.tell(lambda: told.append("none"))
+    assert told == ["none"], "nothing is waited for"
+    for name in range(3):
+        questions.add(key(name))
+    questions.tell(lambda: told.append("first"))
+    assert questions.take(2) == [key(0), key(1)]
+    questions.add(key(3))
+    questions.tell(lambda: told.append("second"))
+    questions.end()
+    assert told == ["none"], "the third key is in no question yet"
+    assert questions.take(1) == [key(2)]
+    questions.end()
+    assert told == ["none", "first"]
+    questions.take(9)
+    questions.clear()
+    assert told == ["none", "first", "second"], "given up while the question is under way"
+    questions.end()
+    questions.add(key(4))
+    questions.tell(lambda: told.append("third"))
+    assert told[-1] == "second"
+
+
+def test_far_questions_keys_beyond_the_bound_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_questions, "MOST_ASKED", 2)
+    questions, told = FarQuestions(), list[int]()
+    assert [questions.add(key(name)) for name in range(3)] == [True, True, False]
+    questions.tell(lambda: told.append(1))
+    questions.take(9)
+    questions.end()
+    assert told == [1]
