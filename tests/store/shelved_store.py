@@ -68,6 +68,7 @@ class FarShelvedStore(ShelvedStore):
     Attributes:
         far: Keys that are absent, and on disk once they were asked for.
         answers_after: Looks after which the far store answers; None: never.
+        names_at_once: Keys that one of its answers is about.
         sought: Keys of each question.
     """
 
@@ -76,7 +77,9 @@ class FarShelvedStore(ShelvedStore):
         self.far: set[bytes] = set()
         self.far_answers = True
         self.answers_after: int | None = 1
+        self.names_at_once = 1000
         self.sought: list[list[bytes]] = []
+        self._asked: list[bytes] = []
         self._answer_in: int | None = None
 
     def shelve_all(self, store: Any) -> None:
@@ -88,18 +91,24 @@ class FarShelvedStore(ShelvedStore):
         if not self.far_answers:
             return 0
         self.sought.append(list(keys))
-        self._answer_in = self.answers_after
+        self._asked, self._answer_in = list(keys), self.answers_after
         return len(self.sought)
 
     def answered(self, ticket: int) -> bool:
+        self._look()
         return self.answers_after is not None and self._answer_in is None
 
+    def _look(self) -> None:
+        if self._answer_in is None:
+            return
+        self._answer_in -= 1
+        if self._answer_in <= 0:
+            self.far -= set(self._asked[: self.names_at_once])
+            del self._asked[: self.names_at_once]
+            self._answer_in = self.answers_after if self._asked else None
+
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        if self._answer_in is not None:
-            self._answer_in -= 1
-            if self._answer_in <= 0:
-                self.far -= set(self.sought[-1])
-                self._answer_in = None
+        self._look()
         found = super().tiers(keys, deadline_s=deadline_s)
         return bytes(
             [Tier.ABSENT if key in self.far else tier for key, tier in zip(keys, found, strict=True)]

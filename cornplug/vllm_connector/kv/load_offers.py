@@ -93,9 +93,7 @@ class LoadOffers:
     def _awaits_far(self, tracked: TrackedRequest) -> bool:
         """Whether the request waits for the answer of far stores still."""
         assert tracked.far is not None
-        waits = False
-        with miss(self._tally, self._run.app, KV_PAGE):
-            waits = self._recalls.awaits(tracked.far)
+        waits = self._recalls.awaits(tracked.far)
         if not waits:
             tracked.far.end_s = 0.0
         return waits

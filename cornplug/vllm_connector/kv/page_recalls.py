@@ -47,12 +47,9 @@ class PageRecall:
 class FarQuestion:
     """The one question of a request to far stores: which of its absent pages they have."""
 
-    first: bytes
-    """Key of the first one."""
     ticket: int
     end_s: float
-    """When the request goes on without an answer."""
-    looked_s: float
+    """When the request goes on without all answers."""
 
 
 class PageRecalls:
@@ -87,20 +84,16 @@ class PageRecalls:
         if not ticket:
             return None
         now_s = self._waited_s = time.monotonic()
-        return FarQuestion(keys[0], ticket, now_s + self._costs.far_wait_s(tokens), now_s)
+        return FarQuestion(ticket, now_s + self._costs.far_wait_s(tokens))
 
     def awaits(self, question: FarQuestion) -> bool:
-        """Whether its answer may still come in time. Raises StoreUnavailable."""
+        """Whether an answer may still come in time. Of a long prompt a far store is asked for some pages at a
+        time, so the first ones that were found do not end the wait. Costs no message."""
         now_s = time.monotonic()
-        if now_s >= question.end_s:
+        if now_s >= question.end_s or self.far is None or self.far.answered(question.ticket):
             return False
         self._waited_s = now_s
-        if now_s - question.looked_s < _LOOK_S:
-            return True
-        question.looked_s = now_s
-        if self.far is None or self.far.answered(question.ticket):
-            return False
-        return not self.there([question.first], deadline_s=self._run.config.store.deadline_s)[0]
+        return True
 
     def there(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
         """Not 0 for each key that the store has, on disk or in memory. Raises StoreUnavailable."""

@@ -40,6 +40,18 @@ def test_far_pages_request_loads_its_prefix_from_far(engine: Make, far: FarShelv
     assert second.counts["hits", "kv_page", "store"] == 4
 
 
+def test_far_pages_of_several_answers_are_all_recalled(
+    engine: Make, far: FarShelvedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder or a bucket is asked for 64 names at a time: the first ones are no reason to go on."""
+    monkeypatch.setattr(LoadCosts, "far_wait_s", lambda self, tokens: 60.0)
+    far.names_at_once = 1
+    second = engine(connect=lambda: far)
+    request = second.run("b", PROMPT)
+    assert request.external_tokens == 128
+    assert [len(keys) for keys in far.recalls] == [4]
+
+
 def test_far_pages_answer_that_never_comes_costs_milliseconds_once(
     engine: Make, far: FarShelvedStore
 ) -> None:
