@@ -52,6 +52,8 @@ class NamespaceRoots:
         Raises CheckpointError where the model or adapter is not identified: "identifying" while the
         checkpoint is read, "weights_updated", "lora", "lora_changed", or the error of reading the checkpoint.
         """
+        # As at the start: else every first batch after an update would miss.
+        self._identity.now()[1].first_wait()
         epoch, identity = self._identity.get()
         extra_key, adapter = lora_adapters.taken_apart(space.extra_key)
         salt = salt_of(space.cache_salt, extra_key)
