@@ -145,6 +145,13 @@ class Checkpoint:
         """Normalised name -> shape of a part's tensors up to the cut. Raises as `locate`."""
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
 
+    def tensor_layout(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
+        """Part -> normalised name -> (dtype, shape), of all tensors that engines read. Raises as `locate`."""
+        return {
+            part: {normal: (entry.dtype, tuple(entry.shape)) for normal, (_, _, entry) in rows.items()}
+            for part, rows in self._parts.items()
+        }
+
     @property
     def generation(self) -> dict[str, Any]:
         """generation_config.json; {} where there is none."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Generic, Literal, TypeVar
 
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.errors import CheckpointError
 
 T = TypeVar("T")
@@ -82,3 +83,53 @@ class BackgroundIdentity(Generic[T]):
             if self.found is None:
                 self._failed = failed
             self._ended.set()
+
+
+class CurrentIdentity(Generic[T]):
+    """The identity of the weights that an engine holds now, begun anew after each update. Thread-safe.
+
+    Arguments as `BackgroundIdentity`'s.
+    """
+
+    def __init__(
+        self,
+        identify: Callable[[], T],
+        shared: Literal["KV", "embeddings"],
+        log: Callable[[str, object], None],
+    ) -> None:
+        self._identify, self._shared, self._log = identify, shared, log
+        self._lock = threading.Lock()
+        self._at = self._begin(weights_guard.epoch())
+
+    def now(self) -> tuple[int, BackgroundIdentity[T]]:
+        """(epoch, identity of its weights). While weights are replaced: those before."""
+        epoch = weights_guard.epoch()
+        if epoch != self._at[0] and not epoch & 1:
+            with self._lock:
+                if epoch != self._at[0]:
+                    self._at = self._begin(epoch)
+        return self._at
+
+    def get(self) -> tuple[int, T]:
+        """(epoch, identity of its weights). Raises as `BackgroundIdentity.get`; "weights_updated" while
+        weights are replaced, and where no checkpoint is known to hold them."""
+        epoch, identity = self.now()
+        found = identity.get()
+        if weights_guard.replaced() or weights_guard.epoch() != epoch:
+            raise _updated()
+        return epoch, found
+
+    def _begin(self, epoch: int) -> tuple[int, BackgroundIdentity[T]]:
+        def identify() -> T:
+            found = self._identify()
+            source = engine_state.current().source()
+            # `identify` may have read of a later epoch. A start-up that shares nothing has no source.
+            if epoch and (source is None or source.epoch != epoch):
+                raise _updated()
+            return found
+
+        return epoch, BackgroundIdentity(identify, self._shared, self._log)
+
+
+def _updated() -> CheckpointError:
+    return CheckpointError("the weights were replaced", reason="weights_updated")

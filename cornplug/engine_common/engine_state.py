@@ -1,5 +1,8 @@
-"""State that all processes of one engine share: its start time, whether its weights still hold, and its
-measured cost of an embedding.
+"""State that all processes of one engine share: its start time, the checkpoint that its weights are of, and
+its measured cost of an embedding.
+
+The epoch counts replacements of the weights from a checkpoint: it is odd while they are replaced, and even
+after. Only the engine's first rank makes it even, once every rank holds the new weights.
 
 It lies in a page of anonymous memory. The process that resolves the engine's configuration makes the page,
 its children open it through /proc. So a process that learns of replaced weights tells every API server and
@@ -16,7 +19,7 @@ import secrets
 import struct
 import threading
 import time
-from typing import Final
+from typing import Final, NamedTuple
 
 _log: Final = logging.getLogger("cornplug")
 _VARIABLE: Final = "_CORNPLUG_ENGINE"
@@ -25,7 +28,23 @@ _BEGAN: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
 _FLAG: Final = _BEGAN.size
 _COSTS: Final = struct.Struct("<d?")
 _COSTS_AT: Final = 32
+_EPOCH: Final = 48
+_SOURCE: Final = struct.Struct("<QH")
+_SOURCE_AT: Final = 56
+_PATH_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
+LONGEST_PATH_BYTES: Final = _PAGE - _PATH_AT
+"""Of `EngineState.end_update`."""
+
+
+class WeightSource(NamedTuple):
+    """The origin of an engine's weights in one epoch."""
+
+    epoch: int
+    path: str | None
+    """The folder that they were replaced from; None for the checkpoint that the engine started with."""
+    began_ns: int
+    """As `EngineState.began_ns`, of the time when that folder was about to be read."""
 
 
 class EngineState:
@@ -34,6 +53,8 @@ class EngineState:
     def __init__(self, page: mmap.mmap | None) -> None:
         """`page` None: this process could not reach the others'."""
         self._page = page
+        # One machine word: a reader in another process sees the old number or the new one.
+        self._epoch = memoryview(page)[_EPOCH : _EPOCH + 8].cast("Q") if page is not None else None
 
     def began_ns(self) -> int:
         """When the engine was about to be configured, by the clock of files; before any weight was read."""
@@ -41,11 +62,56 @@ class EngineState:
 
     def replaced(self) -> bool:
         """Whether the weights may not be the checkpoint's. True if this process cannot see the state."""
+        page = self._page
+        return page is None or page[_FLAG] != 0 or page[_EPOCH] & 1 != 0
+
+    def unknown(self) -> bool:
+        """Whether the weights are no checkpoint's: no update from one makes them known."""
         return self._page is None or self._page[_FLAG] != 0
 
     def note_replaced(self, value: bool = True) -> None:
+        """The weights are unknown from here on. False, for tests: they are those of the start."""
         if self._page is not None:
             self._page[_FLAG] = int(value)
+            if self._epoch is not None and not value:
+                self._epoch[0] = 0
+
+    def epoch(self) -> int:
+        """Odd while the weights are replaced from a checkpoint, even otherwise; 0 at the start."""
+        return self._epoch[0] if self._epoch is not None else 0
+
+    def begin_update(self) -> int:
+        """The epoch, which is odd from now on. From every process that takes part, any number of times."""
+        if self._epoch is None:
+            return 1
+        self._epoch[0] |= 1
+        return self._epoch[0]
+
+    def end_update(self, epoch: int, path: str, began_ns: int) -> None:
+        """The weights are those of a folder, in the epoch after an odd one.
+
+        From the engine's first rank, once every rank has loaded them. Raises ValueError for a path that is
+        too long.
+        """
+        name = os.fsencode(path)
+        if len(name) > LONGEST_PATH_BYTES:
+            raise ValueError(f"a path of {len(name)} bytes")
+        if self._page is not None and self._epoch is not None:
+            _SOURCE.pack_into(self._page, _SOURCE_AT, began_ns, len(name))
+            self._page[_PATH_AT : _PATH_AT + len(name)] = name
+            self._epoch[0] = epoch + 1
+
+    def source(self) -> WeightSource | None:
+        """The origin of the weights; None while they are replaced, and where it is unknown."""
+        epoch = self.epoch()
+        if self._page is None or self.replaced():
+            return None
+        if not epoch:
+            return WeightSource(0, None, self.began_ns())
+        began_ns, size = _SOURCE.unpack_from(self._page, _SOURCE_AT)
+        path = os.fsdecode(self._page[_PATH_AT : _PATH_AT + size])
+        # Another update may have begun, and even ended, meanwhile.
+        return WeightSource(epoch, path, began_ns) if self.epoch() == epoch else None
 
     def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
         """Publish the measured cost of an embedding: seconds that the tower takes for a row, and whether a

@@ -1,8 +1,9 @@
-"""Whether an engine's weights are still the checkpoint's. Once they are not, the engine shares nothing.
+"""Whether an engine's weights are a known checkpoint's. While they are not, the engine shares nothing.
 
 A checkpoint on disk identifies an engine's weights until a caller replaces them in place (sleep, reload, an
 RL update). Weights that came over the wire cannot be fingerprinted, so sharing ends in all processes of the
-engine until it restarts: reason "weights_updated".
+engine until it restarts: reason "weights_updated". Weights that were read from another checkpoint begin a new
+epoch, in which the engine shares under that checkpoint's identity.
 """
 
 from __future__ import annotations
@@ -17,6 +18,18 @@ def replaced() -> bool:
     return engine_state.current().replaced()
 
 
+def epoch() -> int:
+    """The number of this engine's weights: another after each update (`EngineState.epoch`)."""
+    return engine_state.current().epoch()
+
+
+def begin_update(by: str, log: logging.Logger) -> int:
+    """The epoch in which the call `by` replaces the weights by those of a checkpoint: no process shares."""
+    if not replaced():
+        log.info("cornplug: weights are replaced by %s; nothing is shared meanwhile", by)
+    return engine_state.current().begin_update()
+
+
 def note_replaced(by: str, log: logging.Logger) -> None:
     """End sharing in every process of this engine. `by` names the call that replaces the weights."""
     end_sharing(f"weights replaced by {by}", log)
@@ -25,6 +38,6 @@ def note_replaced(by: str, log: logging.Logger) -> None:
 def end_sharing(why: str, log: logging.Logger) -> None:
     """End sharing in every process of this engine; the first call logs why."""
     state = engine_state.current()
-    if not state.replaced():
+    if not state.unknown():
         log.warning("cornplug: %s; this engine shares nothing until restart", why)
     state.note_replaced()

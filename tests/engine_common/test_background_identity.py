@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from cornplug.engine_common import background_identity
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common import background_identity, engine_state
+from cornplug.engine_common.background_identity import BackgroundIdentity, CurrentIdentity
 from cornplug.errors import CheckpointError
 
 LOG = logging.getLogger("cornplug.test")
@@ -79,3 +79,38 @@ def test_first_wait_after_reading_ended_is_zero() -> None:
     assert identity.wait(5)
     assert identity.first_wait_s() == 0
     assert identity.first_wait()
+
+
+def test_current_identity_of_each_epoch_is_read_anew() -> None:
+    read: list[int] = []
+    identity = CurrentIdentity(lambda: read.append(1) or len(read), "KV", LOG.warning)
+    state = engine_state.current()
+
+    def found() -> tuple[int, int]:
+        assert identity.now()[1].wait(5)
+        return identity.get()
+
+    assert found() == found() == (0, 1)
+    odd = state.begin_update()
+    with pytest.raises(CheckpointError) as raised:
+        identity.get()
+    assert raised.value.reason == "weights_updated"
+    assert len(read) == 1
+    state.end_update(odd, "/new", 1)
+    assert found() == found() == (2, 2)
+
+
+def test_current_identity_that_outlasts_its_epoch_is_none() -> None:
+    """It may be of the weights of another epoch."""
+    go = threading.Event()
+    state = engine_state.current()
+    state.end_update(state.begin_update(), "/new", 1)
+    identity = CurrentIdentity(lambda: go.wait(10), "KV", LOG.warning)
+    _, slow = identity.now()
+    odd = state.begin_update()
+    go.set()
+    assert slow.wait(5)
+    assert (slow.found, slow.failure) == (None, "weights_updated")
+    state.end_update(odd, "/newer", 1)
+    assert identity.now()[1].wait(5)
+    assert identity.get() == (4, True)

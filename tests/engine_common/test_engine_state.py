@@ -132,3 +132,28 @@ def test_engine_state_begin_in_child_keeps_start_time() -> None:
     with mock.patch.object(os, "getpid", return_value=os.getpid() + 1):
         engine_state.begin()
     assert engine_state.current().began_ns() == began_ns
+
+
+def test_engine_state_epoch_is_odd_while_weights_are_replaced() -> None:
+    engine_state.begin()
+    state, child = engine_state.current(), Child()
+    try:
+        assert state.source() == (0, None, state.began_ns())
+        odd = state.begin_update()
+        assert (odd, state.begin_update(), state.source()) == (1, 1, None)
+        assert child.tell("") is True
+        state.end_update(odd, "/a folder/é", 7)
+        assert child.tell("") is False
+        assert (state.epoch(), state.source()) == (2, (2, "/a folder/é", 7))
+        child.tell("replace")
+        assert (state.replaced(), state.unknown(), state.source()) == (True, True, None)
+        state.end_update(state.begin_update(), "/b", 8)
+        assert state.replaced(), "no checkpoint makes them known"
+    finally:
+        child.close()
+
+
+def test_engine_state_out_of_reach_has_no_source() -> None:
+    state = engine_state.EngineState(None)
+    state.end_update(state.begin_update(), "/new", 1)
+    assert (state.source(), state.unknown()) == (None, True)

@@ -63,6 +63,12 @@ def close_index() -> None:
     _index = None
 
 
+def forget_pages() -> None:
+    """Empty the index, which the hooks fill anew."""
+    if _index is not None:
+        _index.clear()
+
+
 def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Around SGLang's hashing of the tokens that it will ask storage for."""
     result = original(*args, **kwargs)

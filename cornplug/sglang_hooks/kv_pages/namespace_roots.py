@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.cache_salt import salt_of
@@ -32,9 +32,9 @@ class NamespaceRoots:
         self, secret: bytes, page: PageGeometry, identify: Callable[[], tuple[bytes, dict[str, Any]]]
     ) -> None:
         self._secret, self._page = secret, page
-        self._identity = BackgroundIdentity(identify, "KV", logger.warning)
-        self._known: dict[tuple[str | None, bytes | None], bytes] = {}
-        self._identity.first_wait()
+        self._identity = CurrentIdentity(identify, "KV", logger.warning)
+        self._known: dict[tuple[int, str | None, bytes | None], bytes] = {}
+        self._identity.now()[1].first_wait()
 
     def of(self, page: PageGeometry) -> NamespaceRoots:
         """The roots of another kind of the same model's pages."""
@@ -44,23 +44,25 @@ class NamespaceRoots:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether the checkpoint has been read, with an error or without, within that time."""
-        return self._identity.wait(timeout_s)
+        return self._identity.now()[1].wait(timeout_s)
 
     def root(self, space: CacheNamespace) -> bytes:
         """The root of a namespace's page keys (32 bytes).
 
         Raises CheckpointError where the model or adapter is not identified: "identifying" while the
-        checkpoint is read, "lora", "lora_changed", or the error of reading the checkpoint.
+        checkpoint is read, "weights_updated", "lora", "lora_changed", or the error of reading the checkpoint.
         """
-        identity = self._identity.get()
+        # As at the start: else every first batch after an update would miss.
+        self._identity.now()[1].first_wait()
+        epoch, identity = self._identity.get()
         extra_key, adapter = lora_adapters.taken_apart(space.extra_key)
         salt = salt_of(space.cache_salt, extra_key)
-        root = self._known.get((salt, adapter))
+        root = self._known.get((epoch, salt, adapter))
         if root is None:
             if len(self._known) >= _MAX_ROOTS:
                 self._known.clear()
             root = page_root(self._secret, identity, self._page, adapter=adapter, salt=salt)
-            self._known[salt, adapter] = root
+            self._known[epoch, salt, adapter] = root
         return root
 
 

@@ -97,6 +97,11 @@ class PageHashIndex:
     def __len__(self) -> int:
         return len(self._pages)
 
+    def clear(self) -> None:
+        """Forget every page."""
+        with self._lock:
+            self._pages.clear()
+
     def find(self, hashes: Sequence[str]) -> list[HashedPage | None]:
         """The pages of these hashes, None for those that are not known."""
         with self._lock:

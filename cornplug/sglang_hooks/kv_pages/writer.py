@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
+from cornplug.engine_common import weights_guard
 from cornplug.engine_common.page_publish import PageCost, PagePublisher
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import EngineRuntime
@@ -102,6 +103,7 @@ class PageWriter:
         )
         self._tails: OrderedDict[str, Rows] = OrderedDict()
         self._tail_bytes = 0
+        self._epoch = weights_guard.epoch()
 
     def close(self) -> None:
         """End the copying threads."""
@@ -111,6 +113,10 @@ class PageWriter:
         """Offer pages to the store. `slots` are their first slots in the host pool."""
         if not self._mine.held.writes:
             return
+        if self._epoch != weights_guard.epoch():
+            # SGLang's hash of a page says nothing of the weights that its tail was computed with.
+            self._tails.clear()
+            self._epoch, self._tail_bytes = weights_guard.epoch(), 0
         self._offer(self._wanted(hashes, slots))
         self._keep_tails(hashes, slots)
 
@@ -223,6 +229,9 @@ class PageWriter:
                 written.append((one, of_page))
             else:
                 broken.append(one)
+        if self._epoch != weights_guard.epoch() or weights_guard.replaced():
+            late, broken, written = [], [], []
+            self._publisher.give_up(reserved, "weights_updated")
         self._publisher.give_up(late, "late")
         self._publisher.give_up(broken, "write_failed")
         self._publisher.commit(written)

@@ -33,7 +33,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.mm.embedding_prefetch import source_of
-from cornplug.sglang_hooks.mm.placeholder_tokens import key_of, rows_of
+from cornplug.sglang_hooks.mm.placeholder_tokens import is_current, key_of, rows_of
 from cornplug.sglang_hooks.model.model_config import engine_model
 from cornplug.store.payload import get_payload
 
@@ -76,7 +76,7 @@ class EmbeddingSource:
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
         """Offer the embeddings of this engine's tower to the store. Returns at once."""
         for item, tensor in zip(items, made, strict=True):
-            key = key_of(item) if publish and self._first else None
+            key = key_of(item) if publish and self._first and is_current(item) else None
             if key is not None and dtype_name(tensor.dtype) == self._dtype:
                 self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
 
@@ -103,6 +103,9 @@ class EmbeddingSource:
         # Without a source the tokenizer has counted its miss, and nobody expects it to be there.
         key = key_of(item)
         if key is None or source_of(item) is None:
+            return None
+        if not is_current(item):
+            self._miss("weights_updated")
             return None
         began = time.perf_counter()
         try:

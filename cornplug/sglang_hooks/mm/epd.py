@@ -101,7 +101,10 @@ def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | 
         if said is None:
             return None
         media += said
-    if _here.identity is None or weights_guard.replaced() or len(media) != len(image_items):
+    # The identity is of the tower at the start.
+    if _here.identity is None or weights_guard.replaced() or weights_guard.epoch():
+        return None
+    if len(media) != len(image_items):
         return None
     secret = activation.runtime().secret
     return [embedding_key(secret, _here.identity, digest, salt) for digest in media]

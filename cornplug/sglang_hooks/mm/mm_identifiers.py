@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.identity import embedding_key, medium_with_options, overridden
 from cornplug.sglang_hooks import activation, compat
@@ -45,16 +45,15 @@ class MediaIdentifiers:
     def __init__(self, processor: Any) -> None:
         """`processor` is SGLang's BaseMultimodalProcessor."""
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
-        self._tower = BackgroundIdentity(
-            lambda: _tower_identity(processor), "embeddings", compat.logger.warning
-        )
+        self._tower = CurrentIdentity(lambda: _tower_identity(processor), "embeddings", compat.logger.warning)
 
-    async def tower(self) -> TowerIdentity | None:
-        """The identity of tower and projector; None while it is being read, and where it cannot be."""
-        if self._tower.first_wait_s() > 0:
+    async def tower(self) -> tuple[int, TowerIdentity | None]:
+        """(epoch, identity of its tower and projector); None while that is read, and where it cannot be."""
+        epoch, tower = self._tower.now()
+        if tower.first_wait_s() > 0:
             # In one of the threads in which SGLang decodes media.
-            await asyncio.to_thread(self._tower.first_wait)
-        return self._tower.found
+            await asyncio.to_thread(tower.first_wait)
+        return epoch, tower.found
 
 
 def _tower_identity(processor: Any) -> TowerIdentity:
@@ -70,8 +69,8 @@ def _tower_identity(processor: Any) -> TowerIdentity:
     return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
 
 
-def assign_keys(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[Any]:
-    """Assign embedding keys to the images of a request, and clear those of all other items.
+def assign_keys(mm_inputs: Any, tower: TowerIdentity | None, obj: Any, *, epoch: int = 0) -> list[Any]:
+    """Assign embedding keys of a tower of that epoch to the images of a request, and clear all other items'.
 
     `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or
     EmbeddingReqInput. Returns the items with a key.
@@ -88,7 +87,7 @@ def assign_keys(mm_inputs: Any, tower: TowerIdentity | None, obj: Any) -> list[A
         if key is None:
             placeholder_tokens.clear_key(item)
             continue
-        placeholder_tokens.assign_key(item, key)
+        placeholder_tokens.assign_key(item, key, epoch=epoch)
         if placeholder_tokens.key_of(item) is not None:
             ours.append(item)
     padded = mm_inputs.padded_input_ids
@@ -167,9 +166,9 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
     mm_inputs = tokenized.mm_inputs if activation.is_on() else None
     if mm_inputs is not None and mm_inputs.mm_items:
         here = _tokenizer(manager.mm_processor)
-        tower = await here.names.tower()
+        epoch, tower = await here.names.tower()
         await media_digests.settle(mm_inputs.mm_items)
-        items = assign_keys(mm_inputs, tower, obj)
+        items = assign_keys(mm_inputs, tower, obj, epoch=epoch)
         if here.prefetches and items and tower is not None and activation.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
             await here.prefetcher.prepare(wanted, tower, salt_of_request(obj))

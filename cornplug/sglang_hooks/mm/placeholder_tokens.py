@@ -21,6 +21,7 @@ import threading
 from collections import OrderedDict
 from typing import Any, Final
 
+from cornplug.engine_common import weights_guard
 from cornplug.identity import DIGEST_BYTES, medium_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
@@ -28,6 +29,7 @@ from cornplug.sglang_hooks.compat import Hook
 FIRST_PLACEHOLDER: Final = 1_000_000
 """SGLang's placeholder values begin here; no vocabulary reaches so far."""
 _KEY: Final = "cornplug_key"
+_EPOCH: Final = "cornplug_epoch"
 _MAX_IDENTITIES: Final = 65_536
 """Media that are remembered. KV of a forgotten one is no longer shared, and never taken for another's."""
 
@@ -41,8 +43,8 @@ def rows_of(item: Any) -> int:
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
-def assign_key(item: Any, key: bytes) -> None:
-    """Assign an item its embedding key, which is sent with it to the scheduler.
+def assign_key(item: Any, key: bytes, *, epoch: int = 0) -> None:
+    """Assign an item its embedding key of a tower of that epoch, which is sent with it to the scheduler.
 
     An item without offsets gets none.
     """
@@ -52,6 +54,19 @@ def assign_key(item: Any, key: bytes) -> None:
         return
     item.set_identity(medium_lineage(key, rows))
     item.model_specific_data[_KEY] = key
+    item.model_specific_data[_EPOCH] = epoch
+
+
+def is_current(item: Any) -> bool:
+    """Whether an item's key is of the tower that this engine has now: weights may be replaced on its way."""
+    return bool(item.model_specific_data.get(_EPOCH, 0) == weights_guard.epoch())
+
+
+def forget() -> None:
+    """Forget all media: requests that are still here, or in a session, have keys of replaced weights."""
+    with _lock:
+        _identities.clear()
+        _values.clear()
 
 
 def clear_key(item: Any) -> None:
@@ -99,7 +114,7 @@ def is_unkeyed(token: int) -> bool:
 def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
     if activation.is_on() and result is not None:
         for item in result.mm_items:
-            if key_of(item) is not None:
+            if key_of(item) is not None and is_current(item):
                 add(item.identity)
 
 

@@ -19,6 +19,7 @@ from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, VALIDATED_FAMILIES
 from cornplug.sglang_hooks.model import environment
 from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QUANTISED
+from cornplug.sglang_hooks.model.weight_source import StartedModel
 
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}
@@ -31,14 +32,25 @@ _DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_
 """Where a draft's files lie: its fingerprint is of their content."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
+_started: Final = StartedModel()
 
 
 def engine_model() -> EngineModel:
     """The model of this process's engine, by the settings that SGLang has published here.
 
-    Raises CheckpointError where the model cannot be identified: "load_format", "settings", "overrides",
-    "no_settings" (SGLang has not published them yet), and as `Checkpoint.open`.
+    After an update of its weights, with these. Raises CheckpointError where the model cannot be identified:
+    "load_format", "settings", "overrides", "no_settings" (SGLang has not published them yet), and as
+    `Checkpoint.open` and `StartedModel.now`.
     """
+    return _started.now(_described)
+
+
+def started_model() -> StartedModel:
+    """The model that this process's engine started with."""
+    return _started
+
+
+def _described() -> EngineModel:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 

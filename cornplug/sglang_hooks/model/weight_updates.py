@@ -1,4 +1,5 @@
 """The calls of SGLang that replace a server's weights in place; each ends sharing (`weights_guard`).
+That from a checkpoint does so only where it fails (`disk_updates.py`).
 
 Every process that takes part learns of it before the first byte changes: the scheduler of each rank
 by the request itself, the tokenizer when it passes the request on.
@@ -56,12 +57,8 @@ def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _TOKENIZER: Final = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
-_MANAGER: Final = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
-_MANAGERS: Final = frozenset({"update_weights_from_disk"})
-"""Of the tokenizer's, those that its manager has and not the mixin."""
 _CHANGES: Final = (
     ("begin_weight_update", _update),
-    ("update_weights_from_disk", _update),
     ("update_weights_from_distributed", _update),
     ("update_weights_from_tensor", _update),
     ("update_weights_from_ipc", _update),
@@ -71,9 +68,6 @@ _CHANGES: Final = (
 
 HOOKS: tuple[Hook, ...] = (
     *(Hook(f"{_SCHEDULER}.{name}", "before", function) for name, function in _CHANGES),
-    *(
-        Hook(f"{_MANAGER if name in _MANAGERS else _TOKENIZER}.{name}", "before", _in_tokenizer(function))
-        for name, function in _CHANGES
-    ),
+    *(Hook(f"{_TOKENIZER}.{name}", "before", _in_tokenizer(function)) for name, function in _CHANGES),
     Hook("sglang.srt.managers.scheduler.Scheduler.handle_rpc_request", "before", _rpc),
 )

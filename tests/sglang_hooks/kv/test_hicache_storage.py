@@ -13,7 +13,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from cornplug.engine_common import weights_guard
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
 from cornplug.metrics import Tally
@@ -24,6 +24,7 @@ from cornplug.sglang_hooks.kv_pages.layout import host_pages
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
+from devkit.processes import wait_until
 
 from ..kv_rig import (
     Controller,
@@ -280,6 +281,73 @@ def test_storage_after_weight_update_shares_nothing(process: Tally, monkeypatch:
     assert backend.batch_exists(hashes) == 0
     assert not any(backend.batch_get_v1(hashes, slots))
     assert process.drain()["cornplug_misses_total"] == [(("test", "kv_page", "weights_updated"), [2])]
+
+
+def renew() -> None:
+    """As after an update of the weights from a folder."""
+    state = engine_state.current()
+    state.end_update(state.begin_update(), "/new", 0)
+    page_hash_hooks.forget_pages()
+
+
+def test_storage_in_new_epoch_offers_no_page_of_the_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = {"weights": b"a"}
+
+    def identify() -> tuple[bytes, dict[str, Any]]:
+        time.sleep(0.1)
+        return now["weights"] * 32, {}
+
+    monkeypatch.setattr(hicache_storage, "_identify", identify)
+    backend, host = attach()
+
+    def found() -> int:
+        """At once: the first lookup of an epoch waits for the identity, for a short time."""
+        return backend.batch_exists(name(TOKENS, 64))
+
+    slots = host.alloc(512)
+    backend.batch_set_v1(name(TOKENS, 64), slots)
+    assert found() == 8
+    now["weights"] = b"b"
+    renew()
+    assert found() == 0
+    assert not any(backend.batch_get_v1(name(TOKENS, 64), slots))
+    backend.batch_set_v1(name(TOKENS, 64)[:4], slots[:256])
+    assert found() == 4
+    now["weights"] = b"a"
+    renew()
+    assert found() == 8, "the pages of the first epoch"
+
+
+@pytest.mark.parametrize("done", [False, True])
+def test_storage_save_in_flight_during_update_is_dropped(
+    process: Tally, store: FaultyStore, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    original = backend._writer._copies.write
+
+    def write(*args: Any) -> Any:
+        renew() if done else engine_state.current().begin_update()
+        return original(*args)
+
+    monkeypatch.setattr(backend._writer._copies, "write", write)
+    backend.batch_set_v1(hashes, slots)
+    assert store.stat(deadline_s=1).entries == 0
+    assert process.drain()["cornplug_saves_total"] == [(("test", "kv_page", "weights_updated"), [8])]
+
+
+def test_storage_tails_of_old_weights_complete_no_page(store: FaultyStore) -> None:
+    """SGLang's hash of a page is the same under any weights."""
+    backend, host = attach(page_size=32)
+    slots = host.alloc(64)
+    backend.batch_set_v1(name(TOKENS[:64], 32)[:1], slots[:32])
+    renew()
+    hashes = name(TOKENS[:64], 32)
+    wait_until(lambda: backend._reader._roots.wait(0.1), deadline_s=5, what="the identity")
+    backend.batch_set_v1(hashes[1:], slots[32:])
+    assert store.stat(deadline_s=1).entries == 0
+    backend.batch_set_v1(hashes, slots)
+    assert store.stat(deadline_s=1).entries == 1
 
 
 @pytest.mark.parametrize(

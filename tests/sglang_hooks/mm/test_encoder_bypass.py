@@ -261,6 +261,21 @@ def test_encoder_bypass_replaced_weights_end_sharing(
     assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
 
 
+def test_encoder_bypass_keys_of_replaced_tower_are_neither_taken_nor_published(
+    engine: Callable[..., EncoderBypass], store: MemoryStore
+) -> None:
+    """The weights were replaced while these images were on their way."""
+    put(store.connect(), 2, value(77))
+    late, here = [sample_image(1, None), sample_image(2)], engine()
+    state = engine_state.current()
+    state.end_update(state.begin_update(), "/new", 0)
+    assert same(here(late), value(1), value(2))
+    assert store.connect().contains([b"\1" * 32], deadline_s=1) == b"\0"
+    one = sample_image(3)
+    placeholder_tokens.assign_key(one, b"\2" * 32, epoch=2)
+    assert same(here([one]), value(77))
+
+
 def test_encoder_bypass_deepstack_needs_rows_of_all_levels(
     engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:

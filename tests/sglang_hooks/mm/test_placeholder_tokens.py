@@ -105,3 +105,18 @@ def test_placeholder_tokens_inactive_record_nothing(monkeypatch: pytest.MonkeyPa
     tokens_module.assign_key(ours, b"k" * 32)
     tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[ours]), None, None)
     assert not tokens_module._values
+
+
+def test_placeholder_tokens_of_replaced_tower_stand_for_unkeyed_media(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    monkeypatch.setattr(tokens_module.weights_guard, "epoch", lambda: 2)
+    late, ours = item(1), item(2)
+    tokens_module.assign_key(late, b"k" * 32)
+    tokens_module.assign_key(ours, b"n" * 32, epoch=2)
+    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[late, ours]), None, None)
+    assert all(tokens_module.is_unkeyed(token) for token in late.padding_sequence(4))
+    assert not any(tokens_module.is_unkeyed(token) for token in ours.padding_sequence(4))
+    tokens_module.forget()
+    assert all(tokens_module.is_unkeyed(token) for token in ours.padding_sequence(4))

@@ -23,7 +23,6 @@ def run(name: str, request: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "request_"),
     [
-        ("update_weights_from_disk", io_struct.UpdateWeightFromDiskReqInput(model_path="/other")),
         (
             "update_weights_from_tensor",
             io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[]),

@@ -1,0 +1,131 @@
+"""SGLang's update of a server's weights from another checkpoint folder: the server shares again after it.
+
+    tokenizer, each rank    the epoch is odd: no process shares
+    each rank               loads, flushes its cache, compares its memory with the files, votes
+    first rank              all votes are yes: names the folder, and the epoch is even
+
+Whatever was computed with the weights before is gone by then: SGLang's flush has ended its storage threads
+and emptied its trees, and each rank has forgotten page hashes, placeholders and embeddings. A vote of no ends
+sharing until restart: then no folder may hold what runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.engine_common.weight_comparison import differing
+from cornplug.errors import CheckpointError
+from cornplug.sglang_hooks import activation
+from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, started_model
+
+_CALL: Final = "update_weights_from_disk"
+
+
+def _asked(manager: Any, obj: Any, request: Any = None) -> None:
+    """In the tokenizer process, before it passes the request on."""
+    weights_guard.begin_update(_CALL, logger)
+
+
+def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around a rank's update."""
+    if not activation.is_on():
+        return original(manager, recv_req)
+    began_ns = time.time_ns()
+    epoch = weights_guard.begin_update(_CALL, logger)
+    path = str(Path(recv_req.model_path).resolve())
+    excluded, why = _excluded(manager, recv_req), "SGLang failed"
+    try:
+        result = original(manager, recv_req)
+        why = excluded or _unlike(manager, recv_req, result, path, began_ns)
+    finally:
+        # Every rank votes, whatever happened on it: the others wait.
+        _forget()
+        _settle(manager.tp_cpu_group, epoch, path, began_ns, why)
+    return result
+
+
+def _excluded(manager: Any, recv_req: Any) -> str:
+    """The reason why the weights of this server cannot be followed; "" for none."""
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
+    found = {
+        "the weights were unknown before": engine_state.current().unknown(),
+        f"load format {recv_req.load_format!r}": recv_req.load_format not in READS_SAFETENSORS,
+        # Replicas, stages and hosts have votes of their own.
+        "data or pipeline parallelism, or several hosts": max(
+            settings.dp_size, settings.pp_size, settings.nnodes
+        )
+        > 1,
+        "quantised weights": settings.quantization or declares_quantization(model.hf_config),
+        "a draft model, whose weights are replaced too": manager.draft_worker is not None,
+        "encoders, which keep their weights": settings.language_only
+        or settings.encoder_urls
+        or settings.enable_adaptive_dispatch_to_encoder,
+    }
+    return next((why for why, holds in found.items() if holds), "")
+
+
+def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
+    """The reason why this rank does not hold the folder's weights, and nothing of others; "" if it does."""
+    if not (result.success and recv_req.flush_cache):
+        return "SGLang did not load them and flush its cache"
+    if str(Path(recv_req.model_path).resolve()) != path:
+        return "the folder is another by now"
+    try:
+        checkpoint = started_model().with_weights(path, began_ns).checkpoint
+        name, compared = differing(manager.tp_worker.model_runner.model, checkpoint)
+        changed = checkpoint.changed_since(began_ns)
+    except CheckpointError as e:
+        return str(e)
+    if name is not None:
+        return f"{name} in memory is not what the folder holds"
+    if changed is not None:
+        return f"{changed} was written meanwhile"
+    return "" if compared else "no tensor could be compared"
+
+
+def _forget() -> None:
+    """Forget what was computed with, or named by, the weights before."""
+    from sglang.srt.managers import mm_schedule
+
+    from cornplug.sglang_hooks.kv import page_hash_hooks
+    from cornplug.sglang_hooks.mm import placeholder_tokens
+
+    page_hash_hooks.forget_pages()
+    placeholder_tokens.forget()
+    # A request that came before has rows of the new tower there, under the old tower's key.
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
+
+
+def _settle(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
+    """Let the ranks vote, and the first one say what came of it."""
+    vote = torch.tensor([not why, began_ns], dtype=torch.int64)
+    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group)
+    agreed, first_ns = vote.tolist()
+    if not agreed:
+        weights_guard.end_sharing(f"weights replaced from {path}: {why or 'not on every rank'}", logger)
+    elif torch.distributed.get_rank(group) == 0:
+        engine_state.current().end_update(epoch, path, first_ns)
+        logger.info("cornplug: this engine shares again, with the weights of %s", path)
+
+
+HOOKS: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
+        "update_weights_from_disk",
+        "around",
+        _update,
+    ),
+    Hook("sglang.srt.managers.tokenizer_manager.TokenizerManager.update_weights_from_disk", "before", _asked),
+)
