@@ -11,7 +11,7 @@ from typing import Any, Final
 from cornplug.identity import kv_root
 from cornplug.kv_page import PageGeometry
 
-_COMPARED: Final = frozenset({"DeepseekV2ForCausalLM"})
+_COMPARED: Final = frozenset({"DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"})
 """Architectures of tests/integration/test_latents_of_two_engines.py."""
 
 _YARN: Final = frozenset({"yarn", "deepseek_yarn"})

@@ -30,9 +30,8 @@ FROM: Final[Mapping[str, Sequence[str]]] = {
 """Prompts by the engine that computes them first."""
 
 # The width that vLLM's CPU kernel is compiled for: 512 + 64.
-MODELS: Final = {
-    "DeepSeek-V2": partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64),
-}
+_LATENTS: Final = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
+MODELS: Final = {"DeepSeek-V2": _LATENTS, "DeepSeek-V3": partial(_LATENTS, version=3)}
 
 
 class Engines:
@@ -41,7 +40,8 @@ class Engines:
     def __init__(self, model: Path, folder: Path, sockets: Path) -> None:
         self.store = StoreProcess(sockets / "s", size="256MiB", log=folder / "store.log")
         shares = {"CORNPLUG_STORE_AUTOSTART": "false", "VLLM_SERVER_DEV_MODE": "1"}
-        to_store = ("--cornplug-store", str(sockets / "s"), "--cornplug-app")
+        # vLLM caches no prefixes of MLA on a CPU, so an idle engine has no pages to copy.
+        to_store = ("--cornplug-store", str(sockets / "s"), "--cornplug-save", "always", "--cornplug-app")
         self.stock: dict[str, dict[str, Answer]] = {}
         self._plain: Mapping[str, EngineServer] = {
             "vllm": VllmServer(model, log=folder / "stock-vllm.log"),
