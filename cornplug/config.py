@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args, get_origin
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -220,10 +220,11 @@ _PATHS: Final[Mapping[str, frozenset[str]]] = {
         name
         for name, field in kind.model_fields.items()
         if Path in (field.annotation, *get_args(field.annotation))
+        and get_origin(field.annotation) is not tuple
     )
     for section, kind in _SECTIONS.items()
 }
-"""Section -> its settings that are paths."""
+"""Section -> its settings that are one path."""
 
 
 def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, str] = os.environ) -> Config:

@@ -84,26 +84,27 @@ def secret_problem(about: os.stat_result) -> str:
     return ""
 
 
-def read_secret(path: Path) -> bytes:
-    """The 32-byte secret, made on first use with mode 0600.
+def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = True) -> bytes:
+    """The 32-byte secret of a file; with `make` it is made on first use, with mode 0600.
 
-    Raises ConfigError when it cannot be read or made, is not exactly 32 bytes, or others may read it.
+    Raises ConfigError, which names `setting`, when it cannot be read or made, is not exactly 32 bytes, or
+    others may read it.
     """
-    field = "store.secret_file"
     try:
-        if not path.exists():
+        if make and not path.exists():
             _make_secret(path)
         with path.open("rb") as file:
             about, secret = os.fstat(file.fileno()), file.read()
     except OSError as e:
-        remedy = "Name a file that this user can read or make: CORNPLUG_STORE_SECRET_FILE."
-        raise ConfigError(field, f"{path}: {e.strerror}", remedy) from e
+        variable = f"CORNPLUG_{setting.replace('.', '_').upper()}"
+        remedy = f"Name a file that this user can read{' or make' if make else ''}: {variable}."
+        raise ConfigError(setting, f"{path}: {e.strerror}", remedy) from e
     if len(secret) != 32:
         problem = f"{path} has {len(secret)} bytes"
-        raise ConfigError(field, problem, "Make one: head -c 32 /dev/urandom > FILE.")
+        raise ConfigError(setting, problem, "Make one: head -c 32 /dev/urandom > FILE.")
     if problem := secret_problem(about):
         remedy = "Make a new one, or chmod 600 where nobody can have read it (Kubernetes: defaultMode: 0400)."
-        raise ConfigError(field, f"{path} {problem}", remedy)
+        raise ConfigError(setting, f"{path} {problem}", remedy)
     return secret
 
 

@@ -48,6 +48,13 @@ def test_load_urls_of_far_stores_come_from_flag_variable_and_file(tmp_path: Path
     assert load(environ={"CORNPLUG_STORE_FAR": ""}).store.far == ()
 
 
+def test_load_sealing_secrets_of_far_stores_are_absolute_paths() -> None:
+    found = load(environ={"CORNPLUG_STORE_FAR_SECRET_FILES": "/etc/new, /etc/old"}).store
+    assert found.far_secret_files == (Path("/etc/new"), Path("/etc/old"))
+    with pytest.raises(ConfigError, match=r"far_secret_files.*keys/old is a relative path"):
+        load(environ={"CORNPLUG_STORE_FAR_SECRET_FILES": "/etc/new,keys/old"})
+
+
 def test_load_relative_paths_are_of_the_files_folder_and_of_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

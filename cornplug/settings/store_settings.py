@@ -81,6 +81,10 @@ class StoreConfig(Section):
     `valkey://HOST:6379/0` (`redis://` too), `mooncake://MASTER:50051`. Records there are sealed. Needs a
     `secret_file` that all hosts have, and the extra `cornplug[far-object]`, `cornplug[far-valkey]` or
     `cornplug[far-mooncake]`. Empty: nothing leaves this host."""
+    far_secret_files: tuple[Path, ...] = ()
+    """Files of 32 bytes, by absolute paths, that seal the records of far stores: the first one seals new
+    records, and those of any are read, so that a secret can be replaced while hosts run. Empty:
+    `secret_file`, which names records in either case."""
     autostart: bool = True
     """An engine starts a store when none answers at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)
@@ -111,10 +115,17 @@ class StoreConfig(Section):
     """Namespaces, by name. Only the file named by `CORNPLUG_CONFIG` has them, and the store reads it as it
     starts. Apps that none of them names share the namespace "default"."""
 
-    @field_validator("far", mode="before")
+    @field_validator("far", "far_secret_files", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return comma_separated(value)
+
+    @field_validator("far_secret_files")
+    @classmethod
+    def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        if relative := next((path for path in value if not path.is_absolute()), None):
+            raise ValueError(f"{relative} is a relative path: write it from /")
+        return value
 
     @field_validator("metrics")
     @classmethod

@@ -86,6 +86,7 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
     environment = absolute_environment(os.environ)
     if config.far:
         environment["CORNPLUG_STORE_FAR"] = ",".join(config.far)
+        environment["CORNPLUG_STORE_FAR_SECRET_FILES"] = ",".join(map(str, config.far_secret_files))
     with _log_file(path) as log:
         try:
             done = subprocess.run(

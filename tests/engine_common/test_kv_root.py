@@ -16,6 +16,7 @@ COMPARED: dict[str, Any] = {"architectures": ["DeepseekV2ForCausalLM"], "rope_pa
     "fields",
     [
         {},
+        {"architectures": ["DeepseekV3ForCausalLM"]},
         {"rope_interleave": True},
         {"rope_parameters": {**ROPE, "rope_type": "deepseek_yarn", "type": "yarn"}},
     ],
@@ -30,6 +31,7 @@ def test_engine_of_latents_that_a_test_compares_is_both(fields: dict[str, Any]) 
     [
         {"architectures": ["Glm4MoeLiteForCausalLM"]},
         {"architectures": ["DeepseekV2ForCausalLM", "Another"]},
+        {"architectures": ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"]},
         {"architectures": None},
         {"rope_interleave": False},
         {"rope_parameters": None},

@@ -35,7 +35,7 @@ def on_disk(store: StoreProcess) -> int:
     return stat.disk.entries if stat.disk.entries >= stat.entries and not stat.disk.queued else -1
 
 
-@pytest.mark.support("Faults", "the host restarts: a prefix from the store's disk", engine="vllm sglang")
+@pytest.mark.support("Faults", "the host restarts: a prefix from the store's disk", engine="{kind}")
 @pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.stress)])
 def test_engine_after_everything_is_killed_takes_its_prefix_from_disk(host: TextHost, kind: str) -> None:
     answers: list[Answer] = []

@@ -241,7 +241,7 @@ def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfi
     from cornplug.store.far.open_far import open_far
 
     try:
-        far = open_far(urls, secret, secret_file=options.secret_file)
+        far = open_far(urls, secret, secret_file=options.secret_file, sealing_files=settings.far_secret_files)
     except ConfigError as e:
         if not options.detach:
             raise

@@ -1,14 +1,15 @@
 """Names and bytes of far records: nothing in them tells the far store's operator of content, app or tenant.
 
     name      "cp1/" and HMAC-SHA256(key of names, entry's key) in hex
-    record    magic "CPFR" | u16 version | 16-byte salt | u32 bytes of the sealed head | sealed head |
-              sealed chunk of the payload ...
+    record    magic "CPFR" | u16 version | 4-byte id of the sealing secret | 16-byte salt |
+              u32 bytes of the sealed head | sealed head | sealed chunk of the payload ...
 
 All integers are little-endian. The head is msgpack: app, seconds of recomputation, time of writing (Unix),
 bytes of the payload, the entry's header ("meta"). Each sealed piece is its AES-256-GCM ciphertext and 16
 bytes of tag, with the bytes in front of the head as associated data and its number as nonce, under
-HKDF-SHA256(secret, salt, domain name | entry's key). So a record that was put in another one's place, cut or
-changed does not open; an older record of the same key has the same content, since keys are digests of it.
+HKDF-SHA256(sealing secret, salt, domain name | entry's key). So a record that was put in another one's
+place, cut or changed does not open; an older record of the same key has the same content, since keys are
+digests of it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -26,9 +28,10 @@ from cornplug.store.disk.record_seal import RecordCipher, RecordDamaged, derive_
 
 _NAME_DOMAIN: Final = b"cornplug far name 1"
 _RECORD_DOMAIN: Final = b"cornplug far record 1"
-_PREFIX: Final = struct.Struct("<4sH16sI")
+_SECRET_DOMAIN: Final = b"cornplug far secret 1"
+_PREFIX: Final = struct.Struct("<4sH4s16sI")
 _MAGIC: Final = b"CPFR"
-_VERSION: Final = 1
+_VERSION: Final = 2
 _MOST_HEAD_BYTES: Final = 1 << 24
 
 
@@ -68,9 +71,14 @@ class FarRecord:
 class FarSealer:
     """Names, seals and opens records of one sharing domain. Its calls may come from any thread."""
 
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+    def __init__(self, secret: bytes, sealing: Sequence[bytes] = ()) -> None:
+        """`secret` names records. `sealing`: secrets that open them, of which the first one seals new ones;
+        empty: `secret`."""
         self._name_key = derive_key(secret, salt=None, info=_NAME_DOMAIN)
+        self._sealing = {
+            derive_key(one, salt=None, info=_SECRET_DOMAIN)[:4]: one for one in sealing or (secret,)
+        }
+        self._newest = next(iter(self._sealing))
 
     def name(self, key: bytes) -> str:
         """The name of an entry's record."""
@@ -83,8 +91,8 @@ class FarSealer:
     def seal(self, key: bytes, head: RecordHead, payload: memoryview) -> bytes:
         """An entry's record."""
         salt, body = new_salt(), _encoder.encode(head)
-        prefix = _PREFIX.pack(_MAGIC, _VERSION, salt, len(body) + TAG_BYTES)
-        cipher = self._cipher(key, salt, prefix)
+        prefix = _PREFIX.pack(_MAGIC, _VERSION, self._newest, salt, len(body) + TAG_BYTES)
+        cipher = _cipher(self._sealing[self._newest], key, salt, prefix)
         record = bytearray(_PREFIX.size + len(body) + TAG_BYTES + _sealed_bytes(payload.nbytes))
         at = _PREFIX.size + len(body) + TAG_BYTES
         record[:at] = prefix + cipher.seal_meta(body)
@@ -100,12 +108,15 @@ class FarSealer:
         """The record of this entry. Raises RecordDamaged for any other bytes."""
         if len(record) < _PREFIX.size:
             raise RecordDamaged("it is too short")
-        magic, version, salt, head_bytes = _PREFIX.unpack_from(record)
+        magic, version, sealed_by, salt, head_bytes = _PREFIX.unpack_from(record)
         end = _PREFIX.size + head_bytes
         if (magic, version) != (_MAGIC, _VERSION) or not TAG_BYTES <= head_bytes <= _MOST_HEAD_BYTES:
             raise RecordDamaged("it is no record of this format")
+        secret = self._sealing.get(sealed_by)
+        if secret is None:
+            raise RecordDamaged("it is sealed under a secret that this host does not have")
         data = memoryview(record)
-        cipher = self._cipher(key, salt, record[: _PREFIX.size])
+        cipher = _cipher(secret, key, salt, record[: _PREFIX.size])
         try:
             head = _decoder.decode(cipher.open_meta(data[_PREFIX.size : end]))
         except msgspec.MsgspecError as e:
@@ -115,9 +126,10 @@ class FarSealer:
             raise RecordDamaged("it ends elsewhere")
         return FarRecord(head, cipher, chunks)
 
-    def _cipher(self, key: bytes, salt: bytes, prefix: bytes) -> RecordCipher:
-        assert len(salt) == SALT_BYTES
-        return RecordCipher(derive_key(self._secret, salt=salt, info=_RECORD_DOMAIN + key), prefix)
+
+def _cipher(secret: bytes, key: bytes, salt: bytes, prefix: bytes) -> RecordCipher:
+    assert len(salt) == SALT_BYTES
+    return RecordCipher(derive_key(secret, salt=salt, info=_RECORD_DOMAIN + key), prefix)
 
 
 def _chunk_count(payload_bytes: int) -> int:

@@ -65,7 +65,7 @@ class FarTier:
         show_answers: Callable[[bool], None],
         show_ticket: Callable[[int], None],
     ) -> None:
-        self._sealer = FarSealer(far.secret)
+        self._sealer = FarSealer(far.secret, far.sealing)
         self._peers = [FarPeer(label, store, self._sealer, self._found) for label, store in far.stores]
         self._index, self._rules, self._marks, self._memory = index, rules, marks, memory
         self._on_disk, self._show_answers, self._show_ticket = on_disk, show_answers, show_ticket

@@ -10,10 +10,11 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from cornplug.errors import ConfigError
-from cornplug.private_paths import cache_dir
+from cornplug.private_paths import cache_dir, read_secret
 from cornplug.store.far.far_store import FarStore, label_of
 
 _SETTING: Final = "store.far"
+_SEALING: Final = "store.far_secret_files"
 _VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
 _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "file": ("object_store", "open_folder_url", "far-object"),
@@ -26,17 +27,22 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class OpenedFar:
-    """Far stores in the order in which they are asked, with their labels, and the domain's secret."""
+    """Far stores in the order in which they are asked, with their labels, and the domain's secrets."""
 
     stores: Sequence[tuple[str, FarStore]]
     secret: bytes
+    sealing: Sequence[bytes] = ()
+    """As `FarSealer`'s."""
 
 
-def open_far(urls: Sequence[str], secret: bytes, *, secret_file: Path) -> OpenedFar:
+def open_far(
+    urls: Sequence[str], secret: bytes, *, secret_file: Path, sealing_files: Sequence[Path] = ()
+) -> OpenedFar:
     """The far stores at these URLs; no connection is made yet.
 
-    Raises ConfigError for a URL that names none, for a package that is missing, and for a secret that names
-    no sharing domain: the default file is made on each host by chance.
+    Raises ConfigError for a URL that names none, for a package that is missing, for a sealing secret that
+    cannot be read, and for a secret that names no sharing domain: the default file is made on each host by
+    chance.
     """
     if secret_file.absolute() == (cache_dir() / "secret").absolute():
         raise ConfigError(
@@ -48,6 +54,7 @@ def open_far(urls: Sequence[str], secret: bytes, *, secret_file: Path) -> Opened
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
         raise ConfigError(_SETTING, f"{twice!r} is named twice", "Name each far store once.")
+    sealing = [read_secret(path, setting=_SEALING, make=False) for path in sealing_files]
     opened: list[tuple[str, FarStore]] = []
     try:
         for label, url in zip(labels, urls, strict=True):
@@ -56,7 +63,7 @@ def open_far(urls: Sequence[str], secret: bytes, *, secret_file: Path) -> Opened
         for _, store in opened:
             store.close()
         raise
-    return OpenedFar(opened, secret)
+    return OpenedFar(opened, secret, sealing)
 
 
 def _open(url: str, label: str) -> FarStore:

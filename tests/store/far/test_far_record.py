@@ -80,6 +80,27 @@ def test_far_record_of_another_secret_has_another_name_and_does_not_open() -> No
     assert FarSealer(SECRET).name(key("a")) != FarSealer(b"o" * 32).name(key("a"))
 
 
+def test_far_record_is_sealed_by_the_newest_secret_and_opened_by_any() -> None:
+    old, new, payload = b"o" * 32, b"n" * 32, b"payload"
+    head = RecordHead("chat", 0.5, 1.0, len(payload), b"meta")
+    hosts = [FarSealer(SECRET, sealing) for sealing in ([old], [old, new], [new, old], [new])]
+    assert len({host.name(key("a")) for host in hosts}) == 1
+    by_old, by_new = (hosts[i].seal(key("a"), head, memoryview(payload)) for i in (1, 2))
+    opens = {
+        (i, record) for i, host in enumerate(hosts) for record in (by_old, by_new) if _opens(host, record)
+    }
+    assert opens == {(0, by_old), (1, by_old), (1, by_new), (2, by_old), (2, by_new), (3, by_new)}
+    # The id of the other secret in its place.
+    assert not _opens(hosts[1], by_new[:6] + by_old[6:10] + by_new[10:])
+
+
+def _opens(host: FarSealer, record: bytes) -> bool:
+    try:
+        return host.open(key("a"), record).head.meta == b"meta"
+    except RecordDamaged:
+        return False
+
+
 def test_far_record_tells_neither_key_nor_app_nor_content() -> None:
     record, payload = sealed("a")
     name = FarSealer(SECRET).name(key("a"))
@@ -104,6 +125,7 @@ def test_far_record_golden_vector_opens() -> None:
 
 GOLDEN_NAME = "cp1/57f476ca2aded2605e2cccd3823e3cba3cb94b79d3802fce4370cd7f1f56853d"
 GOLDEN_RECORD = (
-    "43504652010065c70b364b3d8f73eba53756062ab0ac2f000000ec3842a9b2bd865c06a35d5e438126f29c9ed0f598c4"
-    "f3239336ee6c842951e997a6b82ce213a65a58c02073c9e6b40ee40cb3d39c07c9e3d1eab4d3a3fd2780ad45abf5"
+    "435046520200682c666323a87950dae3e194d35939818bf767712f000000b785f5f087d5a88d0434ff0bf8b47d6e7351"
+    "818948f415fa8f75a6b5a3bb0e732c5badd08448a94d9843b75048aafd186e0f375b757e599735ba700ec0da9fbb98a8"
+    "277d"
 )

@@ -142,6 +142,30 @@ def test_far_tier_deleted_and_purged_entries_are_deleted_there(host: Hosts, url:
     records.close()
 
 
+def test_far_tier_sealing_secret_is_replaced_while_hosts_run(
+    host: Hosts, url: str, short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (short_path / name for name in ("old", "new"))
+    for path in (old, new):
+        path.write_bytes(path.name.encode().ljust(32))
+        path.chmod(0o600)
+
+    def with_secrets(*paths: Path) -> Host:
+        monkeypatch.setenv("CORNPLUG_STORE_FAR_SECRET_FILES", ",".join(map(str, paths)))
+        one: Host = host(url)
+        return one
+
+    before, between = with_secrets(old), with_secrets(old, new)
+    after = with_secrets(new, old)
+    put(before.store, "a")
+    put(after.store, "b")
+    eventually(lambda: before.written(1) and after.written(1))
+    assert found(after, "a") == payload_of("a", 20 * KIB)
+    assert found(between, "b") == payload_of("b", 20 * KIB)
+    eventually(lambda: get(before.store, "b") is not None or before.far().reads.get("damaged") == 1)
+    assert get(before.store, "b") is None
+
+
 def test_far_tier_two_stores_are_both_written_and_either_one_is_read(
     host: Hosts, share: Path, redis: RedisServer
 ) -> None:
@@ -184,3 +208,10 @@ def test_open_far_url_that_cannot_be_used_is_an_error_naming_the_remedy(
     path = cache_dir() / "secret" if secret == "default" else short_path / "own"
     with pytest.raises(ConfigError, match=message):
         open_far([far], b"s" * 32, secret_file=path)
+
+
+def test_open_far_sealing_secret_that_is_missing_is_not_made(short_path: Path) -> None:
+    path = short_path / "sealing"
+    with pytest.raises(ConfigError, match=r"store\.far_secret_files.*CORNPLUG_STORE_FAR_SECRET_FILES"):
+        open_far(["file:///tmp"], b"s" * 32, secret_file=short_path / "own", sealing_files=[path])
+    assert not path.exists()
