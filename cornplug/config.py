@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Any, Final, Literal, get_args, get_origin
+from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator
 
@@ -48,6 +49,10 @@ class EncoderConfig(Section):
 
     socket: Path = Field(default_factory=lambda: runtime_dir() / "encoder.sock")
     """The unix socket at which the service listens for engines of this host."""
+    engine_urls: tuple[str, ...] = ()
+    """Services on other hosts that engines ask in place of the one at `socket`, e.g. "http://a:8750,
+    http://b:8750": each medium has its own order of them. Needs a `store.secret_file` that these hosts
+    have in common, and the extra `cornplug[remote]`. Empty: engines ask the service at `socket`."""
     host: str = "127.0.0.1"
     """The address at which the service listens for HTTP."""
     port: int = Field(default=8750, ge=0, le=65535)
@@ -139,10 +144,21 @@ class EncoderConfig(Section):
     fetch_deadline_s: float = Field(default=5.0, gt=0)
     """Longest time for one URL, redirects included."""
 
-    @field_validator("urls", mode="before")
+    @field_validator("urls", "engine_urls", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return comma_separated(value)
+
+    @field_validator("engine_urls")
+    @classmethod
+    def _addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 1) > 65535:
+                raise ValueError(f'{url!r} is no http URL: write "http://host:8750"')
+        if len({url.rstrip("/") for url in value}) < len(value):
+            raise ValueError("a service is named twice: name each once")
+        return value
 
     @field_validator("image_formats")
     @classmethod
@@ -198,7 +214,8 @@ class EngineConfig(Section):
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
     """Place where a GPU server of SGLang decodes and resizes images. "cpu": as vLLM and the encoder service,
     which then share them. "device": SGLang's own, the GPU; its servers share among themselves only. "auto":
-    "cpu" where an encoder service answers at `encoder.socket` when the server starts, else "device"."""
+    "cpu" where an encoder service answers at `encoder.socket`, or `encoder.engine_urls`, when the server
+    starts, else "device"."""
     embeddings_by_value: bool = False
     """The engine takes the rows of an embedding from a request. vLLM's `--enable-mm-embeds` sets it."""
 

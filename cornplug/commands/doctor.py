@@ -20,7 +20,7 @@ from cornplug import config
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.commands import engine_checks, fingerprint
 from cornplug.commands.engine_checks import CheckResult
-from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import ServedModel
 from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderUnavailable, StoreError
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
@@ -81,8 +81,11 @@ def examine(
         yield from store(settings.store)
     else:
         yield from other_store(settings.store)
-    described = describe_encoder(settings)
-    yield from encoder(settings.encoder, described)
+    answers = [(one, describe_encoder(one)) for one in each_encoder(settings)]
+    for one, answer in answers:
+        yield from encoder(one.encoder, answer)
+    tuples = [answer for _, answer in answers if isinstance(answer, tuple)]
+    described = tuple(model for found in tuples for model in found) if tuples else answers[0][1]
     flags = [*(("--dtype", dtype) if dtype else ()), *flags]
     for model in models:
         for engine in engines:
@@ -208,15 +211,22 @@ def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
         yield CheckResult("ok", "folder", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
+def each_encoder(settings: config.Config) -> list[config.Config]:
+    """The settings once for each encoder service that engines ask, with that service alone."""
+    return [
+        settings.model_copy(update={"encoder": settings.encoder.model_copy(update={"engine_urls": (url,)})})
+        for url in settings.encoder.engine_urls
+    ] or [settings]
+
+
 def describe_encoder(settings: config.Config) -> Served | EncoderError:
     """The models that the encoder service serves, or the reason why it does not answer."""
     if not settings.store.secret_file.exists():  # reading it would make one
         return EncoderUnavailable("no service has run here, there is no secret yet", reason="encoder_down")
     try:
-        secret = read_secret(settings.store.secret_file)
+        client = engine_encoder(settings, read_secret(settings.store.secret_file))
     except ConfigError as e:
         return EncoderUnavailable(str(e), reason="config")
-    client = SocketEncoder(settings.encoder.socket, secret)
     try:
         return client.describe(deadline_s=_ANSWER_S)
     except EncoderError as e:
@@ -227,12 +237,17 @@ def describe_encoder(settings: config.Config) -> Served | EncoderError:
 
 def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[CheckResult]:
     """An encoder service answers."""
+    where = ", ".join(settings.engine_urls) or str(settings.socket)
     if isinstance(described, tuple):
         names = ", ".join(f"{m.name} ({m.dtype})" for m in described)
-        yield CheckResult("ok", "encoder", f"{settings.socket}: serves {names or 'nothing'}")
+        yield CheckResult("ok", "encoder", f"{where}: serves {names or 'nothing'}")
+    elif settings.engine_urls and described.reason == "config":
+        yield CheckResult(
+            "fail", "encoder", f"{where}: {described}", "Engines do not start with this setting."
+        )
     else:
         remedy = "Engines encode by themselves. To share a tower: cornplug encoder --model DIR"
-        yield CheckResult("warn", "encoder", f"{settings.socket}: {described}", remedy)
+        yield CheckResult("warn", "encoder", f"{where}: {described}", remedy)
 
 
 def served(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from cornplug.config import Config, load
+from cornplug.encoder_service.client.engine_encoder import check_remote
 from cornplug.errors import ConfigError
 
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
@@ -34,7 +35,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-encoder": (
         "encoder.socket",
-        "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share.",
+        "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share; or URLs of "
+        "services on other hosts, with commas between them: http://HOST:8750 (setting encoder.engine_urls).",
     ),
     "--cornplug-store-deadline": (
         "store.deadline_s",
@@ -72,7 +74,10 @@ def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: 
 def extra_config(args: argparse.Namespace) -> dict[str, str]:
     """{"section.field": value} of the flags of `SETTINGS` that the command line sets."""
     values = {setting: getattr(args, dest(flag), None) for flag, (setting, _) in SETTINGS.items()}
-    return {setting: value for setting, value in values.items() if value is not None}
+    said = {setting: value for setting, value in values.items() if value is not None}
+    if "://" in said.get("encoder.socket", ""):
+        said["encoder.engine_urls"] = said.pop("encoder.socket")
+    return said
 
 
 def dest(flag: str) -> str:
@@ -83,11 +88,16 @@ def dest(flag: str) -> str:
 def settings(extra: Mapping[str, Any]) -> Config:
     """The Config that {"section.field": value} stands for.
 
-    Raises ConfigError naming the setting that is unknown or wrong.
+    Raises ConfigError naming the setting that is unknown or wrong, and as `check_remote`.
     """
     for key in extra:
         if "." not in key:
             raise ConfigError(
                 key, "unknown key among cornplug's settings", "Write section.field, for example engine.app."
             )
-    return load(extra)
+    if "encoder.socket" in extra:
+        # A path on the command line is stronger than URLs in the environment.
+        extra = {"encoder.engine_urls": (), **extra}
+    config = load(extra)
+    check_remote(config)
+    return config

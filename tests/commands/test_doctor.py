@@ -118,6 +118,22 @@ def test_doctor_folder_each_fault_has_a_finding(
     assert (link.status, "symbolic link" in link.what) == ("fail", True)
 
 
+def test_doctor_checks_each_encoder_of_another_host(short_path: Path) -> None:
+    urls = "http://127.0.0.1:1, http://127.0.0.1:2"
+    said = {"encoder.engine_urls": urls, "store.secret_file": short_path / "s"}
+    read_secret(short_path / "s")
+    checked = [
+        next(doctor.encoder(one.encoder, doctor.describe_encoder(one)))
+        for one in doctor.each_encoder(config.load(said))
+    ]
+    assert statuses(checked) == [("warn", "encoder")] * 2
+    assert [one.what[:19] for one in checked] == ["http://127.0.0.1:1:", "http://127.0.0.1:2:"]
+    read_secret(config.load().store.secret_file)
+    own = config.load({"encoder.engine_urls": "http://127.0.0.1:1"})
+    refused = next(doctor.encoder(own.encoder, doctor.describe_encoder(own)))
+    assert (refused.status, "store.secret_file" in refused.what) == ("fail", True)
+
+
 def test_doctor_encoder_that_is_down_is_a_warning(short_path: Path) -> None:
     settings = config.load({"encoder.socket": short_path / "e.sock", "store.secret_file": short_path / "s"})
     secrets: list[bytes] = []

@@ -21,10 +21,15 @@ _MAX_ANSWER_BYTES: Final = 1 << 30
 
 
 async def exchange(
-    http: httpx.AsyncClient, method: str, url: str, timeout_s: float, **body: Any
+    http: httpx.AsyncClient,
+    method: str,
+    url: str,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    **body: Any,
 ) -> HttpAnswer:
     """The whole answer. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
-    headers = trace_headers()
+    headers = {**trace_headers(), **(headers or {})}
     async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
         return await _whole(url, response)
 

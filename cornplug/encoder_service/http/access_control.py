@@ -1,9 +1,11 @@
 """ASGI middleware before all others: access by key, Host, Origin and content type.
 
 key      with `encoder.require_key`, required for all paths but /health and /ready
+engine   at /v1/engine a proof of the secret, in the place of a key, before a byte of the body is read
 Host     must be a name of this service: another one comes from DNS rebinding
 Origin   POST requests come from programs or from this service's page, not from pages of other sites
-content  JSON; /v1/encode takes forms too. A page of another site cannot send JSON without CORS
+content  JSON; /v1/encode takes forms too, /v1/engine bytes. A page of another site cannot send JSON or bytes
+         without CORS
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.audit import AuditLog
+from cornplug.encoder_service.http.engines import SEAL
 from cornplug.encoder_service.http.responses import FailedMedium, refused
+from cornplug.encoder_service.wire import engine_seal
+from cornplug.encoder_service.wire.engine_seal import SealChecker
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
@@ -39,6 +44,8 @@ async def json_only(request: Request) -> None:
         return
     forms = request.url.path == _FORMS
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if request.url.path == engine_seal.PATH and kind == engine_seal.MEDIA_TYPE:
+        return
     if kind != "application/json" and not (forms and kind == "multipart/form-data"):
         also = "multipart/form-data or " if forms else ""
         raise EncoderRefused(f"content-type {kind[:200]!r}: send {also}application/json", reason="media_type")
@@ -54,12 +61,14 @@ class AccessControlMiddleware:
         config: EncoderConfig,
         classes: QosClasses,
         audit: AuditLog,
+        engines: SealChecker,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._app = app
         self._classes = classes
         self._audit = audit
         self._count = count
+        self._engines = engines
         self._admin_key = config.admin_key.get_secret_value()
         self._require_key = config.require_key
         said = (name.strip() for name in config.names.split(","))
@@ -71,7 +80,10 @@ class AccessControlMiddleware:
             await self._app(scope, receive, send)
             return
         request = HTTPConnection(scope)
-        refusal = self._objection(scope["method"], request.headers)
+        if scope["path"] == engine_seal.PATH:
+            refusal = self._engine(scope, request.headers)
+        else:
+            refusal = self._objection(scope["method"], request.headers)
         if refusal is None:
             await self._app(scope, receive, send)
             return
@@ -81,6 +93,13 @@ class AccessControlMiddleware:
         if refusal.reason == "unauthorized":
             answer.headers["www-authenticate"] = "Bearer"
         await answer(scope, receive, send)
+
+    def _engine(self, scope: Scope, headers: Headers) -> EncoderRefused | None:
+        try:
+            scope[SEAL] = self._engines.check(headers.get("authorization", ""))
+        except EncoderRefused as e:
+            return e
+        return None
 
     def _objection(self, method: str, headers: Headers) -> EncoderRefused | None:
         if not self._has_key(headers):

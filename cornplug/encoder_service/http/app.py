@@ -1,6 +1,7 @@
 """The HTTP API: media in, embeddings out. The service computes every digest and key itself.
 
     POST /v1/encode   one medium, or several answered as each finishes: see `requests`, `responses`
+    POST /v1/engine   engines of other hosts that have the secret, sealed: see `engines`
     POST /v1/reload   for the operator, see `admin`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
     GET  /            a page of live figures, see `dashboard`   GET /v1/status
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -33,6 +35,7 @@ from cornplug.encoder_service.http.body_limits import BodyGuard
 from cornplug.encoder_service.http.dashboard import StatusReport
 from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
 from cornplug.encoder_service.http.encode import EncodeRoute
+from cornplug.encoder_service.http.engines import EngineRoute
 from cornplug.encoder_service.http.models import ModelList, ModelsRoute, Status
 from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, refused
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
@@ -40,6 +43,8 @@ from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.sglang import epd_server
 from cornplug.encoder_service.telemetry.history import ServiceHistory
 from cornplug.encoder_service.telemetry.tracing import TraceRequests
+from cornplug.encoder_service.wire import engine_seal
+from cornplug.encoder_service.wire.engine_seal import SealChecker
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 
@@ -103,6 +108,7 @@ def create_app(
         config=config,
         classes=encoder.classes,
         audit=audit,
+        engines=SealChecker(secret),
         count=encoder.meters.refused,
     )
     _answer_errors(app, encoder, audit)
@@ -111,6 +117,14 @@ def create_app(
     async def encode(request: Request) -> Response:
         """Embeddings of one medium, or of several as each finishes."""
         return await encodes(request)
+
+    # Without the package there is no such path: an engine's client says which extra brings it.
+    if importlib.util.find_spec("cryptography") is not None:
+        route = EngineRoute(encoder, door, threads)
+
+        @app.post(engine_seal.PATH, response_class=Response, include_in_schema=False)
+        async def engine(request: Request) -> Response:
+            return await route(request)
 
     @app.get("/v1/models")
     async def models() -> ModelList:

@@ -11,10 +11,10 @@ import contextlib
 import logging
 import struct
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, TypeVar
+from typing import Final
 
 import msgspec
 from fastapi import Request, Response
@@ -25,6 +25,7 @@ from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses
+from cornplug.encoder_service.http.client_gone import unless_gone
 from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
@@ -48,7 +49,6 @@ _AT_ONCE: Final = 2
 _MARGIN_S: Final = 1.0
 """Grace after the deadline for work that began in time."""
 
-ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
@@ -97,11 +97,11 @@ class EncodeRoute:
         job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)
         accept = request.headers.get("accept", "")
         if not (asked.many or responses.wants_many(accept)):
-            outcome = await _unless_gone(request, self._outcome(job, asked.sources[0]))
+            outcome = await unless_gone(request, self._outcome(job, asked.sources[0]))
             return responses.one(outcome, accept)
         outcomes = self._outcomes(job)
         try:
-            held = await _unless_gone(request, _opening(outcomes))
+            held = await unless_gone(request, _opening(outcomes))
         except ClientDisconnect:
             await outcomes.aclose()
             raise
@@ -259,23 +259,3 @@ def _result(task: asyncio.Task[Outcome]) -> Outcome:
         return task.result()
     log.error("preparing failed", exc_info=error)
     return FailedMedium(reason="internal", message=A_FAULT)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The work's result. Raises ClientDisconnect as soon as the client has gone: uvicorn cancels nothing."""
-    working = asyncio.create_task(work)
-    watching = asyncio.create_task(_gone(request))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.wait({working, watching})
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -9,12 +9,13 @@ second on a GB300 with preprocessing there and one worker, 8.8 on its CPU with t
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
-from cornplug.config import Config
+from cornplug.config import Config, EncoderConfig
 from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES, Hook, logger
 
 _ANSWER_S: Final = 0.5
@@ -27,7 +28,7 @@ def wanted(config: Config, *, device: str, family: str) -> bool:
         return False
     how = config.engine.sglang_preprocessing
     if how == "auto":
-        how = "cpu" if _answers(config.encoder.socket) else "device"
+        how = "cpu" if _answers(config.encoder) else "device"
     if how == "cpu":
         logger.info(
             "cornplug: images are decoded and resized on the CPU, as by vLLM and the encoder service, which "
@@ -41,11 +42,19 @@ def wanted(config: Config, *, device: str, family: str) -> bool:
     return how == "cpu"
 
 
-def _answers(path: Path) -> bool:
+def _answers(config: EncoderConfig) -> bool:
+    """Whether anything listens where this server's engine will ask for embeddings."""
+    for url in config.engine_urls:
+        parts = urlsplit(url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        with contextlib.suppress(OSError), socket.create_connection((parts.hostname or "", port), _ANSWER_S):
+            return True
+    if config.engine_urls:
+        return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_ANSWER_S)
         try:
-            probe.connect(str(path))
+            probe.connect(str(config.socket))
         except OSError:
             return False
     return True

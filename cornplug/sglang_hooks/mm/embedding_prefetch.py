@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from cornplug.codec import PayloadKind
-from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.engine_common import engine_state, weights_guard
@@ -53,7 +53,7 @@ class EmbeddingPrefetcher:
         self._run = runtime
         self._tally = tally
         self._policy = EncoderRequestPolicy()
-        self._encoder = SocketEncoder(runtime.config.encoder.socket, runtime.secret)
+        self._encoder = engine_encoder(runtime.config, runtime.secret)
         # Not asyncio's own: those may all be busy decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
@@ -134,7 +134,7 @@ class EmbeddingPrefetcher:
         return tiers[0] == Tier.MEMORY
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
-        """Store an embedding that the service could not store."""
+        """Store an embedding that the service could not store: it is on another host, or its store failed."""
         outcome = put_payload(
             self._run.store,
             tensor.data,

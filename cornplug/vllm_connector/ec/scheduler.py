@@ -18,13 +18,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from cornplug.codec import ITEM_BYTES
-from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import BackgroundIdentity
 from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import (
@@ -85,7 +88,8 @@ class ECScheduler:
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
         self._inputs = MediaInputs(config)
-        self._encoder = SocketEncoder(runtime.config.encoder.socket, runtime.secret)
+        self._encoder = engine_encoder(runtime.config, runtime.secret)
+        self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._items: dict[str, _Item] = {}
         self._waiting_bytes = 0
@@ -193,6 +197,7 @@ class ECScheduler:
         """End the connection to the service and the fetching threads."""
         self._encoder.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
+        self._publisher.close()
 
     def _idle_wait(self) -> None:
         """Wait a moment, in an engine whose requests all wait for the service.
@@ -324,12 +329,12 @@ class ECScheduler:
     def _take(self, item: _Item, answer: EncodeReply) -> None:
         source = self._policy.replied(answer, item.expected)
         if answer.tensor is not None:
-            tensor = answer.tensor
-            self._arrive(
-                item,
-                ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, bytearray(tensor.data)),
-                source,
-            )
+            tensor, data = answer.tensor, bytearray(answer.tensor.data)
+            self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, data), source)
+            if not answer.stored:
+                # The service could not: it is on another host, say. The next engine of this host finds it.
+                rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
+                self._publisher.offer(item.expected.key, rows)
         elif not self._from_store(item, source):
             self._fail(item, "evicted")
 

@@ -96,5 +96,14 @@ def test_cpu_preprocessing_is_default_beside_encoder_service(short_path: Path) -
     listener.close()
 
 
+def test_cpu_preprocessing_is_default_beside_encoder_service_of_another_host(short_path: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    urls = f"http://127.0.0.1:1, http://127.0.0.1:{listener.getsockname()[1]}"
+    beside = load({"encoder.engine_urls": urls, "encoder.socket": str(short_path / "e")}, environ={})
+    assert wanted(beside, device="cuda", family="qwen2_vl")
+    listener.close()
+    assert not wanted(beside, device="cuda", family="qwen2_vl")
+
+
 def test_cpu_preprocessing_has_its_own_part_of_hooks() -> None:
     assert hook_selection.hooks({"cpu_images"}) == cpu_preprocessing.HOOKS

@@ -43,7 +43,7 @@ def tower(served: bytes | None = TOWER) -> TowerIdentity:
 class Stage:
     def __init__(self, store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.service = Service()
-        monkeypatch.setattr(embedding_prefetch, "SocketEncoder", lambda path, secret: self.service)
+        monkeypatch.setattr(embedding_prefetch, "engine_encoder", lambda config, secret: self.service)
         self.tally = Tally()
         self.prefetcher = EmbeddingPrefetcher(runtime(store), self.tally)
         self.store = store

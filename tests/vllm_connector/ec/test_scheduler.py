@@ -21,7 +21,7 @@ from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CheckpointError, EncoderRefused, EncoderUnavailable
 from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
-from cornplug.store.payload import put_payload
+from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
@@ -73,7 +73,7 @@ class Stage:
         self.tally = Tally()
         with (
             mock.patch.object(ec_scheduler, "MediaInputs", return_value=self.inputs),
-            mock.patch.object(ec_scheduler, "SocketEncoder", return_value=self.service),
+            mock.patch.object(ec_scheduler, "engine_encoder", return_value=self.service),
             mock.patch.object(ec_scheduler, "tower_identity", known),
         ):
             self.half = ECScheduler(config, runtime(store, **fields), self.tally)  # type: ignore[arg-type]
@@ -203,6 +203,22 @@ def test_ec_scheduler_stored_entry_is_loaded(stage: Callable[..., Stage], store:
     assert store.connect().stat(deadline_s=1).leases == 0
 
 
+def test_ec_scheduler_rows_that_come_by_value_are_stored_for_the_next_engine(
+    stage: Callable[..., Stage],
+) -> None:
+    here = stage()
+    request = here.request("a", 2)
+    here.half.available(request, 0)
+    here.asked(1)
+    here.answer(stored=False)
+    assert here.half.available(request, 0)
+    here.half._publisher._thread.submit(lambda: None).result(5)
+    found = get_payload(here.store, key(2), deadline_s=1)
+    assert found is not None
+    assert bytes(found[1]) == embedding().tobytes()
+    assert bytes(here.take_in(request).arrived[0].data) == embedding().tobytes()
+
+
 @pytest.mark.parametrize("origin", ["computed", "coalesced", "cached"])
 @pytest.mark.parametrize("stored", [True, False])
 def test_ec_scheduler_encoder_reply_is_loaded(stage: Callable[..., Stage], origin: str, stored: bool) -> None:
@@ -239,7 +255,7 @@ def test_ec_scheduler_polling_makes_no_further_calls(
     assert faulty.calls == calls
     assert len(here.service.asked) == 3
     for i in range(3):
-        here.answer(i)
+        here.answer(i, stored=True)
     assert here.half.available(request, 0)
     for _ in range(200):
         assert here.half.available(request, 0)

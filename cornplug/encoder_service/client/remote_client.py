@@ -1,0 +1,270 @@
+"""The engines' client of services on other hosts: sealed requests over HTTP, on one thread. Torch-free.
+
+    submit ──> [thread: asyncio] ──> ranking by key ──> first service that is up ──> sealed POST
+    future <── answer, or the last error <── next service <──┘ down, late, full
+
+As `SocketEncoder` the caller never blocks, and the future is done by the request's deadline. A service that
+failed is left out until it has answered a DescribeRequest, which the thread sends after a back-off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, Self, cast
+
+import httpx
+import msgspec
+
+from cornplug.encoder_service.client import http_transport, rendezvous
+from cornplug.encoder_service.client.remote_errors import copy_of, down, refusal_of
+from cornplug.encoder_service.client.unix_client import MAX_OUTBOX_BYTES
+from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, PATH, EngineSeal, SealBroken
+from cornplug.encoder_service.wire.messages import (
+    DescribeReply,
+    DescribeRequest,
+    EncodeRefusal,
+    EncodeReply,
+    EncodeRequest,
+    Reply,
+    Request,
+    ServedModel,
+)
+from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
+
+_Answer = Future[EncodeReply | DescribeReply]
+_BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
+_PROBE_S: Final = 2.0
+_LEFT_OUT_S: Final = 0.5
+_MOST_LEFT_OUT_S: Final = 5.0
+"""A full service may ask for more; by then another look costs little."""
+_MARGIN_S: Final = 5.0
+_KEEPALIVE_S: Final = 2.0
+"""Less than uvicorn's 5 s: an idle connection that the service ends just then would look like its death."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Service:
+    """One service as this client sees it. Touched by the thread; others read `error` and `proved`."""
+
+    url: str
+    error: EncoderError | None = None
+    """Why it is left out; None while it is asked."""
+    proved: bool = False
+    since: float = -math.inf
+    """Time of the last change to asked, by the monotonic clock."""
+    pause_s: float = 0.0
+    failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class RemoteEncoder:
+    """A client of one or several services' HTTP ports. Thread-safe; `close` it, or use it in `with`.
+
+    Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
+    "encoder_version", "encoder_untrusted": no holder of `secret` answers) or EncoderRefused (the service's
+    reason). While all services are left out they fail at once.
+    """
+
+    def __init__(self, urls: Sequence[str], secret: bytes) -> None:
+        self._secret = secret
+        self._weights = rendezvous.services(urls)
+        self._services = {url: _Service(url) for url in self._weights}
+        self._lock = threading.Lock()
+        self._unanswered_bytes = 0
+        self._closed = False
+        self._decode = msgspec.msgpack.Decoder(Reply).decode
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._loop = asyncio.new_event_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._thread = threading.Thread(target=self._run, name="cornplug-encoder", daemon=True)
+        self._thread.start()
+
+    def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
+        """Send one request. Returns at once."""
+        size = sum(len(tensor.data) for tensor in request.inputs.values())
+        order = rendezvous.ranking(request.key, self._weights)
+        # `_ask` answers an EncodeRequest with an EncodeReply only.
+        return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
+
+    def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
+        """The models of the first service that answers; waits up to `deadline_s`. Raises EncoderError."""
+        future = self._enqueue(DescribeRequest(), list(self._services), deadline_s, 0)
+        return cast(DescribeReply, future.result(deadline_s + _MARGIN_S)).models
+
+    @property
+    def connected(self) -> bool:
+        """Whether a service has proved itself and is asked."""
+        return any(service.proved and service.error is None for service in self._services.values())
+
+    @property
+    def refusal(self) -> EncoderError | None:
+        """The error that a request would get at once; None if it would be sent."""
+        if self._closed:
+            return EncoderUnavailable("this client was closed; no service is asked", reason="encoder_down")
+        if self._unanswered_bytes > MAX_OUTBOX_BYTES:
+            return EncoderUnavailable("the services answer too slowly", reason="encoder_timeout")
+        errors = [service.error for service in self._services.values()]
+        return None if None in errors else copy_of(errors[0])
+
+    def close(self) -> None:
+        """Fail pending requests with "encoder_down" and end the thread."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout=_MARGIN_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, e: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _enqueue(self, request: Request, order: Sequence[str], deadline_s: float, size: int) -> _Answer:
+        future: _Answer = Future()
+        # Running from now on: a caller that gives up does not race with the thread's answer.
+        future.set_running_or_notify_cancel()
+        end = time.monotonic() + deadline_s
+        with self._lock:
+            problem = self.refusal if size or self._closed else None
+            if problem is None:
+                self._unanswered_bytes += size
+                self._loop.call_soon_threadsafe(self._begin, request, order, end, size, future)
+        if problem is not None:
+            future.set_exception(problem)
+        return future
+
+    # -- on the thread ------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
+        headers = {"accept-encoding": "identity", "content-type": MEDIA_TYPE}
+        self._http = httpx.AsyncClient(headers=headers, limits=limits, follow_redirects=False)
+        for service in self._services.values():
+            self._keep(self._loop.create_task(self._watch(service)))
+        self._loop.run_forever()
+        for task in self._tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+        self._loop.run_until_complete(self._http.aclose())
+        self._loop.close()
+
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _begin(self, request: Request, order: Sequence[str], end: float, size: int, future: _Answer) -> None:
+        task = self._loop.create_task(self._ask(request, [self._services[url] for url in order], end))
+        # Also for a task that `close` cancels before its first step.
+        task.add_done_callback(partial(self._ended, size, future))
+        self._keep(task)
+
+    def _ended(self, size: int, future: _Answer, task: asyncio.Task[EncodeReply | DescribeReply]) -> None:
+        with self._lock:
+            self._unanswered_bytes -= size
+        error: BaseException | None = EncoderUnavailable("this client was closed", reason="encoder_down")
+        if not task.cancelled():
+            error = task.exception()
+        if error is None:
+            future.set_result(task.result())
+            return
+        if not isinstance(error, EncoderError):
+            log.error("asking for an embedding failed", exc_info=error)
+            error = EncoderUnavailable(f"the client failed: {error}", reason="encoder_bad_response")
+        future.set_exception(error)
+
+    async def _ask(
+        self, request: Request, order: Sequence[_Service], end: float
+    ) -> EncodeReply | DescribeReply:
+        """The answer of the first service that gives one. Raises the last service's EncoderError."""
+        last: EncoderError = EncoderUnavailable("no time left to ask", reason="encoder_timeout")
+        asked = [s for s in order if s.error is None or isinstance(request, DescribeRequest)]
+        if not asked and order[0].error is not None:
+            raise copy_of(order[0].error)
+        for number, service in enumerate(asked):
+            sent = time.monotonic()
+            left_s = end - sent
+            if left_s <= 0:
+                break
+            spare = any(other.error is None for other in asked[number + 1 :])
+            try:
+                return await self._exchange(service.url, request, left_s / 2 if spare else left_s)
+            except EncoderRefused as e:
+                if e.reason == "bad_input":
+                    raise
+                last = e
+                if e.reason == "overloaded":
+                    pause_s = _LEFT_OUT_S if e.retry_after_s is None else e.retry_after_s
+                    self._leave_out(service, e, sent, min(pause_s, _MOST_LEFT_OUT_S))
+            except EncoderUnavailable as e:
+                last = e
+                self._leave_out(service, e, sent, _LEFT_OUT_S)
+        raise last
+
+    def _leave_out(self, service: _Service, error: EncoderError, sent: float, pause_s: float) -> None:
+        # Requests that were under way together fail together, some of them after it is up again.
+        if sent >= service.since and service.error is None:
+            service.error, service.pause_s = error, pause_s
+            service.failed.set()
+
+    async def _watch(self, service: _Service) -> None:
+        attempt = 0
+        while True:
+            try:
+                await self._exchange(service.url, DescribeRequest(), _PROBE_S)
+            except EncoderError as e:
+                service.error, service.proved = e, False
+                await asyncio.sleep(_BACKOFF_S[min(attempt, len(_BACKOFF_S) - 1)])
+                attempt += 1
+                continue
+            attempt = 0
+            service.failed.clear()
+            service.error, service.proved, service.since = None, True, time.monotonic()
+            await service.failed.wait()
+            await asyncio.sleep(service.pause_s)
+
+    async def _exchange(self, url: str, request: Request, timeout_s: float) -> EncodeReply | DescribeReply:
+        """One service's answer. Raises EncoderError."""
+        seal = EngineSeal.new(self._secret)
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = seal.seal_request(self._encode(request))
+                headers = {"authorization": seal.authorization}
+                answer = await http_transport.exchange(
+                    self._http, "POST", url + PATH, timeout_s, content=body, headers=headers
+                )
+        except httpx.ConnectTimeout as e:
+            raise down(url, e) from e
+        except (TimeoutError, httpx.TimeoutException) as e:
+            raise EncoderUnavailable(f"no answer from {url} in time", reason="encoder_timeout") from e
+        except httpx.HTTPError as e:
+            raise down(url, e) from e
+        if answer.status != 200:
+            raise refusal_of(url, answer)
+        try:
+            reply = self._decode(seal.open_answer(answer.body))
+        except SealBroken as e:
+            raise EncoderUnavailable(f"{url}: the answer is {e}", reason="encoder_untrusted") from e
+        except msgspec.MsgspecError as e:
+            raise EncoderUnavailable(
+                f"{url}: no message of the protocol: {e}", reason="encoder_bad_response"
+            ) from e
+        if isinstance(reply, EncodeRefusal):
+            raise EncoderRefused(reply.message, reason=reply.reason, retry_after_s=reply.retry_after_s)
+        if isinstance(reply, EncodeReply) != isinstance(request, EncodeRequest):
+            raise EncoderUnavailable(f"{url} answered another question", reason="encoder_bad_response")
+        return reply

@@ -1,0 +1,88 @@
+"""`POST /v1/engine`: engines of other hosts that have the secret, as those of this host at the unix socket.
+
+Body and answer are sealed messages of `wire/messages.py`; `access_control` has checked the proof in the head.
+The service trusts the embedding keys of such engines, and answers with the rows: its store is not theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any, Final, TypeVar
+
+import msgspec
+from fastapi import Request, Response
+
+from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.http.client_gone import unless_gone
+from cornplug.encoder_service.wire import messages
+from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, SealBroken
+from cornplug.encoder_service.wire.messages import (
+    PROTOCOL_VERSION,
+    DescribeReply,
+    DescribeRequest,
+    EncodeRefusal,
+    EncodeReply,
+    EncodeRequest,
+)
+from cornplug.errors import EncoderRefused
+
+T = TypeVar("T")
+SEAL: Final = "cornplug.engine_seal"
+"""Key of a request's ASGI scope: its seal, once its proof was checked."""
+
+
+class EngineRoute:
+    """The route, for one event loop."""
+
+    def __init__(self, encoder: EncoderCore, door: MediaIntake, threads: Executor) -> None:
+        self._encoder = encoder
+        self._door = door
+        self._threads = threads
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._decode = msgspec.msgpack.Decoder(messages.Request).decode
+
+    async def __call__(self, request: Request) -> Response:
+        """The sealed answer. Raises EncoderRefused for a body that is not sealed, and ClientDisconnect."""
+        seal: EngineSeal = request.scope[SEAL]
+        body = await request.body()
+        # Tens of megabytes of pixels: not on the loop.
+        asked = await self._in_thread(self._read, seal, body)
+        del body
+        reply: messages.Reply | None = None
+        if isinstance(asked, EncodeRequest):
+            reply = await unless_gone(request, self._encoded(asked))
+        elif isinstance(asked, DescribeRequest):
+            reply = DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served())
+        elif asked is not None:
+            reply = asked
+        sealed = await self._in_thread(self._write, seal, reply)
+        return Response(sealed, media_type=MEDIA_TYPE)
+
+    async def _encoded(self, request: EncodeRequest) -> messages.Reply:
+        qos = self._encoder.classes.of_app(request.app)
+        deadline_s = self._door.deadline_s(qos, request.deadline_s)
+        request = msgspec.structs.replace(request, deadline_s=deadline_s)
+        # Cancelled with this task, so that no tower runs for an engine that has gone.
+        answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
+        # In this host's store, that is: the engine puts the rows into its own.
+        return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
+
+    def _read(self, seal: EngineSeal, body: bytes) -> messages.Request | EncodeRefusal | None:
+        """The message; None for one of another version, whose answer is empty."""
+        try:
+            message = seal.open_request(body)
+        except SealBroken as e:
+            raise EncoderRefused(f"body: {e}", reason="unauthorized") from e
+        try:
+            return None if message is None else self._decode(message)
+        except msgspec.MsgspecError as e:
+            return EncodeRefusal(id=0, reason="bad_input", message=f"body: {e}")
+
+    def _write(self, seal: EngineSeal, reply: messages.Reply | None) -> bytes:
+        return seal.seal_answer(b"" if reply is None else self._encode(reply))
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

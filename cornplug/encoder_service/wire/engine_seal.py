@@ -1,0 +1,149 @@
+"""Sealed requests of engines over HTTP: only holders of `store.secret_file` ask, answer and read.
+
+    engine  ── Authorization: Cornplug-Engine base64(time, salt, proof); body sealed under the salt ─> service
+            <── salt of the answer, answer sealed under both salts ──────────────────────────────────
+
+The proof, a signature over time and salt, is checked before the service reads a byte of the body. Bodies are
+sealed by AES-256-GCM; each has a key of its own, HKDF-SHA256(secret, salts, direction), so one nonce serves
+all, an answer opens for its request only, and no message passes as one of the other direction. A body begins
+with the protocol's version. Needs the package "cryptography", imported at the first use. Torch-free.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import secrets
+import struct
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final, Self
+
+from cornplug.encoder_service.wire.messages import PROTOCOL_VERSION
+from cornplug.encoder_service.wire.signing import is_signed, sign
+from cornplug.errors import EncoderRefused, EncoderUnavailable
+from cornplug.store.disk.record_seal import derive_key
+
+PATH: Final = "/v1/engine"
+MEDIA_TYPE: Final = "application/octet-stream"
+SCHEME: Final = "Cornplug-Engine "
+MAX_AGE_S: Final = 60.0
+"""A proof is valid for so long, by the service's clock; a request from the future as well."""
+MAX_SEEN: Final = 1 << 16
+"""Salts remembered; beyond it the oldest goes, and a replay of that request costs a tower pass."""
+_PROOF_DOMAIN: Final = "cornplug-engine-proof-v1"
+_ASK: Final = b"cornplug engine request 1"
+_ANSWER: Final = b"cornplug engine answer 1"
+_SALT_BYTES: Final = 32
+_HEAD: Final = struct.Struct("<d32s")
+_VERSION: Final = struct.Struct("<I")
+_NONCE: Final = bytes(12)
+
+
+class SealBroken(Exception):
+    """Bytes that are not sealed with this secret, or not for this request."""
+
+
+class EngineSeal:
+    """One request's seal, on either side."""
+
+    def __init__(self, secret: bytes, head: bytes) -> None:
+        """`head` is the proved part of the request's header: time and salt."""
+        self._secret = secret
+        self._head = head
+
+    @classmethod
+    def new(cls, secret: bytes) -> Self:
+        """The seal of a new request: serves one body."""
+        return cls(secret, _HEAD.pack(time.time(), secrets.token_bytes(_SALT_BYTES)))
+
+    @property
+    def authorization(self) -> str:
+        """The request's Authorization header."""
+        proof = sign(self._secret, _PROOF_DOMAIN, self._head)
+        return SCHEME + base64.b64encode(self._head + proof).decode()
+
+    def seal_request(self, message: bytes) -> bytes:
+        """The request's body."""
+        return self._seal(_ASK, self._head, message)
+
+    def open_request(self, body: bytes) -> bytes | None:
+        """The message; None if the engine speaks another version. Raises SealBroken."""
+        version, message = self._open(_ASK, self._head, body)
+        return message if version == PROTOCOL_VERSION else None
+
+    def seal_answer(self, message: bytes) -> bytes:
+        """An answer's body. Its salt is new, since a replayed request has several answers."""
+        salt = secrets.token_bytes(_SALT_BYTES)
+        return salt + self._seal(_ANSWER, self._head + salt, message)
+
+    def open_answer(self, body: bytes) -> bytes:
+        """The message. Raises SealBroken, EncoderUnavailable("encoder_version")."""
+        salt = body[:_SALT_BYTES]
+        version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
+        if version != PROTOCOL_VERSION:
+            raise EncoderUnavailable(
+                f"the service speaks version {version}, this client {PROTOCOL_VERSION}",
+                reason="encoder_version",
+            )
+        return message
+
+    def _seal(self, direction: bytes, salts: bytes, message: bytes) -> bytes:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        key = derive_key(self._secret, salt=salts, info=direction)
+        return AESGCM(key).encrypt(_NONCE, _VERSION.pack(PROTOCOL_VERSION) + message, None)
+
+    def _open(self, direction: bytes, salts: bytes, body: bytes | memoryview) -> tuple[int, bytes]:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        key = derive_key(self._secret, salt=salts, info=direction)
+        try:
+            plain = AESGCM(key).decrypt(_NONCE, body, None)
+        except (InvalidTag, ValueError) as e:
+            raise SealBroken("not sealed with this store.secret_file for this request") from e
+        if len(plain) < _VERSION.size:
+            raise SealBroken("a body without a version")
+        return _VERSION.unpack_from(plain)[0], plain[_VERSION.size :]
+
+
+class SealChecker:
+    """The service's check of the header, before a body is read. Thread-safe."""
+
+    def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
+        """`clock`: seconds of the Unix clock."""
+        self._secret = secret
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._seen: OrderedDict[bytes, None] = OrderedDict()
+
+    def check(self, authorization: str) -> EngineSeal:
+        """The request's seal. Raises EncoderRefused("unauthorized") for a header without a proof, with one
+        of another secret, of another minute, or that came before."""
+        try:
+            token = base64.b64decode(authorization.removeprefix(SCHEME), validate=True)
+        except (binascii.Error, ValueError):
+            token = b""
+        head, proof = token[: _HEAD.size], token[_HEAD.size :]
+        if not authorization.startswith(SCHEME) or not is_signed(proof, self._secret, _PROOF_DOMAIN, head):
+            raise _unauthorized("the engine does not have this store.secret_file; use one file for both")
+        if len(head) != _HEAD.size:
+            raise _unauthorized("no proof of an engine")
+        at_s, salt = _HEAD.unpack(head)
+        age_s = self._clock() - at_s
+        if not -MAX_AGE_S <= age_s <= MAX_AGE_S:
+            raise _unauthorized(f"the proof is {age_s:.0f} s old; set the clocks of both hosts")
+        with self._lock:
+            if salt in self._seen:
+                raise _unauthorized("this request came before")
+            self._seen[salt] = None
+            if len(self._seen) > MAX_SEEN:
+                self._seen.popitem(last=False)
+        return EngineSeal(self._secret, head)
+
+
+def _unauthorized(problem: str) -> EncoderRefused:
+    return EncoderRefused(f"authorization: {problem}", reason="unauthorized")
