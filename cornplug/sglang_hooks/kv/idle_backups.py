@@ -5,7 +5,7 @@ be computed again by the next app. A server without work backs such prompts up a
 request, one request's at a time, if the store has free room for them: they evict none of its pages.
 
     a request is finished ──> its key in SGLang's tree is remembered
-    the server idles for 0.5 s ──> its tree copies what the newest of these still has on the device
+    the server idles for 50 ms ──> its tree copies what the newest of these still has on the device
                                    to the host pool, and from there to the store
     a flush, or a release of memory ──> waits for the copy under way, as these want an idle server
 
@@ -25,9 +25,8 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
-_SETTLE_S: Final = 0.5
-"""Time without a batch before the first copy: a pause between two requests is not idleness. A server that is
-busy for 0.8 of the time has few pauses as long, and a copy would delay the request that ends one."""
+_SETTLE_S: Final = 0.05
+"""Time without a batch before the first copy: a pause between two requests is not idleness."""
 _VOTE_TURNS: Final = 8
 """Idle turns from one vote of a group's ranks to the next. In each turn SGLang has several of its own, and on
 a machine with more ranks than cores one takes 30 ms."""

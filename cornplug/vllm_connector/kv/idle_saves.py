@@ -34,10 +34,9 @@ if TYPE_CHECKING:
 
     from cornplug.vllm_connector.kv_events.page_events import KeptRequest, PageEvents
 
-_SETTLE_S: Final = 0.5
-"""Time without a scheduled token before the first copy: a pause between two requests is not idleness. An
-engine that is busy for 0.8 of the time has few pauses as long; a copy delays the request that ends one."""
-_LIMIT_S: Final = 1.5
+_SETTLE_S: Final = 0.05
+"""Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
+_LIMIT_S: Final = 1.0
 """Time without a scheduled token after which an engine sleeps, and saves the other pages when it is idle
 again. It is awake for the difference, and a caller that pauses it waits no longer than that."""
 _BATCH_BYTES: Final = 32 << 20

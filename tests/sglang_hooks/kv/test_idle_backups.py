@@ -76,10 +76,10 @@ class Server:
 def test_idle_backups_short_pause_copies_nothing() -> None:
     server = Server()
     server.finish(1)
-    assert server.idles(0.4) == []
+    assert server.idles(0.04) == []
     server.idle.worked()
-    assert server.idles(0.4) == []
-    assert server.idles(0.2, turns=3) == [1]
+    assert server.idles(0.04) == []
+    assert server.idles(0.1, turns=3) == [1]
 
 
 def test_idle_backups_busy_server_copies_nothing() -> None:

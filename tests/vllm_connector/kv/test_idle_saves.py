@@ -179,7 +179,7 @@ def test_idle_saves_prompt_used_once_reaches_another_engine(
     one, page = core(**how), how.get("page_tokens", 32)
     one.answer(PROMPT)
     assert store.connect().stat(deadline_s=1).used_bytes == 0
-    assert one.sleep() <= 1.5
+    assert one.sleep() <= 1
     assert one.saved() == 149 // page
     # Every byte is checked.
     request = engine(**how).run("b", PROMPT)
@@ -206,7 +206,7 @@ def test_idle_saves_begin_after_a_pause_not_between_two_requests(core: Make, sto
     for turn in range(5):
         one.answer([*PROMPT[:64], *[turn + 300] * 40])
         one.step()
-        one.clock.now += 0.4
+        one.clock.now += 0.04
         one.step()
     assert one.saved() == 2  # the second sighting of the common prefix
     assert store.connect().stat(deadline_s=1).reservations == 0
@@ -222,14 +222,14 @@ def test_idle_saves_engine_with_an_alarm_sleeps_through_the_pause(
     monkeypatch.setattr(ALARM, "set", lambda seconds: alarms.append(seconds) or True)
     one.answer(PROMPT)
     one.step()
-    assert (alarms, one.scheduler.has_requests()) == ([0.5], False)
+    assert (alarms, one.scheduler.has_requests()) == ([0.05], False)
     # A request ends the pause, and another one begins.
-    one.clock.now += 0.4
+    one.clock.now += 0.04
     one.answer([9, 9])
     one.step()
-    one.clock.now += 0.4
-    assert (alarms, one.scheduler.has_requests(), one.saved()) == ([0.5, 0.5], False, 0)
-    one.clock.now += 0.1
+    one.clock.now += 0.04
+    assert (alarms, one.scheduler.has_requests(), one.saved()) == ([0.05, 0.05], False, 0)
+    one.clock.now += 0.02
     assert 0 < one.sleep() < 0.5
     assert one.saved() == 4
 
@@ -411,7 +411,7 @@ def test_idle_saves_store_down_lets_the_engine_sleep(core: Make, faulty: FaultyS
     one = core(connect=lambda: faulty)
     one.answer(PROMPT)
     faulty.unavailable = True
-    assert one.sleep() < 0.6
+    assert one.sleep() < 0.2
 
 
 def test_idle_saves_store_that_answered_late_has_the_pages_after_the_next_pause(
