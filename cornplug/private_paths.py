@@ -108,6 +108,11 @@ def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = 
     return secret
 
 
+def is_own_secret(path: Path) -> bool:
+    """Whether this is the default secret file, which each host makes by chance: no other host has it."""
+    return path.absolute() == (cache_dir() / "secret").absolute()
+
+
 def _make_secret(path: Path) -> None:
     """Written beside and linked into place: of two first users one wins, and both read the winner's."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -10,7 +10,7 @@ from cornplug.config import Config
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
 from cornplug.errors import ConfigError, EncoderError
-from cornplug.private_paths import cache_dir
+from cornplug.private_paths import is_own_secret
 
 
 class EngineEncoder(Protocol):
@@ -34,7 +34,7 @@ def check_remote(config: Config) -> None:
     secret, which each host makes by chance."""
     if not config.encoder.engine_urls:
         return
-    if config.store.secret_file.absolute() == (cache_dir() / "secret").absolute():
+    if is_own_secret(config.store.secret_file):
         raise ConfigError(
             "store.secret_file",
             "an encoder service on another host and this engine share one secret, and this host has a secret "

@@ -21,7 +21,7 @@ from typing import Final, TypeVar
 
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.far.far_questions import FarQuestions
+from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
 from cornplug.store.far.recent_keys import RecentKeys
@@ -196,7 +196,7 @@ class FarPeer:
 
     def _delete_some(self) -> None:
         """On the thread that writes: behind the writing of the same entries, before a new one."""
-        keys = _taken(self._ended, _DELETED_AT_ONCE)
+        keys = taken(self._ended, _DELETED_AT_ONCE)
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
         self._mover.write(self._timed(work, MOVE_S), self._deleted)
 
@@ -283,11 +283,6 @@ class FarPeer:
             self._answered()
         else:
             self._failed(str(result))
-
-
-def _taken(keys: OrderedDict[bytes, None], most: int) -> list[bytes]:
-    """The first ones, which are then no longer in `keys`."""
-    return [keys.popitem(last=False)[0] for _ in range(min(len(keys), most))]
 
 
 def _bounded(keys: OrderedDict[bytes, None], key: bytes) -> None:

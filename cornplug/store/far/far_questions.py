@@ -46,7 +46,7 @@ class FarQuestions:
 
     def take(self, most: int) -> list[bytes]:
         """The keys of the next question: it is asked once the one before is over."""
-        keys = [self._wanted.popitem(last=False)[0] for _ in range(min(len(self._wanted), most))]
+        keys = taken(self._wanted, most)
         self._taken += len(keys)
         return keys
 
@@ -64,3 +64,8 @@ class FarQuestions:
     def _tell_callers(self) -> None:
         while self._callers and self._callers[0][0] <= self._over:
             self._callers.popleft()[1]()
+
+
+def taken(keys: OrderedDict[bytes, None], most: int) -> list[bytes]:
+    """The first ones, which are then no longer in `keys`."""
+    return [keys.popitem(last=False)[0] for _ in range(min(len(keys), most))]

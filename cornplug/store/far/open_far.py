@@ -10,7 +10,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from cornplug.errors import ConfigError
-from cornplug.private_paths import cache_dir, read_secret
+from cornplug.private_paths import is_own_secret, read_secret
 from cornplug.store.far.far_store import FarStore, label_of
 
 _SETTING: Final = "store.far"
@@ -44,7 +44,7 @@ def open_far(
     cannot be read, and for a secret that names no sharing domain: the default file is made on each host by
     chance.
     """
-    if secret_file.absolute() == (cache_dir() / "secret").absolute():
+    if is_own_secret(secret_file):
         raise ConfigError(
             "store.secret_file",
             "a far store is shared by the hosts that have one secret, and this host has a secret of its own",
