@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by folder, give engines time, and skip what wants a GPU where there is none."""
+    """Mark by folder, give engines time, skip what wants a GPU where there is none; long tests come first."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder in ("integration", "stress"):
@@ -45,6 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(_ENGINE_TEST_S))
         if item.get_closest_marker("gpu") is not None and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -33,6 +33,7 @@ def check(report: Report, record_property: Callable[[str, object], None]) -> Non
     assert not report.parted, "other keys, other name only:\n" + "\n".join(report.parted[:40])
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_oracle_keys_differ_where_numbers_differ(
     oracle: Oracle, record_property: Callable[[str, object], None]
