@@ -14,13 +14,9 @@ the second one finds their embeddings in the far store.
 
 from __future__ import annotations
 
-import contextlib
-import shutil
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -33,6 +29,7 @@ from driver.table import Report, Row
 from cornplug import EncoderClient
 from devkit.checkpoints import CLIP_L_336
 from devkit.engines import StoreProcess, wait_until
+from devkit.far_servers import RedisServer, redis_program
 
 TARGET, TARGET_OF_EMBEDDINGS = 0.4, 0.35
 _LLM = {"hidden_size": 1024, "layers": 12, "heads": 16, "kv_heads": 8}
@@ -63,38 +60,27 @@ def main() -> int:
         ],
     )
     model = models.qwen2_text(**{**_LLM, "layers": layers})
-    with stage(flags=_FLAGS, kv_gib=3) as here, _redis(here.folder) as url:
+    with stage(flags=_FLAGS, kv_gib=3) as here, _redis(here.folder) as redis:
         asked = [Request(words(_PREFIX_TOKENS, i)) for i in range(3 if chosen.quick else 8)]
-        _serve_on_first_host(here, model, url, asked)
-        with _store(here, url) as store, here.pair(model, "second") as pair:
+        _serve_on_first_host(here, model, redis.url, asked)
+        with _store(here, redis.url) as store, here.pair(model, "second") as pair:
             row = "TTFT, prefix in a far store"
             ask_fresh_pair(report, pair, asked, warm_tokens=_PREFIX_TOKENS, row=row, target=TARGET)
             (far,) = store.stat().far.values()
         report.facts["pages that the second host read from the far store"] = (
             f"{far.reads}, {far.read_bytes >> 20} MiB"
         )
-        embeddings(report, here, url, 4 if chosen.quick else 12)
+        embeddings(report, here, redis.url, 4 if chosen.quick else 12)
     report.show()
     report.write(chosen.out)
     return 0
 
 
-@contextlib.contextmanager
-def _redis(folder: Path) -> Iterator[str]:
-    """The URL of a server that ends on exit."""
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
+def _redis(folder: Path) -> RedisServer:
+    program = redis_program()
     if program is None:
         raise SystemExit("this benchmark needs redis-server or valkey-server: script/setup installs one")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        yield f"valkey://127.0.0.1:{port}/0"
-    finally:
-        server.terminate()
-        server.wait()
+    return RedisServer(program, folder)
 
 
 def _store(here: Stage, url: str) -> StoreProcess:

@@ -27,6 +27,7 @@ from devkit.checkpoints.hybrids import (
     mamba2,
 )
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
+from devkit.checkpoints.majority import majority, majority_head
 from devkit.checkpoints.qwen import (
     QWEN2_5_VISION,
     TINY_QWEN2_5_VISION,
@@ -68,6 +69,8 @@ __all__ = [
     "llava",
     "llava_next",
     "llava_onevision",
+    "majority",
+    "majority_head",
     "mamba2",
     "mellum",
     "qwen2_5_vl",

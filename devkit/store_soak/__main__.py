@@ -27,14 +27,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--clients", type=int, default=8, help="processes, at least 2 (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="names entries and faults (default: %(default)s)")
     parser.add_argument("--no-disk", action="store_true", help="the store keeps nothing on disk")
+    parser.add_argument("--no-far", action="store_true", help="the store has no far store (Redis or Valkey)")
     options = parser.parse_args(argv)
     if options.minutes <= 0 or options.clients < 2:
         parser.error("--minutes must be above 0, --clients at least 2")
     console = Console()
     with tempfile.TemporaryDirectory(prefix="soak-") as work:
-        disk_bytes = 0 if options.no_disk else SoakOptions.disk_bytes
         run = SoakOptions(
-            Path(work), options.minutes * 60, options.clients, options.seed, disk_bytes=disk_bytes
+            *(Path(work), options.minutes * 60, options.clients, options.seed),
+            disk_bytes=0 if options.no_disk else SoakOptions.disk_bytes,
+            far_bytes=0 if options.no_far else SoakOptions.far_bytes,
         )
         outcome = run_soak(run, console)
     show(outcome, console)
@@ -47,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 def run_soak(options: SoakOptions, console: Console) -> SoakOutcome:
     """The outcome of one run, which is shown while it lasts."""
-    faults = plan_faults(options.seed, options.duration_s, options.clients)
+    faults = plan_faults(options.seed, options.duration_s, options.clients, far=bool(options.far_bytes))
     columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress, SoakProcesses(options) as processes:
         task = progress.add_task("starting", total=options.duration_s)
@@ -67,6 +69,7 @@ def show(outcome: SoakOutcome, console: Console) -> None:
     for title, counts in (
         ("operation", outcome.operations),
         ("miss", outcome.misses),
+        ("far store", outcome.far),
         ("fault", outcome.faults),
     ):
         for name, count in sorted(counts.items()):

@@ -1,8 +1,7 @@
-"""The processes of a soak: one daemon, its clients, their faults, and looks at their memory."""
+"""The processes of a soak: one daemon, its clients, a far store, their faults, and looks at their memory."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +18,7 @@ import msgspec
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store.client import PoolStore
+from devkit.far_servers import RedisServer, redis_program
 from devkit.store_soak.soak_client import ClientReport
 from devkit.store_soak.soak_faults import STEADY_CLIENT, PlannedFault
 from devkit.store_soak.soak_growth import ProcessSample, sample_process
@@ -36,9 +37,11 @@ class SoakOptions:
     duration_s: float
     clients: int = 8
     seed: int = 1
-    size_bytes: int = 256 << 20
-    disk_bytes: int = 1 << 30
-    """0: the store has no disk."""
+    size_bytes: int = 128 << 20
+    disk_bytes: int = 128 << 20
+    """0: the store has no disk. Memory and disk do not hold all entries: some are left to the far store."""
+    far_bytes: int = 256 << 20
+    """Of a Redis or Valkey server; 0: there is none."""
 
 
 @dataclass
@@ -52,6 +55,8 @@ class SoakOutcome:
     checked_bytes: int = 0
     wrong: list[str] = field(default_factory=list)
     longest_s: dict[str, float] = field(default_factory=dict)
+    far: Counter[str] = field(default_factory=Counter)
+    """Of the last daemon: entries read from the far store and written to it, by outcome."""
     samples: dict[str, list[ProcessSample]] = field(default_factory=dict)
     """Of the steady client, and of the daemon that is alive at the end."""
     broken: list[str] = field(default_factory=list)
@@ -79,12 +84,19 @@ class SoakProcesses:
         self._lives: Counter[int] = Counter()
         self._clients: dict[int, subprocess.Popen[bytes]] = {}
         self._daemon: subprocess.Popen[bytes] | None = None
-        self._wakes: list[tuple[float, int]] = []
+        self._far: RedisServer | None = None
+        self._later: list[tuple[float, Callable[[], object]]] = []
+        """What ends the faults that last: by its time in the run."""
         self._starting_s = 0.0
         """Time in which a daemon was started: it is no part of the run's."""
         self.outcome = SoakOutcome()
 
     def __enter__(self) -> SoakProcesses:
+        if self._options.far_bytes:
+            program = redis_program()
+            if program is None:
+                raise FileNotFoundError("no valkey-server and no redis-server: run script/setup, or --no-far")
+            self._far = RedisServer(program, self._options.work, most_bytes=self._options.far_bytes).start()
         self._start_daemon()
         for index in range(self._options.clients):
             self._start_client(index)
@@ -95,6 +107,8 @@ class SoakProcesses:
             if process.poll() is None:
                 process.kill()
             process.wait()
+        if self._far is not None:
+            self._far.stop()
 
     def run(self, faults: list[PlannedFault], look: Callable[[float, SoakOutcome], None]) -> None:
         """Run to the end; `look` is called about twice a second with the seconds that passed."""
@@ -105,39 +119,54 @@ class SoakProcesses:
             while at < len(faults) and faults[at].at_s <= now_s:
                 self._do(faults[at], now_s)
                 at += 1
-            self._wake(now_s)
+            self._end_faults(now_s)
             if now_s >= sampled_s + _SAMPLE_S:
                 sampled_s = now_s
                 self._sample(now_s)
                 self._note_ended()
                 look(now_s, self._with_reports())
             time.sleep(0.02)
-        self._wake(float("inf"))
+        self._end_faults(float("inf"))
         self._end_clients()
         self._settle()
         self.outcome = self._with_reports()
 
     def _do(self, fault: PlannedFault, now_s: float) -> None:
-        process = self._clients[fault.client] if fault.kind.endswith("client") else self._daemon
+        action, whose = fault.kind.split()
+        if whose == "far":
+            self._do_to_far(action, now_s + fault.for_s)
+            return
+        process = self._clients[fault.client] if whose == "client" else self._daemon
         if process is None or process.poll() is not None:
             return  # `_note_ended` tells of it
         self.outcome.faults[fault.kind] += 1
-        if fault.kind.startswith("stop"):
+        if action == "stop":
             process.send_signal(signal.SIGSTOP)
-            self._wakes.append((now_s + fault.for_s, process.pid))
+            self._later.append((now_s + fault.for_s, partial(process.send_signal, signal.SIGCONT)))
             return
         process.kill()
         process.wait()
-        self._wakes = [(at_s, pid) for at_s, pid in self._wakes if pid != process.pid]
-        if fault.kind == "kill daemon":
+        if whose == "daemon":
             self._start_daemon()
         else:
             self._start_client(fault.client)
 
-    def _wake(self, now_s: float) -> None:
-        for _, pid in [wake for wake in self._wakes if wake[0] <= now_s]:
-            os.kill(pid, signal.SIGCONT)
-        self._wakes = [wake for wake in self._wakes if wake[0] > now_s]
+    def _do_to_far(self, action: str, end_s: float) -> None:
+        if self._far is None or not self._far.alive():
+            return
+        self.outcome.faults[f"{action} far"] += 1
+        if action == "stop":
+            self._far.freeze()
+            self._later.append((end_s, self._far.cont))
+        else:
+            self._far.kill()
+            self._later.append((end_s, self._far.start))
+
+    def _end_faults(self, now_s: float) -> None:
+        due = [end for at_s, end in self._later if at_s <= now_s]
+        self._later = [later for later in self._later if later[0] > now_s]
+        for end in due:
+            end()
 
     def _start_daemon(self) -> None:
         command = [sys.executable, "-m", "cornplug.store.daemon.main", "--quarantine-s", "0.5"]
@@ -146,6 +175,8 @@ class SoakProcesses:
         if self._options.disk_bytes:
             command += ["--disk", str(self._options.work / "disk")]
             command += ["--disk-size", str(self._options.disk_bytes)]
+        if self._far is not None:
+            command += ["--far", self._far.url]
         self._daemon = self._spawn(command, "daemon.log")
         self.outcome.samples["daemon"] = []
         began_s = time.monotonic()
@@ -225,6 +256,9 @@ class SoakProcesses:
                     left = f"no answer ({e.reason})"
                 else:
                     left = f"{stat.leases} leases and {stat.reservations} reservations"
+                    for far in stat.far.values():
+                        self.outcome.far = Counter({f"read: {k}": n for k, n in far.reads.items()})
+                        self.outcome.far.update({f"write: {k}": n for k, n in far.writes.items()})
                     if not stat.leases and not stat.reservations:
                         return
                 time.sleep(0.1)
@@ -234,7 +268,7 @@ class SoakProcesses:
 
     def _with_reports(self) -> SoakOutcome:
         known = self.outcome
-        outcome = SoakOutcome(faults=known.faults, samples=known.samples, broken=known.broken)
+        outcome = SoakOutcome(faults=known.faults, far=known.far, samples=known.samples, broken=known.broken)
         for path in self._options.work.glob("report-*.json"):
             outcome.add(msgspec.json.decode(path.read_bytes(), type=ClientReport))
         return outcome

@@ -27,6 +27,8 @@ def verdict(outcome: SoakOutcome, bound: GrowthBound | None = None) -> list[str]
     lines = [f"wrong bytes: {line}" for line in outcome.wrong] + list(outcome.broken)
     if not outcome.hits:
         lines.append("no entry was read: the run says nothing")
+    if outcome.far and not outcome.far["read: read"]:
+        lines.append("no entry came out of the far store: the run says nothing of it")
     for name, took_s in outcome.longest_s.items():
         if took_s > LONGEST_S:
             lines.append(f"an operation ({name}) took {took_s:.1f} s, bound {LONGEST_S:.0f} s")

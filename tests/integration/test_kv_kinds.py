@@ -38,6 +38,9 @@ class Kind:
     env: Mapping[str, str] = field(default_factory=dict)
     page: int = 64
     """Tokens of a page: of vLLM's block, beside states."""
+    asked: Sequence[str] = ASKED
+    drafts: bool = False
+    """Of its proposals most are right with all KV in place, and few without."""
 
 
 def _windowed(path: Path, windows: int = 1) -> Path:
@@ -63,8 +66,8 @@ def _speculates(model: Path) -> Sequence[str]:
     )
 
 
-def _drafts_by_eagle3(model: Path) -> Sequence[str]:
-    head = checkpoints.eagle3_head(model.with_name("head"), model, seen=(1, 2, 4))
+def _drafts_by_eagle3(model: Path, make: Callable[..., Path] = checkpoints.eagle3_head) -> Sequence[str]:
+    head = make(model.with_name("head"), model, seen=(1, 2, 4))
     return "--speculative-config", json.dumps(
         {"method": "eagle3", "model": str(head), "num_speculative_tokens": 3}
     )
@@ -80,8 +83,12 @@ _STATES: Final = ("--dtype", "bfloat16", "--block-size", "64")
 # The width that vLLM's CPU kernel is compiled for: 512 + 64.
 _mla = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
 
+# The last page ends with another token than the one that is most frequent: a head that has that page's KV
+# alone proposes this one.
+_MAJORITIES: Final = ("ab" * 300 + "cd" * 40, "ef" * 400 + "gh" * 40)
+
 KINDS: Final[Mapping[str, Kind]] = {
-    "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=()),
+    "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=(), drafts=True),
     "fp8": Kind(checkpoints.qwen2_text, lambda _: ("--kv-cache-dtype", "fp8")),
     "fp8 with the checkpoint's scales": Kind(_scaled),
     "blocks of 256": Kind(checkpoints.qwen2_text, lambda _: ("--block-size", "256")),
@@ -99,6 +106,20 @@ KINDS: Final[Mapping[str, Kind]] = {
     "windows in groups with EAGLE-3": Kind(
         partial(checkpoints.llama_windowed, windows=3, full=2), _drafts_by_eagle3, stock=()
     ),
+    "EAGLE-3, proposals accepted": Kind(
+        partial(checkpoints.majority, windows=0, full=5),
+        partial(_drafts_by_eagle3, make=checkpoints.majority_head),
+        stock=(),
+        asked=_MAJORITIES,
+        drafts=True,
+    ),
+    "windows in groups with EAGLE-3, proposals accepted": Kind(
+        partial(checkpoints.majority, windows=3, full=2),
+        partial(_drafts_by_eagle3, make=checkpoints.majority_head),
+        stock=(),
+        asked=_MAJORITIES,
+        drafts=True,
+    ),
     "two stages": Kind(
         checkpoints.qwen2_text,
         # vLLM's CPU worker makes the second stage's buffers in its warm-up, which an eager engine leaves out.
@@ -108,7 +129,9 @@ KINDS: Final[Mapping[str, Kind]] = {
     ),
     "MLA": Kind(_mla, lambda _: _AT_ONCE, stock=()),
     "MLA of DeepSeek-V3": Kind(partial(_mla, version=3), lambda _: _AT_ONCE, stock=()),
-    "MLA with a draft model": Kind(_mla, lambda model: (*_AT_ONCE, *_speculates(model)), stock=()),
+    "MLA with a draft model": Kind(
+        _mla, lambda model: (*_AT_ONCE, *_speculates(model)), stock=(), drafts=True
+    ),
     "MLA on two ranks": Kind(_mla, lambda _: (*_AT_ONCE, *_TWO_RANKS), stock=(), env=_SEVERAL_WORKERS),
     # vLLM makes blocks as large as a state.
     "states (gated delta nets)": Kind(checkpoints.qwen3_5_text, lambda _: _STATES, page=128),
@@ -154,9 +177,9 @@ def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
     try:
         with StoreProcess(sockets / "s", size="256MiB", log=folder / "store.log") as store:
             with VllmServer(model, *plain, log=folder / "stock.log", env=stock_env) as stock:
-                answers = [stock.chat(words, max_tokens=16) for words in ASKED]
+                answers = [stock.chat(words, max_tokens=16) for words in which.asked]
             at_once(first.start, second.start)
-            for words, expected in zip(ASKED, answers, strict=True):
+            for words, expected in zip(which.asked, answers, strict=True):
                 _same(first.chat(words, max_tokens=16), expected)
             store.settle()
             yield Engines(first, second, answers)
@@ -179,12 +202,12 @@ def _accepted(server: EngineServer) -> tuple[float, float]:
 
 @pytest.mark.support("Kinds of KV", "{kind}")
 def test_kv_kind_fresh_engine_answers_as_stock_from_the_store(engines: Engines, kind: str) -> None:
-    shareable = 0
-    for words, expected in zip(ASKED, engines.stock, strict=True):
+    which, shareable = KINDS[kind], 0
+    for words, expected in zip(which.asked, engines.stock, strict=True):
         answer = engines.second.chat(words, max_tokens=16)
         _same(answer, expected)
-        shareable += (answer.prompt_tokens - 1) // KINDS[kind].page * KINDS[kind].page
-    if kind.endswith("draft model"):
+        shareable += (answer.prompt_tokens - 1) // which.page * which.page
+    if which.drafts:
         # As many as with a draft that has computed all KV itself: each, but for the end of an answer.
         rates = [
             accepted / proposed for accepted, proposed in map(_accepted, (engines.first, engines.second))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -13,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from cornplug.host import free_port
+from devkit.far_servers import RedisServer, redis_program
 
 from ..conftest import eventually
-from .far_stage import Host, MooncakeMaster, RedisServer, answers_at
+from .far_stage import Host, MooncakeMaster, answers_at
 
 
 @pytest.fixture
@@ -63,13 +63,11 @@ def mooncake(tmp_path: Path) -> Iterator[MooncakeMaster]:
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    program = shutil.which("valkey-server") or shutil.which("redis-server")
+    program = redis_program()
     if program is None:
         pytest.skip("neither valkey-server nor redis-server is installed")
-    server = RedisServer(program, free_port(), tmp_path)
-    server.start()
-    yield server
-    server.end()
+    with RedisServer(program, tmp_path) as server:
+        yield server
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""A host with a daemon, a Redis or Valkey server that tests stop, kill and start again, and a slow wire."""
+"""A host with a daemon, Mooncake's master, and a client of a Redis or Valkey server."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import subprocess
@@ -14,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from valkey import Valkey
-from valkey.exceptions import ValkeyError
 
 from cornplug.config import StoreConfig
 from cornplug.host import free_port
@@ -22,6 +20,7 @@ from cornplug.store.client import PoolStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.stats.store_stats import FarStat
 from cornplug.testing.store import DEADLINE_S
+from devkit.far_servers import RedisServer
 
 from ..conftest import answers, eventually
 
@@ -96,56 +95,8 @@ class MooncakeMaster:
             self._process.wait()
 
 
-class RedisServer:
-    """A server on this host, without persistence."""
-
-    def __init__(self, program: str, port: int, folder: Path) -> None:
-        self.port, self.url = port, f"valkey://127.0.0.1:{port}/0"
-        self._command = [
-            program,
-            "--port",
-            str(port),
-            "--bind",
-            "127.0.0.1",
-            "--save",
-            "",
-            "--dir",
-            str(folder),
-        ]
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def client(self) -> Valkey:
-        return Valkey(port=self.port, socket_timeout=5)
-
-    def start(self) -> None:
-        self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
-        eventually(self._serves)
-
-    def _serves(self) -> bool:
-        try:
-            return bool(self.client.ping())
-        except ValkeyError:
-            return False
-
-    def stop(self) -> None:
-        """It answers no more, and its connections stay."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        assert self._process is not None
-        self._process.send_signal(signal.SIGCONT)
-
-    def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
-
-    def end(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            os.kill(self._process.pid, signal.SIGCONT)
-            self.kill()
+def client_of(redis: RedisServer) -> Valkey:
+    return Valkey(port=redis.port, socket_timeout=5)
 
 
 class SlowWire:

@@ -14,10 +14,11 @@ import pytest
 from cornplug.store.base import Tier
 from cornplug.store.recall import recalled
 from cornplug.testing.store import DEADLINE_S, key
+from devkit.far_servers import RedisServer
 
 from ..conftest import eventually
 from ..disk.disk_stage import KIB, get, payload_of, put
-from .far_stage import Host, RedisServer
+from .far_stage import Host, client_of
 from .test_far_tier import found
 
 Hosts = Callable[..., Host]
@@ -93,11 +94,11 @@ def test_far_tier_stopped_server_costs_near_nothing_and_is_found_again(
     put(first.store, "a")
     put(second.store, "near")
     eventually(lambda: first.written(1) and second.written(1))
-    redis.stop()
+    redis.freeze()
     second.store.seek([key("x")])
     eventually(lambda: not second.store.far_answers, within_s=10)
     near_is_quick(second, "near")
-    redis.go_on()
+    redis.cont()
     eventually(lambda: second.store.far_answers, within_s=20)
     time.sleep(1.1)  # until the answer of before is forgotten
     assert found(second, "a") == payload_of("a", 20 * KIB)
@@ -130,7 +131,7 @@ def test_far_tier_record_that_went_meanwhile_is_a_miss(host: Hosts, redis: Redis
     eventually(lambda: first.written(1))
     second.store.seek([key("a")])
     eventually(lambda: second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.DISK]))
-    redis.client.flushall()
+    client_of(redis).flushall()
     assert get(second.store, "a") is None
     assert second.far().reads == {"gone": 1}
 

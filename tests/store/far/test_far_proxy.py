@@ -10,10 +10,11 @@ import pytest
 from cornplug.store.base import Tier
 from cornplug.store.recall import recalled
 from cornplug.testing.store import DEADLINE_S, key
+from devkit.far_servers import RedisServer
 
 from ..conftest import eventually
 from ..disk.disk_stage import get, payload_of, put
-from .far_stage import Host, RedisServer
+from .far_stage import Host, client_of
 from .record_proxy import WAYS, RecordProxy
 
 ENTRIES = 1000
@@ -40,10 +41,10 @@ def test_far_tier_proxy_that_changes_records_gets_counted_misses_and_reads_nothi
             put(first.store, name, SIZE_BYTES, APP)
         eventually(lambda rounds=rounds: first.written(rounds * ENTRIES))  # type: ignore[misc]
         if rounds == 1:
-            names = redis.client.keys("cp1/*")
-            proxy.older = dict(zip(names, redis.client.mget(names), strict=True))
+            names = client_of(redis).keys("cp1/*")
+            proxy.older = dict(zip(names, client_of(redis).mget(names), strict=True))
             first.store.delete(keys, deadline_s=DEADLINE_S)
-            eventually(lambda: redis.client.dbsize() == 0)
+            eventually(lambda: client_of(redis).dbsize() == 0)
     for how in WAYS:
         proxy.how, proxy.changed = how, 0
         second = host(proxy.url)

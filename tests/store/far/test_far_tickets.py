@@ -17,10 +17,11 @@ from cornplug.store.table.entry_table import MappedEntryTable
 from cornplug.store.table.entry_table_layout import TICKETS, TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import DEADLINE_S, key
+from devkit.far_servers import RedisServer
 
 from ..conftest import eventually
 from ..disk.disk_stage import put
-from .far_stage import Host, RedisServer
+from .far_stage import Host
 
 Hosts = Callable[..., Host]
 
@@ -62,7 +63,7 @@ def test_far_ticket_of_a_stopped_store_is_shown_once_it_is_given_up(
 ) -> None:
     one = host(f"file://{share}", redis.url)
     eventually(lambda: one.store.far_answers)
-    redis.stop()
+    redis.freeze()
     began_s = time.monotonic()
     ticket = one.store.seek([key("a")])
     eventually(lambda: one.store.answered(ticket), within_s=5)

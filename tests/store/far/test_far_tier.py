@@ -18,10 +18,11 @@ from cornplug.store.far.open_far import open_far
 from cornplug.store.recall import recalled
 from cornplug.testing import StoreContract
 from cornplug.testing.store import DEADLINE_S, StoreStage, key
+from devkit.far_servers import RedisServer
 
 from ..conftest import eventually, pool_stage
 from ..disk.disk_stage import KIB, get, payload_of, put, tier_of
-from .far_stage import Host, RedisServer
+from .far_stage import Host
 
 Hosts = Callable[..., Host]
 SIZES = {"small": 1, "page": 64 * KIB, "odd": 100 * KIB + 7, "chunks": 1500 * KIB}

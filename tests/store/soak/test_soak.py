@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from cornplug.config import StoreConfig
 from cornplug.store.client import PoolStore
+from devkit.far_servers import redis_program
 from devkit.store_soak.__main__ import run_soak, show
 from devkit.store_soak.soak_client import SoakClient
 from devkit.store_soak.soak_faults import QUIET_DAEMON_FROM, STEADY_CLIENT, plan_faults
@@ -18,7 +20,14 @@ from devkit.store_soak.soak_payload import KEYS, SIZES, key_of, payload_of, size
 from devkit.store_soak.soak_run import SoakOptions, SoakOutcome
 from devkit.store_soak.soak_verdict import LONGEST_S, verdict
 
-_DISK_BYTES = 512 << 20 if importlib.util.find_spec("cryptography") else 0
+_SEALS = bool(importlib.util.find_spec("cryptography"))
+_FAR = _SEALS and redis_program() is not None and bool(importlib.util.find_spec("valkey"))
+_TIERS = {
+    "disk_bytes": SoakOptions.disk_bytes if _SEALS else 0,
+    "far_bytes": SoakOptions.far_bytes if _FAR else 0,
+}
+NEAR_FAULTS = {"kill client", "stop client", "kill daemon", "stop daemon"}
+FAR_FAULTS = {"kill far", "stop far"}
 
 
 def test_soak_payload_of_a_key_is_always_the_same() -> None:
@@ -33,7 +42,8 @@ def test_plan_faults_same_seed_same_faults() -> None:
     faults = plan_faults(3, 30, 4)
     assert faults == plan_faults(3, 30, 4)
     assert faults != plan_faults(4, 30, 4)
-    assert {fault.kind for fault in faults} == {"kill client", "stop client", "kill daemon", "stop daemon"}
+    assert {fault.kind for fault in faults} == NEAR_FAULTS
+    assert {fault.kind for fault in plan_faults(3, 30, 4, far=True)} == NEAR_FAULTS | FAR_FAULTS
     assert all(0 < fault.at_s < 30 for fault in faults)
     assert all(fault.client != STEADY_CLIENT for fault in faults if fault.kind.endswith("client"))
     last = max(fault.at_s for fault in faults if fault.kind == "kill daemon")
@@ -77,6 +87,8 @@ def test_verdict_names_each_broken_promise() -> None:
     assert verdict(SoakOutcome(hits=1)) == []
     outcome = SoakOutcome(wrong=["copy of 00"], broken=["client 1 ended"], longest_s={"put": LONGEST_S + 1})
     wrong, ended, nothing, slow = verdict(outcome)
+    (unread,) = verdict(SoakOutcome(hits=1, far=Counter({"write: written": 3})))
+    assert "far store" in unread
     assert "copy of 00" in wrong
     assert ended == "client 1 ended"
     assert "no entry was read" in nothing
@@ -107,19 +119,17 @@ def test_soak_client_other_bytes_are_reported(
 @pytest.mark.timeout(300)
 def test_soak_for_half_a_minute_keeps_the_stores_promises(short_path: Path) -> None:
     """Three clients, fewer than in `script/soak`: CI has two cores."""
-    outcome = run_soak(
-        SoakOptions(short_path, 25, clients=3, size_bytes=96 << 20, disk_bytes=_DISK_BYTES), Console()
-    )
+    outcome = run_soak(SoakOptions(short_path, 25, clients=3, size_bytes=96 << 20, **_TIERS), Console())
     show(outcome, Console())
     assert verdict(outcome) == []
-    assert set(outcome.faults) == {"kill client", "stop client", "kill daemon", "stop daemon"}
+    assert set(outcome.faults) == NEAR_FAULTS | (FAR_FAULTS if _FAR else set())
 
 
 @pytest.mark.stress
 @pytest.mark.integration
 @pytest.mark.timeout(900)
 def test_soak_for_five_minutes_keeps_the_stores_promises(short_path: Path) -> None:
-    outcome = run_soak(SoakOptions(short_path, 300, seed=2, disk_bytes=_DISK_BYTES), Console())
+    outcome = run_soak(SoakOptions(short_path, 300, seed=2, **_TIERS), Console())
     show(outcome, Console())
     assert verdict(outcome) == []
     assert outcome.samples["client"]
