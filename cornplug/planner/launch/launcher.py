@@ -25,13 +25,15 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from cornplug.config import load
 from cornplug.errors import ConfigError, ProcessFailed
-from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
+from cornplug.planner.launch.addresses import hosts as addresses_of
+from cornplug.planner.launch.command_lines import SECRET, LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.command_list import hosts_in, line
 from cornplug.planner.launch.command_process import READY_S, CommandProcess
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.private_paths import runtime_dir
+from cornplug.private_paths import is_own_secret, runtime_dir
 from cornplug.processes import GRACE_S
 
 Event = Callable[[CommandProcess, str], None]
@@ -83,6 +85,7 @@ def local_commands(
     routers: bool = False,
     only: Sequence[str] = (),
     addresses: Mapping[str, str] | None = None,
+    secret_file: Path | None = None,
     transfer: Transfer = "nixl",
 ) -> list[LaunchCommand]:
     """The commands of one host of a plan, with every variable filled in.
@@ -92,8 +95,9 @@ def local_commands(
         routers: The plan's routers in place of a host's servers.
         only: Groups to start, with the store; none: all.
         addresses: HOST_n -> its address.
+        secret_file: The secret that all hosts have in common.
 
-    Raises ConfigError for a host, group or address that is missing or unknown.
+    Raises ConfigError for a host, group, address or secret that is missing or unknown.
     """
     chosen = _chosen(plan, commands(plan, transfer=transfer), host, routers=routers)
     names = {command.group for command in chosen}
@@ -104,11 +108,25 @@ def local_commands(
     values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
     values |= {"HOST_1": "127.0.0.1"} if _one_host(plan) else {}
     values |= addresses or {}
+    values |= {"SECRET_FILE": str(secret_file.absolute())} if secret_file else {}
     found = [c.resolved(values) for c in chosen if not only or c.group in only or c.kind == "store"]
     if missing := sorted({name for command in found for name in hosts_in(command)}):
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
         raise ConfigError("--address", f"{', '.join(missing)} of the plan has no address", f"Add {remedy}.")
+    if any(set(SECRET.items()) <= set(command.env.items()) for command in found):
+        raise ConfigError(
+            "--secret-file",
+            "engines of this plan ask encoder services of other hosts, which takes one secret for all hosts",
+            "Make one (head -c 32 /dev/urandom > secret && chmod 600 secret), copy it to each host (scp -p), "
+            "and add --secret-file FILE or set CORNPLUG_STORE_SECRET_FILE.",
+        )
     return found
+
+
+def _common_secret(named: Path | None) -> Path | None:
+    """The file that the command line names, else the settings; None where that is this host's own secret."""
+    path = named or load().store.secret_file
+    return None if is_own_secret(path) else path
 
 
 def _one_host(plan: Plan) -> bool:
@@ -118,7 +136,8 @@ def _one_host(plan: Plan) -> bool:
 def _chosen(
     plan: Plan, found: Sequence[LaunchCommand], host: str | None, *, routers: bool
 ) -> list[LaunchCommand]:
-    hosts = list(dict.fromkeys(command.host.strip("${}") for command in found))
+    used = {command.host for command in found}
+    hosts = [name.strip("${}") for name in dict.fromkeys(addresses_of(plan).values()) if name in used]
     if routers:
         return [c for c in found if c.kind == "router"]
     if host is None and len(hosts) <= 1:
@@ -159,6 +178,7 @@ def main(argv: list[str]) -> int:
         routers=args.routers,
         only=args.only,
         addresses=dict(args.address),
+        secret_file=_common_secret(args.secret_file),
         transfer=args.transfer,
     )
     if args.dry_run:
@@ -301,6 +321,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="GROUP",
         help="start this group, with the store; repeat",
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="file of 32 bytes that all hosts have, where engines ask encoder services of other hosts "
+        "(default: the setting store.secret_file)",
     )
     parser.add_argument(
         "--run-dir", type=Path, help="sockets and logs (default: cornplug's own folder of this user)"
