@@ -1,12 +1,13 @@
 """How each engine asks the encoder services of a plan: its host's by the unix socket, or all by URL.
 
-An engine asks one socket, or a list of URLs of which each gets an equal part of the media (rendezvous). The
-socket costs no network, so it is taken where the services' loads stay as planned.
+An engine asks one socket, or a list of URLs, each by its weight (rendezvous): the plan's flow from that
+service to the engine's group. The socket costs no network, so it is taken where the services' loads stay
+about as planned.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,6 +22,8 @@ _TOLERANCE: Final = 1.1
 
 ReplicaHost = tuple[str, str]
 """Group, and host of the rank that serves."""
+Flow = Sequence[tuple[ReplicaAddress, float]]
+"""Services with the planned rate of requests from each."""
 
 
 @dataclass(frozen=True)
@@ -87,64 +90,89 @@ def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress
 
 def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
     """The link of each group's replicas on a host; engines that no service encodes for have none."""
-    services = {group.name: services_of(plan, group, placed) for group in plan.groups}
-    engines = {
-        replica_host(site): services[site.group.name]
+    flows = _Flows(plan, placed)
+    asked = {
+        replica_host(site): flows.to(site.group, services_of(plan, site.group, placed))
         for site in placed
-        if site.rank == 0 and services[site.group.name]
+        if site.rank == 0
     }
-    local = _local(plan, placed, engines)
+    asked = {engine: flow for engine, flow in asked.items() if flow}
+    beside = {
+        engine: next(s for s, _ in flow if s.host == engine[1])
+        for engine, flow in asked.items()
+        if any(s.host == engine[1] for s, _ in flow)
+    }
+    local = _local(flows, asked, beside)
     return {
-        engine: EncoderLink(socket=encoder_socket(next(s for s in asked if s.host == engine[1])))
+        engine: EncoderLink(socket=encoder_socket(beside[engine]))
         if engine in local
-        else EncoderLink(urls=tuple(s.url for s in asked))
-        for engine, asked in engines.items()
+        else EncoderLink(urls=_weighted(flow))
+        for engine, flow in asked.items()
     }
+
+
+def _weighted(flow: Flow) -> tuple[str, ...]:
+    rates = [rate for _, rate in flow]
+    if max(rates) <= min(rates) * 1.001:
+        return tuple(site.url for site, _ in flow)
+    return tuple(f"{site.url}#{rate / min(rates):.3g}" for site, rate in flow)
 
 
 def _local(
-    plan: Plan, placed: Sequence[ReplicaAddress], engines: Mapping[ReplicaHost, Sequence[ReplicaAddress]]
+    flows: _Flows, asked: Mapping[ReplicaHost, Flow], beside: Mapping[ReplicaHost, ReplicaAddress]
 ) -> set[ReplicaHost]:
     """The engines that ask their host's socket, chosen by the planned loads."""
-    beside = {
-        engine: next(s for s in asked if s.host == engine[1])
-        for engine, asked in engines.items()
-        if any(s.host == engine[1] for s in asked)
-    }
-    if all(len({s.host for s in asked}) == 1 for asked in engines.values()):
+    if all(len({site.host for site, _ in flow}) == 1 for flow in asked.values()):
         return set(beside)
-    planned = _encode_rates(plan, placed)
-    asking: dict[ReplicaHost, float] = defaultdict(float)
-    for engine, service in beside.items():
-        asking[replica_host(service)] += planned[engine]
-    served = {e for e, s in beside.items() if asking[replica_host(s)] <= planned[replica_host(s)] * 1.001}
 
     def overload(local: Collection[ReplicaHost]) -> float:
         """The largest ratio of a service's load to the planned one."""
         loads: dict[ReplicaHost, float] = defaultdict(float)
-        for engine, asked in engines.items():
-            these = [beside[engine]] if engine in local else asked
-            for service in these:
-                loads[replica_host(service)] += planned[engine] / len(these)
+        for engine, flow in asked.items():
+            parts = [(beside[engine], 1.0)] if engine in local else flow
+            whole = sum(part for _, part in parts)
+            for service, part in parts:
+                loads[replica_host(service)] += flows.rate(engine) * part / whole
+        planned = {service: flows.rate(service) for service in loads}
         return max((load / planned[s] for s, load in loads.items() if planned[s]), default=1.0)
 
-    choices: list[set[ReplicaHost]] = [set(beside), served, set()]
+    needs: dict[ReplicaHost, float] = defaultdict(float)
+    for engine, service in beside.items():
+        needs[replica_host(service)] += flows.rate(engine)
+    covered = {e for e, s in beside.items() if needs[replica_host(s)] <= flows.rate(replica_host(s)) * 1.001}
+    choices: tuple[set[ReplicaHost], ...] = (set(beside), covered, set())
     least = min(map(overload, choices))
     return next(choice for choice in choices if overload(choice) <= least * _TOLERANCE)
 
 
-def _encode_rates(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, float]:
-    """Planned requests a second with media of a remote encoder: those of each service, and of each engine."""
-    each: dict[str, float] = defaultdict(float)
-    for route in plan.routes:
-        if not any(stage.tasks == "E" for stage in route.stages):
-            continue
-        for stage in route.stages:
-            if stage.tasks == "E" or "P" in stage.tasks:
+class _Flows:
+    """Planned requests a second with media that an encoder service takes."""
+
+    def __init__(self, plan: Plan, placed: Sequence[ReplicaAddress]) -> None:
+        self._replicas = Counter(replica_host(site) for site in placed if site.rank == 0)
+        self._all = {group.name: group.replicas for group in plan.groups}
+        self._between: dict[tuple[str, str], float] = defaultdict(float)
+        self._rates: dict[str, float] = defaultdict(float)
+        for route in plan.routes:
+            encoding = [s for s in route.stages if s.tasks == "E"]
+            reading = [s for s in route.stages if "P" in s.tasks] if encoding else []
+            for stage in (*encoding, *reading):
                 for name, weight in stage.groups.items():
-                    each[name] += route.rate * weight
-    found: dict[ReplicaHost, float] = defaultdict(float)
-    for site in placed:
-        if site.rank == 0:
-            found[replica_host(site)] += each[site.group.name] / site.group.replicas
-    return found
+                    self._rates[name] += route.rate * weight
+            for encoder, part in (pair for stage in encoding for pair in stage.groups.items()):
+                for engine, weight in (pair for stage in reading for pair in stage.groups.items()):
+                    self._between[encoder, engine] += route.rate * part * weight
+
+    def rate(self, replicas: ReplicaHost) -> float:
+        """Of a group's replicas on one host, a service's or an engine's."""
+        return self._rates[replicas[0]] * self._part(replicas)
+
+    def to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:
+        """From each of the services to an engine's group; services without a flow are left out."""
+        rates = [self._between[s.group.name, engine.name] * self._part(replica_host(s)) for s in services]
+        return [(site, rate) for site, rate in zip(services, rates, strict=True) if rate > 0] or [
+            (site, 1.0) for site in services
+        ]
+
+    def _part(self, replicas: ReplicaHost) -> float:
+        return self._replicas[replicas] / self._all[replicas[0]]

@@ -29,12 +29,14 @@ def placed(encoders: list[int], engines: list[int]) -> Plan:
 
 
 def links(encoders: list[int], engines: list[int]) -> dict[str, str]:
-    """Host -> the flag's value there: "socket", or the hosts of the URLs."""
+    """Host -> the flag's value there: "socket", or the hosts of the URLs with their weights."""
     made = placed(encoders, engines)
     found = encoder_links(made, sites(made))
     assert all(group == ENGINE for group, _ in found)
     return {
-        host: "socket" if link.socket else " ".join(url[len("http://") : -len(":8750")] for url in link.urls)
+        host: "socket"
+        if link.socket
+        else " ".join(u[len("http://") :].replace(":8750", "") for u in link.urls)
         for (_, host), link in found.items()
     }
 
@@ -56,8 +58,10 @@ def test_encoder_links_service_of_a_host_without_engines_gets_its_part() -> None
     assert links([1, 1, 0], [2, 0, 0]) == {"a": "a b"}
 
 
-def test_encoder_links_host_with_more_encoders_than_it_needs_keeps_its_socket() -> None:
-    assert links([2, 1, 0], [1, 2, 0]) == {"a": "socket", "b": "a b"}
+def test_encoder_links_services_of_unequal_size_have_the_weights_of_the_plan() -> None:
+    assert links([3, 1, 0], [0, 0, 2]) == {"c": "a#3 b#1"}
+    # With a's socket for a's engine, a would get 1/3 and 2/3 of 2/3: 1.17 times its part.
+    assert links([2, 1, 0], [1, 2, 0]) == {"a": "a#2 b#1", "b": "a#2 b#1"}
 
 
 def test_encoder_links_engine_that_encodes_itself_has_none() -> None:
