@@ -13,11 +13,12 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Template
-from typing import Final, Literal, assert_never
+from typing import Literal, assert_never
 
 from cornplug.planner.launch import kv_transfer as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
 from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.launch.common_secret import SECRET_ENV
 from cornplug.planner.launch.encoder_links import encoder_links, encoder_socket
 from cornplug.planner.launch.group_context import (
     LEAST_STORE_GIB,
@@ -34,7 +35,6 @@ from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.routers import RouterCommand, entries, routers
 from cornplug.planner.plan import Plan
 
-SECRET: Final = {"CORNPLUG_STORE_SECRET_FILE": "${SECRET_FILE}"}
 Kind = Literal["store", "encoder", "engine", "router", "external"]
 
 
@@ -122,7 +122,7 @@ def _with_secret(command: LaunchCommand) -> LaunchCommand:
     themselves to one another by it, too."""
     if not any("cornplug" in word.lower() for word in command.argv):
         return command
-    return replace(command, env={**command.env, **SECRET})
+    return replace(command, env={**command.env, **SECRET_ENV})
 
 
 def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:

@@ -25,15 +25,15 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cornplug.config import load
 from cornplug.errors import ConfigError, ProcessFailed
 from cornplug.planner.launch.addresses import hosts as addresses_of
-from cornplug.planner.launch.command_lines import SECRET, LaunchCommand, commands, files, name_of
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.command_list import hosts_in, line
 from cornplug.planner.launch.command_process import READY_S, CommandProcess
+from cornplug.planner.launch.common_secret import check_named, check_readable, common_secret
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.private_paths import is_own_secret, runtime_dir
+from cornplug.private_paths import runtime_dir
 from cornplug.processes import GRACE_S
 
 Event = Callable[[CommandProcess, str], None]
@@ -64,8 +64,9 @@ def running(
         stopping: Set by a caller that wants the start to be given up.
 
     Raises ProcessFailed with the end of the log of a process that fails, ConfigError for a program that is
-    not installed.
+    not installed, and for a common secret that is not there.
     """
+    check_readable(command.env for command in to_start)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in files(plan, transfer=transfer).items():
         (run_dir / name).write_text(text)
@@ -113,20 +114,8 @@ def local_commands(
     if missing := sorted({name for command in found for name in hosts_in(command)}):
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
         raise ConfigError("--address", f"{', '.join(missing)} of the plan has no address", f"Add {remedy}.")
-    if any(set(SECRET.items()) <= set(command.env.items()) for command in found):
-        raise ConfigError(
-            "--secret-file",
-            "engines of this plan ask encoder services of other hosts, which takes one secret for all hosts",
-            "Make one (head -c 32 /dev/urandom > secret && chmod 600 secret), copy it to each host (scp -p), "
-            "and add --secret-file FILE or set CORNPLUG_STORE_SECRET_FILE.",
-        )
+    check_named(command.env for command in found)
     return found
-
-
-def _common_secret(named: Path | None) -> Path | None:
-    """The file that the command line names, else the settings; None where that is this host's own secret."""
-    path = named or load().store.secret_file
-    return None if is_own_secret(path) else path
 
 
 def _one_host(plan: Plan) -> bool:
@@ -178,7 +167,7 @@ def main(argv: list[str]) -> int:
         routers=args.routers,
         only=args.only,
         addresses=dict(args.address),
-        secret_file=_common_secret(args.secret_file),
+        secret_file=common_secret(args.secret_file),
         transfer=args.transfer,
     )
     if args.dry_run:
