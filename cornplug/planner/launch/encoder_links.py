@@ -91,12 +91,8 @@ def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress
 def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
     """The link of each group's replicas on a host; engines that no service encodes for have none."""
     flows = _Flows(plan, placed)
-    asked = {
-        replica_host(site): flows.to(site.group, services_of(plan, site.group, placed))
-        for site in placed
-        if site.rank == 0
-    }
-    asked = {engine: flow for engine, flow in asked.items() if flow}
+    to = {group.name: flows.to(group, services_of(plan, group, placed)) for group in plan.groups}
+    asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
     beside = {
         engine: next(s for s, _ in flow if s.host == engine[1])
         for engine, flow in asked.items()

@@ -155,7 +155,7 @@ def _argv(
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
     """Flags of the queue limits before a pair: SGLang's servers cannot limit their queues there."""
-    contexts = [context_for(plan, s, [*servers], transfer="nixl") for s in servers]
+    contexts = [context_for(plan, s, [*servers], transfer="nixl", links={}) for s in servers]
     ttft = min((c.ttft_s for c in contexts if c.limits_queue and c.ttft_s is not None), default=None)
     if ttft is None or not all(c.limits_queue for c in contexts):
         return []
