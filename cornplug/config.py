@@ -10,6 +10,7 @@ which `script/docs` writes.
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -51,8 +52,9 @@ class EncoderConfig(Section):
     """The unix socket at which the service listens for engines of this host."""
     engine_urls: tuple[str, ...] = ()
     """Services on other hosts that engines ask in place of the one at `socket`, e.g. "http://a:8750,
-    http://b:8750": each medium has its own order of them. Needs a `store.secret_file` that these hosts
-    have in common, and the extra `cornplug[remote]`. Empty: engines ask the service at `socket`."""
+    http://b:8750": each medium has its own order of them. "http://a:8750#3" is the first for three times as
+    many as one without a weight. Needs a `store.secret_file` that these hosts have in common, and the extra
+    `cornplug[remote]`. Empty: engines ask the service at `socket`."""
     host: str = "127.0.0.1"
     """The address at which the service listens for HTTP."""
     port: int = Field(default=8750, ge=0, le=65535)
@@ -156,9 +158,13 @@ class EncoderConfig(Section):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or (parts.port or 1) > 65535:
                 raise ValueError(f'{url!r} is no http URL: write "http://host:8750"')
-        if len({url.rstrip("/") for url in value}) < len(value):
+        if len(_weighted(value)) < len(value):
             raise ValueError("a service is named twice: name each once")
         return value
+
+    def engine_weights(self) -> dict[str, float]:
+        """`engine_urls`, read: URL -> weight."""
+        return _weighted(self.engine_urls)
 
     @field_validator("image_formats")
     @classmethod
@@ -182,6 +188,20 @@ class EncoderConfig(Section):
     def networks(self) -> tuple[IPv4Network | IPv6Network, ...]:
         """`receivers`, read."""
         return _networks(self.receivers)
+
+
+def _weighted(urls: tuple[str, ...]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for url in urls:
+        address, hash_sign, said = url.partition("#")
+        try:
+            weight = float(said) if hash_sign else 1.0
+        except ValueError:
+            weight = math.nan
+        if not 0 < weight < math.inf:
+            raise ValueError(f'{url!r} has no weight above 0 behind the "#": write "http://host:8750#2"')
+        found[address.rstrip("/")] = weight
+    return found
 
 
 def _networks(text: str) -> tuple[IPv4Network | IPv6Network, ...]:

@@ -36,7 +36,8 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "--cornplug-encoder": (
         "encoder.socket",
         "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share; or URLs of "
-        "services on other hosts, with commas between them: http://HOST:8750 (setting encoder.engine_urls).",
+        "services on other hosts, with commas between them: http://HOST:8750, with #3 behind it for three "
+        "times the media of the others (setting encoder.engine_urls).",
     ),
     "--cornplug-store-deadline": (
         "store.deadline_s",

@@ -26,6 +26,12 @@ def test_encoder_flag_takes_a_path_or_urls(tmp_path: Path, monkeypatch: pytest.M
     assert settings(extra("--cornplug-encoder", URLS)).encoder.engine_urls == tuple(URLS.split(","))
 
 
+def test_encoder_flag_takes_a_weight_behind_each_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CORNPLUG_STORE_SECRET_FILE", str(tmp_path / "secret"))
+    config = settings(extra("--cornplug-encoder", "http://a:8750#3,http://b:8750#0.5"))
+    assert config.encoder.engine_urls == ("http://a:8750#3", "http://b:8750#0.5")
+
+
 def test_encoder_flag_with_a_path_is_stronger_than_urls_of_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,7 +36,8 @@ def _plans() -> ModuleType:
 plans = _plans()
 Case = plans.Case
 SGLANG = [case for case in plans.matrix() if case.engine == "sglang"]
-VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
+VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan", "SECRET_FILE": "/etc/cornplug/secret"}
+VALUES |= {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +45,16 @@ def loaded() -> Iterator[None]:
     load_plugins()
     yield
     activation.turn_off()
+
+
+@pytest.fixture(autouse=True)
+def prepared_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As commands.txt demands where encoders are on other hosts: the secret, and the extra `remote`."""
+    monkeypatch.setenv("CORNPLUG_STORE_SECRET_FILE", VALUES["SECRET_FILE"])
+    if importlib.util.find_spec("cryptography") is None:
+        stub = ModuleType("cryptography")
+        stub.__spec__ = ModuleSpec("cryptography", None)
+        monkeypatch.setitem(sys.modules, "cryptography", stub)
 
 
 def engines(case: Any, **how: Any) -> list[LaunchCommand]:
@@ -98,6 +110,8 @@ def test_planner_language_only_line_names_encoders() -> None:
     assert made.encoder_urls == ["http://10.0.0.1:8750"]
     assert made.dtype == "bfloat16"
     assert activation.is_on()
+    assert activation.config().encoder.engine_urls == ("http://10.0.0.1:8750",)
+    assert activation.config().store.secret_file == Path("/etc/cornplug/secret")
 
 
 def test_planner_speculation_sets_all_three_numbers() -> None:

@@ -60,4 +60,4 @@ def engine_encoder(config: Config, secret: bytes) -> EngineEncoder:
     # httpx is imported only where it is used.
     from cornplug.encoder_service.client.remote_client import RemoteEncoder
 
-    return RemoteEncoder(config.encoder.engine_urls, secret)
+    return RemoteEncoder(config.encoder.engine_weights(), secret)

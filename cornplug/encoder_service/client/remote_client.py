@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -75,7 +75,7 @@ class RemoteEncoder:
     reason). While all services are left out they fail at once.
     """
 
-    def __init__(self, urls: Sequence[str], secret: bytes) -> None:
+    def __init__(self, urls: Sequence[str] | Mapping[str, float], secret: bytes) -> None:
         self._secret = secret
         self._weights = rendezvous.services(urls)
         self._services = {url: _Service(url) for url in self._weights}

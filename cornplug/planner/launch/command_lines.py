@@ -1,7 +1,8 @@
 """A plan as commands: one for each process, with the engines' own flags, and the files beside them.
 
-`${HOST_n}`, `${RUN_DIR}` and `${PLAN_DIR}` in a command are left open: a host that the plan does not
-name, a folder of that host for sockets and logs, the folder of the files here. `resolved` fills them.
+`${HOST_n}`, `${RUN_DIR}`, `${PLAN_DIR}` and `${SECRET_FILE}` in a command are left open: a host that the
+plan does not name, a folder of that host for sockets and logs, the folder of the files here, a file of 32
+bytes that all hosts have in common. `resolved` fills them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from typing import Literal, assert_never
 from cornplug.planner.launch import kv_transfer as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
 from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.launch.common_secret import SECRET_ENV
+from cornplug.planner.launch.encoder_links import encoder_links, encoder_socket
 from cornplug.planner.launch.group_context import (
     LEAST_STORE_GIB,
     STORE_SOCKET,
     GroupContext,
     bind_address,
+    caches_for,
     context_for,
-    encoder_socket,
     is_cpu,
     role_of,
     store_gib,
@@ -95,26 +98,37 @@ def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
     Raises ConfigError for a plan that is not placed, or lacks an engine's settings.
     """
     placed = sites(plan)
-    contexts = [context_for(plan, site, placed, transfer=transfer) for site in placed]
+    links = encoder_links(plan, placed)
+    contexts = [context_for(plan, site, placed, transfer=transfer, links=links) for site in placed]
     engines = [
         _engine(site, its)
         for site, its in zip(placed, contexts, strict=True)
         if site.group.engine != "cornplug"
     ]
-    front = routers(plan, placed, transfer=transfer)
-    return [
+    servers = [
         *_stores(plan, placed, contexts),
         *_kv_servers(placed, transfer),
         *_encoders(plan, placed, contexts),
         *engines,
-        *(_router(one) for one in front if one.argv),
     ]
+    if any(its.sharing.encoder.urls for its in contexts):
+        servers = [_with_secret(one) for one in servers]
+    front = routers(plan, placed, transfer=transfer)
+    return [*servers, *(_router(one) for one in front if one.argv)]
+
+
+def _with_secret(command: LaunchCommand) -> LaunchCommand:
+    """With the hosts' secret, if it is a process of cornplug or loads its plugin: those of one host prove
+    themselves to one another by it, too."""
+    if not any("cornplug" in word.lower() for word in command.argv):
+        return command
+    return replace(command, env={**command.env, **SECRET_ENV})
 
 
 def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
     """Text of the files that the commands refer to, by name."""
     placed = sites(plan)
-    table = entries(plan, routers(plan, placed, transfer=transfer), placed)
+    table = entries(plan, routers(plan, placed, transfer=transfer))
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
     if plan.reservations:
         found["qos.toml"] = qos_toml(plan)
@@ -140,7 +154,7 @@ def _down(share: float) -> float:
 def _stores(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    wanting = [s.host for s, a in zip(placed, contexts, strict=True) if a.sharing.anything]
+    wanting = _storing(plan, placed, contexts)
     size = max(store_gib(plan), LEAST_STORE_GIB)
     return [
         LaunchCommand(
@@ -152,8 +166,21 @@ def _stores(
             "store",
             socket=STORE_SOCKET,
         )
-        for number, host in enumerate(dict.fromkeys(wanting))
+        for number, host in enumerate(wanting)
     ]
+
+
+def _storing(
+    plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
+) -> dict[str, None]:
+    """Hosts with a store: of engines that share, and of encoders whose embeddings are planned to be cached,
+    for engines of several hosts."""
+    return {
+        site.host: None
+        for site, its in zip(placed, contexts, strict=True)
+        if its.sharing.anything
+        or (site.group.engine == "cornplug" and caches_for(plan, "embedding", set(site.group.components)))
+    }
 
 
 def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[LaunchCommand]:
@@ -179,7 +206,7 @@ def _encoders(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
     """A group's replicas on one host are one service of several processes, behind one socket."""
-    stored = {s.host for s, a in zip(placed, contexts, strict=True) if a.sharing.anything}
+    stored = _storing(plan, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:
         if site.group.engine == "cornplug":
@@ -215,7 +242,7 @@ def _encoder(
         "--port",
         str(site.port),
     ]
-    # Engines of other hosts ask without keys: the plan's network is the operator's.
+    # SGLang's protocol and scrapes of /metrics have no keys: the plan's network is the operator's.
     argv += ["--allow-anonymous", "--names", site.host]
     argv += ["--socket", encoder_socket(site)]
     argv += ["--replicas", str(len(devices))] if len(devices) > 1 else []
@@ -281,11 +308,6 @@ def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
     elif "G" in group.tasks:
         found.append("The generator's part is not served by this engine: put its server beside it.")
-    if group.engine == "vllm" and its.by_value and its.role != "D":
-        found.append(
-            "Its encoders are on other hosts: clients ask those of routes.json, and send the rows "
-            "(EncoderClient, to_vllm_content_part(by_value=True))."
-        )
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
         found.append("KV goes through two connectors, so they are given in the long form.")
     return tuple(found)

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
+from cornplug.planner.launch.addresses import hosts
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
@@ -33,7 +34,7 @@ def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
         "# `cornplug launch plan.json` runs them, waits until they serve, and ends them in order.",
         *_variables(every),
     ]
-    for host in dict.fromkeys(command.host for command in every):
+    for host in dict.fromkeys(hosts(plan).values()):
         local = [c for c in every if c.host == host and c.kind != "router"]
         lines += ["", f"# Host {host.strip('${}')}", *_lines(local)] if local else []
     routers = [c for c in every if c.kind == "router"]
@@ -72,12 +73,17 @@ def _variables(every: Sequence[LaunchCommand]) -> Iterator[str]:
     known = {
         "RUN_DIR": "a folder for sockets, the same for all processes of a host",
         "PLAN_DIR": "the folder of this file",
+        "SECRET_FILE": "a file of 32 bytes, the same on all hosts",
         **dict.fromkeys(sorted({n for c in every for n in hosts_in(c)}), "a host's address"),
     }
     used = [name for name in known if any(f"${{{name}}}" in text for text in texts)]
     if used:
         yield "# To run one by hand, set the variables first:"
         yield from (f"#   {name}: {known[name]}" for name in used)
+    if "SECRET_FILE" in used:
+        yield "# Engines ask encoder services of other hosts; the secret seals their messages. Make it once:"
+        yield "#   head -c 32 /dev/urandom > secret && chmod 600 secret"
+        yield "# Copy it to each host with its mode (scp -p), and there run: pip install 'cornplug[remote]'"
 
 
 def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:

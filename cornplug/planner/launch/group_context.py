@@ -6,12 +6,21 @@ Read off the plan.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.planner.latency_forecast import LatencyForecast
 from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.launch.encoder_links import (
+    EncoderLink,
+    ReplicaHost,
+    encoder_links,
+    encoder_url,
+    encoders_of,
+    replica_host,
+    services_of,
+)
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
 
@@ -32,8 +41,7 @@ class StoreSharing:
     app: str
     kv: bool
     embeddings: bool
-    encoder_socket: str | None
-    """Of an encoder service on the same host."""
+    encoder: EncoderLink
 
     @property
     def anything(self) -> bool:
@@ -58,8 +66,6 @@ class GroupContext:
     sharing: StoreSharing
     encoder_urls: tuple[str, ...]
     """URLs of the services that encode for this engine, on any host; none: it does so itself."""
-    by_value: bool
-    """Requests come with embeddings: some of those that prefill them have no encoder on their host."""
     unequal_pair: bool
     """It hands KV to, or takes it from, a group of another tensor parallelism."""
     pair_gpus: frozenset[str]
@@ -93,16 +99,6 @@ def bind_address(plan: Plan, host: str) -> str:
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
 
 
-def encoder_socket(site: ReplicaAddress) -> str:
-    """Path of the encoder's unix socket, without the group's name: it may have at most 107 bytes."""
-    return f"${{RUN_DIR}}/encoder-{site.port}.sock"
-
-
-def encoder_url(site: ReplicaAddress, model: str) -> str:
-    """Where SGLang finds the encoder of `model`: a service of several models wants its name."""
-    return site.url if len(site.group.encoder_models) < 2 else f"{site.url}/sglang/{url_name(model)}"
-
-
 def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
     """The request classes that visit it."""
     visitors = {
@@ -111,19 +107,6 @@ def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
         if any(group.name in stage.groups for stage in route.stages)
     }
     return [one for one in plan.latency_forecasts if (one.app, one.request) in visitors]
-
-
-def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
-    """Names of the groups that encode for it, on some route."""
-    found: dict[str, None] = {}
-    for route in plan.routes:
-        before: list[str] = []
-        for stage in route.stages:
-            if group.name in stage.groups and role_of(group) != "D":
-                found |= dict.fromkeys(before)
-            if stage.tasks == "E":
-                before += stage.groups
-    return list(found)
 
 
 def pairs_of(plan: Plan, group: ReplicaGroup) -> set[str]:
@@ -148,13 +131,19 @@ def store_gib(plan: Plan) -> float:
 
 
 def context_for(
-    plan: Plan, site: ReplicaAddress, placed: list[ReplicaAddress] | None = None, *, transfer: Transfer
+    plan: Plan,
+    site: ReplicaAddress,
+    placed: list[ReplicaAddress] | None = None,
+    *,
+    transfer: Transfer,
+    links: Mapping[ReplicaHost, EncoderLink] | None = None,
 ) -> GroupContext:
-    """Surroundings of one engine's process."""
+    """Surroundings of one engine's process. `links`: of `encoder_links`, where they are known."""
     placed = sites(plan) if placed is None else placed
+    links = encoder_links(plan, placed) if links is None else links
     group = site.group
     groups = {one.name: one for one in plan.groups}
-    encoders = [s for s in placed if s.group.name in encoders_of(plan, group) and s.rank == 0]
+    encoders = services_of(plan, group, placed)
     visiting = classes_of(plan, group)
     bounds = [one.ttft_bound_s for one in visiting if one.ttft_bound_s is not None]
     role = role_of(group)
@@ -162,9 +151,8 @@ def context_for(
         bind_address=bind_address(plan, site.host),
         role=role,
         transfer=transfer,
-        sharing=_sharing(plan, site, encoders),
-        encoder_urls=tuple(dict.fromkeys(encoder_url(e, group.model) for e in one_per_host(encoders))),
-        by_value=_by_value(plan, group, placed),
+        sharing=_sharing(plan, group, links.get(replica_host(site), EncoderLink())),
+        encoder_urls=tuple(encoder_url(one, group.model) for one in encoders),
         pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
         unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
         ttft_s=min(bounds, default=None),
@@ -176,26 +164,16 @@ def context_for(
     )
 
 
-def one_per_host(encoders: list[ReplicaAddress]) -> list[ReplicaAddress]:
-    """A group's replicas on one host are one service."""
-    first: dict[tuple[str, str], ReplicaAddress] = {}
-    for site in encoders:
-        first.setdefault((site.group.name, site.host), site)
-    return list(first.values())
-
-
-def _sharing(plan: Plan, site: ReplicaAddress, encoders: list[ReplicaAddress]) -> StoreSharing:
-    group = site.group
-    beside = [e for e in one_per_host(encoders) if e.host == site.host]
-    fitting = [e for e in beside if group.model in e.group.encoder_models] or beside
+def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing:
     role = role_of(group)
-    encoded = {name for e in encoders for name in e.group.components}
+    named = encoders_of(plan, group)
+    encoded = {name for one in plan.groups if one.name in named for name in one.components}
     return StoreSharing(
         app=_app(plan, group),
         kv=role != "D" and _shares_kv(group) and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
-        and (bool(fitting) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
-        encoder_socket=encoder_socket(fitting[0]) if fitting else None,
+        and (bool(link.flags) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
+        encoder=link,
     )
 
 
@@ -204,19 +182,6 @@ def _app(plan: Plan, group: ReplicaGroup) -> str:
     urgent_first = sorted(plan.reservations, key=lambda one: (-one.priority, one.qos))
     reserved = [app for one in urgent_first for app in one.apps if app in group.apps]
     return [*reserved, *group.apps, group.components[0]][0]
-
-
-def _by_value(plan: Plan, group: ReplicaGroup, placed: list[ReplicaAddress]) -> bool:
-    """A router does not tell replicas apart, so it is one answer for all of a route."""
-    for route in plan.routes:
-        if not any(group.name in stage.groups for stage in route.stages):
-            continue
-        encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
-        readers = {name for stage in route.stages if "P" in stage.tasks for name in stage.groups}
-        near = {site.host for site in placed if site.group.name in encoders}
-        if near and any(site.host not in near for site in placed if site.group.name in readers):
-            return True
-    return False
 
 
 def _admits(plan: Plan, group: ReplicaGroup) -> bool:

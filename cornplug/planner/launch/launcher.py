@@ -26,9 +26,11 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cornplug.errors import ConfigError, ProcessFailed
+from cornplug.planner.launch.addresses import hosts as addresses_of
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.command_list import hosts_in, line
 from cornplug.planner.launch.command_process import READY_S, CommandProcess
+from cornplug.planner.launch.common_secret import check_named, check_readable, common_secret
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
 from cornplug.private_paths import runtime_dir
@@ -62,8 +64,9 @@ def running(
         stopping: Set by a caller that wants the start to be given up.
 
     Raises ProcessFailed with the end of the log of a process that fails, ConfigError for a program that is
-    not installed.
+    not installed, and for a common secret that is not there.
     """
+    check_readable(command.env for command in to_start)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in files(plan, transfer=transfer).items():
         (run_dir / name).write_text(text)
@@ -83,6 +86,7 @@ def local_commands(
     routers: bool = False,
     only: Sequence[str] = (),
     addresses: Mapping[str, str] | None = None,
+    secret_file: Path | None = None,
     transfer: Transfer = "nixl",
 ) -> list[LaunchCommand]:
     """The commands of one host of a plan, with every variable filled in.
@@ -92,8 +96,9 @@ def local_commands(
         routers: The plan's routers in place of a host's servers.
         only: Groups to start, with the store; none: all.
         addresses: HOST_n -> its address.
+        secret_file: The secret that all hosts have in common.
 
-    Raises ConfigError for a host, group or address that is missing or unknown.
+    Raises ConfigError for a host, group, address or secret that is missing or unknown.
     """
     chosen = _chosen(plan, commands(plan, transfer=transfer), host, routers=routers)
     names = {command.group for command in chosen}
@@ -104,10 +109,12 @@ def local_commands(
     values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
     values |= {"HOST_1": "127.0.0.1"} if _one_host(plan) else {}
     values |= addresses or {}
+    values |= {"SECRET_FILE": str(secret_file.absolute())} if secret_file else {}
     found = [c.resolved(values) for c in chosen if not only or c.group in only or c.kind == "store"]
     if missing := sorted({name for command in found for name in hosts_in(command)}):
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
         raise ConfigError("--address", f"{', '.join(missing)} of the plan has no address", f"Add {remedy}.")
+    check_named(command.env for command in found)
     return found
 
 
@@ -118,7 +125,8 @@ def _one_host(plan: Plan) -> bool:
 def _chosen(
     plan: Plan, found: Sequence[LaunchCommand], host: str | None, *, routers: bool
 ) -> list[LaunchCommand]:
-    hosts = list(dict.fromkeys(command.host.strip("${}") for command in found))
+    used = {command.host for command in found}
+    hosts = [name.strip("${}") for name in dict.fromkeys(addresses_of(plan).values()) if name in used]
     if routers:
         return [c for c in found if c.kind == "router"]
     if host is None and len(hosts) <= 1:
@@ -159,6 +167,7 @@ def main(argv: list[str]) -> int:
         routers=args.routers,
         only=args.only,
         addresses=dict(args.address),
+        secret_file=common_secret(args.secret_file),
         transfer=args.transfer,
     )
     if args.dry_run:
@@ -301,6 +310,12 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="GROUP",
         help="start this group, with the store; repeat",
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="file of 32 bytes that all hosts have, where engines ask encoder services of other hosts "
+        "(default: the setting store.secret_file)",
     )
     parser.add_argument(
         "--run-dir", type=Path, help="sockets and logs (default: cornplug's own folder of this user)"

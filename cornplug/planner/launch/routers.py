@@ -19,7 +19,6 @@ from cornplug.planner.launch.group_context import (
     caches_for,
     classes_of,
     context_for,
-    one_per_host,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan, PlanRoute, RouteStage
@@ -106,45 +105,24 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
     return found
 
 
-def entries(
-    plan: Plan, front: Sequence[RouterCommand], placed: Sequence[ReplicaAddress]
-) -> dict[str, dict[str, Any]]:
+def entries(plan: Plan, front: Sequence[RouterCommand]) -> dict[str, dict[str, Any]]:
     """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
-    "to": [{"weight": part of the class, "url": ...}], heaviest first}.
-
-    Where clients are to encode first, and send the rows, "encoders" says whom to ask.
-    """
+    "to": [{"weight": part of the class, "url": ...}], heaviest first}."""
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}
-    rates: dict[str, dict[tuple[str, ...], float]] = defaultdict(lambda: defaultdict(float))
+    rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
-            encoders = _asked_by_clients(plan, route, pool, placed)
-            rates[f"{route.app}/{route.request}"][address[pool], *encoders] += route.rate * share
+            rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
     return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
 
 
-def _asked_by_clients(
-    plan: Plan, route: PlanRoute, pool: RouterPool, placed: Sequence[ReplicaAddress]
-) -> list[str]:
-    encoders = {name for stage in route.stages if stage.tasks == "E" for name in stage.groups}
-    reader = next(s for s in placed if s.group.name in (pool.serving or pool.prefill))
-    if (
-        pool.engine != "vllm"
-        or not encoders
-        or not context_for(plan, reader, [*placed], transfer="nixl").by_value
-    ):
-        return []
-    return [site.url for site in one_per_host([s for s in placed if s.group.name in encoders])]
-
-
-def _normalised(urls: Mapping[tuple[str, ...], float]) -> list[dict[str, Any]]:
+def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:
     total = sum(urls.values())
-    found = []
-    for (url, *encoders), rate in sorted(urls.items(), key=lambda item: (-item[1], item[0])):
-        weight = round(rate / total, 4) if total else 1.0
-        found.append({"weight": weight, "url": url} | ({"encoders": encoders} if encoders else {}))
-    return found
+    return [
+        {"weight": round(rate / total, 4) if total else 1.0, "url": url}
+        for url, rate in sorted(urls.items(), key=lambda item: (-item[1], item[0]))
+    ]
 
 
 def _argv(
@@ -177,7 +155,7 @@ def _argv(
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
     """Flags of the queue limits before a pair: SGLang's servers cannot limit their queues there."""
-    contexts = [context_for(plan, s, [*servers], transfer="nixl") for s in servers]
+    contexts = [context_for(plan, s, [*servers], transfer="nixl", links={}) for s in servers]
     ttft = min((c.ttft_s for c in contexts if c.limits_queue and c.ttft_s is not None), default=None)
     if ttft is None or not all(c.limits_queue for c in contexts):
         return []

@@ -188,4 +188,4 @@ def _sharing(context: GroupContext) -> list[str]:
     if not sharing.anything:
         return []
     flags = ["--enable-cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
-    return flags + (["--cornplug-encoder", sharing.encoder_socket] if sharing.encoder_socket else [])
+    return [*flags, *sharing.encoder.flags]

@@ -168,31 +168,27 @@ def _admission(group: ReplicaGroup, settings: EngineSettings, context: GroupCont
 
 def _connectors(group: ReplicaGroup, context: GroupContext) -> list[str]:
     sharing = context.sharing
-    # Clients call services on other hosts, and send the rows to the engine.
-    remote = ["--enable-mm-embeds"] if context.by_value else []
     if context.role == "PD":
-        return [*_short(sharing), *remote]
+        return _short(sharing)
     connectors = [kv_transfer.vllm_config(context.role, context.transfer)]
     if sharing.kv:
         connectors.append(_ours(sharing, "kv_connector", "CornplugConnector"))
     flags = ["--kv-transfer-config", json.dumps(kv_transfer.vllm_together(*connectors))]
     if sharing.embeddings:
         flags += ["--ec-transfer-config", json.dumps(_ours(sharing, "ec_connector", "CornplugECConnector"))]
-    return [*flags, *remote]
+    return flags
 
 
 def _short(sharing: StoreSharing) -> list[str]:
     if not sharing.anything:
         return []
     flags = ["--kv-connector", "cornplug", "--cornplug-app", sharing.app, "--cornplug-store", STORE_SOCKET]
-    return flags + (["--cornplug-encoder", sharing.encoder_socket] if sharing.encoder_socket else [])
+    return [*flags, *sharing.encoder.flags]
 
 
 def _ours(sharing: StoreSharing, key: str, name: str) -> dict[str, Any]:
     """Beside another connector `--kv-connector cornplug` has no room: the long form says the same."""
     kind = key.partition("_")[0]
-    extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET}
-    if sharing.encoder_socket:
-        extra["encoder.socket"] = sharing.encoder_socket
+    extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET, **sharing.encoder.extra_config}
     failure = {"kv_load_failure_policy": "recompute"} if kind == "kv" else {}
     return {key: name, f"{kind}_role": f"{kind}_both", **failure, f"{key}_extra_config": extra}

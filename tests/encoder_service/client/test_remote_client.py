@@ -296,9 +296,22 @@ def test_engine_encoder_chooses_by_the_settings(tmp_path: Path, monkeypatch: pyt
         engine_encoder(settings(tmp_path), SECRET)
 
 
+def test_engine_encoder_takes_the_weights_of_its_urls(tmp_path: Path) -> None:
+    urls = "http://a:1/#3, http://b:1#0.5, http://c:1"
+    remote = engine_encoder(settings(tmp_path, **{"encoder.engine_urls": urls}), SECRET)
+    assert isinstance(remote, RemoteEncoder)
+    assert remote._weights == {"http://a:1": 3.0, "http://b:1": 0.5, "http://c:1": 1.0}
+    assert list(remote._services) == ["http://a:1", "http://b:1", "http://c:1"]
+    remote.close()
+
+
 @pytest.mark.parametrize(
-    "urls", ["tcp://a", "http://", "http://a:99999", "/path", "http://a,/path", "http://a,http://a/"]
-)
+    "urls",
+    [
+        "tcp://a", "http://", "http://a:99999", "/path", "http://a,/path", "http://a,http://a/",
+        "http://a#1,http://a/#2", "http://a#0", "http://a#-1", "http://a#inf", "http://a#nan", "http://a#x",
+    ],
+)  # fmt: skip
 def test_engine_urls_that_name_no_service_are_refused(urls: str) -> None:
     with pytest.raises(ConfigError, match=r"encoder.engine_urls"):
         load({"encoder.engine_urls": urls}, environ={})

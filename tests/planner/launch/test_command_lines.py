@@ -12,7 +12,7 @@ import pytest
 from cornplug.config import load
 from cornplug.encoder_service.server_flags import parser as encoder_parser
 from cornplug.errors import ConfigError
-from cornplug.planner.launch.command_lines import LaunchCommand, commands
+from cornplug.planner.launch.command_lines import LaunchCommand, commands, name_of
 from cornplug.planner.launch.command_list import write
 from cornplug.planner.plan import Plan, QosReservation, RouteStage
 from cornplug.store.daemon.main import _parser as store_parser
@@ -31,6 +31,7 @@ def test_commands_of_whole_plans_match_golden() -> None:
     cases = {
         "E+PD on vLLM, caches and classes": Case("E+PD", caches=True, classes=True, replicas=2),
         "E+P+D on SGLang, two hosts": Case("E+P+D", "sglang", hosts=2),
+        "E+P+D on vLLM, two hosts": Case("E+P+D", hosts=2, caches=True),
         "P+D on vLLM": Case("P+D", gpu="H100", mla=True),
         "monolith on cores": Case(gpu="cpu-core", caches=True),
     }
@@ -79,8 +80,15 @@ def test_commands_store_only_on_hosts_that_share() -> None:
     (beside,) = only("store", commands(plan(Case("E+PD"))))
     assert beside.argv[-1] == "1GiB"
     apart = commands(plan(Case("E+PD", hosts=2)))
-    assert only("store", apart) == []
+    assert [store.host for store in only("store", apart)] == ["${HOST_2}"]
     assert "--no-store" in only("encoder", apart)[0].argv
+
+
+def test_commands_planned_embedding_cache_gives_distant_encoder_a_store() -> None:
+    """Engines of several hosts find there what another host's engine had encoded."""
+    apart = commands(plan(Case("E+PD", hosts=2, caches=True)))
+    assert [store.host for store in only("store", apart)] == ["${HOST_1}", "${HOST_2}"]
+    assert "--store-socket" in only("encoder", apart)[0].argv
 
 
 def test_commands_encoder_replicas_of_host_are_one_service() -> None:
@@ -94,10 +102,30 @@ def test_commands_encoder_replicas_of_host_are_one_service() -> None:
     assert "share a device" in half.remarks[0]
 
 
-def test_vllm_far_from_its_encoder_says_how_it_is_fed() -> None:
-    (engine,) = only("engine", commands(plan(Case("E+PD", hosts=2))))
-    assert "--enable-mm-embeds" in engine.argv
-    assert "routes.json" in engine.remarks[0]
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_commands_engine_far_from_its_encoder_asks_it_by_url(engine: Literal["vllm", "sglang"]) -> None:
+    found = commands(plan(Case("E+PD", engine, hosts=2)))
+    (server,) = only("engine", found)
+    assert server.argv[server.argv.index("--cornplug-encoder") + 1] == "http://${HOST_1}:8750"
+    assert "--enable-mm-embeds" not in server.argv
+    assert server.remarks == ()
+    (encoder,) = only("encoder", found)
+    args = encoder_parser("").parse_args(list(encoder.argv[2:]))
+    assert (args.host, args.allow_anonymous) == ("0.0.0.0", True)
+
+
+def test_commands_engine_far_from_its_encoder_gives_all_hosts_one_secret() -> None:
+    found = commands(plan(Case("E+P+D", hosts=2)))
+    secrets = {name_of(c): c.env.get("CORNPLUG_STORE_SECRET_FILE") for c in found}
+    assert secrets == {
+        "store": "${SECRET_FILE}",
+        "vit-E-nodes-0": "${SECRET_FILE}",
+        "llm7-vit-P-nodes-0": "${SECRET_FILE}",
+        # It shares nothing.
+        "llm7-vit-D-nodes-0": None,
+        "router-1": None,
+    }
+    assert not any("CORNPLUG_STORE_SECRET_FILE" in c.env for c in commands(plan(Case("E+P+D"))))
 
 
 def test_commands_sglang_encoder_url_names_its_model() -> None:

@@ -36,7 +36,8 @@ def test_quoted_any_word_is_read_back_by_bash(words: list[str]) -> None:
 
 
 def test_command_list_is_valid_bash_with_one_line_a_process() -> None:
-    values = {"RUN_DIR": "/run", "PLAN_DIR": "/plan", **{f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 9)}}
+    values = {"RUN_DIR": "/run", "PLAN_DIR": "/plan", "SECRET_FILE": "/etc/cornplug/secret"}
+    values |= {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 9)}
     exports = "".join(f"{name}={value}\n" for name, value in values.items())
     for case in matrix():
         made = plan(case)
@@ -57,6 +58,15 @@ def test_command_list_of_two_hosts_groups_servers_by_host_and_routers_last() -> 
     assert "--disaggregation-mode prefill" in listed[first:second]
     assert "--disaggregation-mode decode" in listed[second:routers]
     assert "sglang_router" in listed[routers:]
+
+
+def test_command_list_of_distant_encoders_says_how_to_make_and_copy_the_secret() -> None:
+    far, near = (text(plan(Case("E+PD", hosts=hosts))) for hosts in (2, 1))
+    assert far.index("#   SECRET_FILE: ") < far.index("chmod 600 secret") < far.index("# Host HOST_1")
+    assert "scp -p" in far
+    assert "cornplug[remote]" in far
+    assert far.index("# Host HOST_1") < far.index("# Host HOST_2")
+    assert "SECRET_FILE" not in near
 
 
 def test_write_files_are_the_ones_that_commands_name(tmp_path: Path) -> None:

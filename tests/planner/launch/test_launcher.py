@@ -146,6 +146,46 @@ def test_local_commands_without_an_address_name_the_missing_one(tmp_path: Path) 
         local_commands(made, run_dir=tmp_path, host="HOST_2", addresses={"HOST_2": "10.0.0.2"})
 
 
+def test_local_commands_of_distant_encoders_need_a_common_secret(tmp_path: Path) -> None:
+    made, here = plan(Case("E+PD", hosts=2)), {"HOST_1": "10.0.0.1", "HOST_2": "10.0.0.2"}
+    with pytest.raises(ConfigError, match=r"--secret-file(.|\n)*chmod 600(.|\n)*scp -p"):
+        local_commands(made, run_dir=tmp_path, host="HOST_2", addresses=here)
+    secret = tmp_path / "secret"
+    found = local_commands(made, run_dir=tmp_path, host="HOST_2", addresses=here, secret_file=secret)
+    assert {c.env["CORNPLUG_STORE_SECRET_FILE"] for c in found} == {str(secret)}
+    assert local_commands(plan(Case("E+PD")), run_dir=tmp_path)
+
+
+def test_launched_part_of_a_plan_needs_the_secret_s_file_before_it_starts(tmp_path: Path) -> None:
+    """A store makes a secret that is missing: each host would have another."""
+    made, here = plan(Case("E+PD", hosts=2)), {"HOST_1": "127.0.0.1", "HOST_2": "127.0.0.1"}
+    secret, run_dir = tmp_path / "secret", tmp_path / "run"
+    to_start = local_commands(made, run_dir=run_dir, host="HOST_2", addresses=here, secret_file=secret)
+    for mode in (None, 0o644):
+        if mode is not None:
+            secret.write_bytes(bytes(32))
+            secret.chmod(mode)
+        with pytest.raises(ConfigError, match=r"store.secret_file"), running(made, to_start, run_dir=run_dir):
+            pytest.fail("started")
+    assert not run_dir.exists()
+
+
+def test_main_takes_the_common_secret_of_flag_or_settings_and_never_the_host_s_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(Case("E+PD", hosts=2)).save(tmp_path / "plan.json")
+    line = [str(tmp_path / "plan.json"), "--dry-run", "--host", "HOST_2"]
+    line += ["--address", "HOST_1=10.0.0.1", "--address", "HOST_2=10.0.0.2"]
+    monkeypatch.delenv("CORNPLUG_STORE_SECRET_FILE", raising=False)
+    with pytest.raises(ConfigError, match="--secret-file"):
+        main(line)
+    monkeypatch.setenv("CORNPLUG_STORE_SECRET_FILE", "/etc/cornplug/secret")
+    assert main(line) == 0
+    assert "CORNPLUG_STORE_SECRET_FILE=/etc/cornplug/secret" in capsys.readouterr().out
+    assert main([*line, "--secret-file", "/elsewhere"]) == 0
+    assert "CORNPLUG_STORE_SECRET_FILE=/elsewhere" in capsys.readouterr().out
+
+
 def test_main_external_server_is_printed_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

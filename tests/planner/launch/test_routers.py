@@ -156,13 +156,10 @@ def test_engine_with_work_that_can_wait_has_no_queue_limit(engine: Any, name: st
     assert flag(plan(Case(engine=engine, classes=True)), name) is None
 
 
-def test_routers_distant_encoders_are_listed_for_clients() -> None:
+def test_routers_distant_encoders_are_no_concern_of_clients() -> None:
+    """The engine asks them itself."""
     far = json.loads(files(plan(Case("E+PD", hosts=2, replicas=2)))["routes.json"])["chat/short"]["to"]
-    # Two encoders on one host are one service.
-    assert far == [{"weight": 1.0, "url": "http://${HOST_1}:30000", "encoders": ["http://${HOST_1}:8750"]}]
-    for one in (Case("E+PD"), Case("E+PD", "sglang", hosts=2)):
-        (near,) = json.loads(files(plan(one))["routes.json"])["chat/short"]["to"]
-        assert "encoders" not in near
+    assert far == [{"weight": 1.0, "url": "http://${HOST_1}:30000"}]
 
 
 def test_routers_offline_class_has_no_queue_limit() -> None:

@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_n
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from cornplug.engine_common.shared_flags import settings
 from cornplug.planner.launch.command_lines import LaunchCommand, commands
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.vllm_connector import plugin
@@ -25,7 +26,8 @@ from ..plans import Case, matrix, plan
 # Nothing is started, but vLLM's parser and its checks of a config take half a minute.
 pytestmark = pytest.mark.integration
 
-VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan"} | {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
+VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan", "SECRET_FILE": "/etc/cornplug/secret"}
+VALUES |= {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
 VLLM = [case for case in matrix() if case.engine == "vllm"]
 
 
@@ -46,6 +48,12 @@ def engine_args(command: LaunchCommand) -> AsyncEngineArgs:
     # A folder that is there: without a network vLLM looks for anything else in the hub's cache.
     args.model = str(Path(__file__).parent)
     return AsyncEngineArgs.from_cli_args(args)
+
+
+@pytest.fixture(autouse=True)
+def common_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As every command of a plan with distant encoders has it."""
+    monkeypatch.setenv("CORNPLUG_STORE_SECRET_FILE", VALUES["SECRET_FILE"])
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +95,17 @@ def test_vllm_flags_pair_has_one_nixl_compatibility_hash(case: Case, checkpoint:
     assert len(hashes) == 1
 
 
-def test_vllm_flags_distant_encoder_enables_embeds_on_both_of_pair() -> None:
-    """A router sends one request, with its rows, to the one and then to the other."""
-    prefill, decode = engines(Case("E+P+D", hosts=2))
-    assert engine_args(prefill).enable_mm_embeds
-    assert engine_args(decode).enable_mm_embeds
-    assert not any(engine_args(c).enable_mm_embeds for c in engines(Case("E+P+D")))
+@pytest.mark.parametrize("structure", ["E+PD", "E+P+D"])
+def test_vllm_flags_distant_encoder_is_asked_by_url(structure: str) -> None:
+    first, *decode = engines(Case(structure, hosts=2))
+    assert first.env["CORNPLUG_STORE_SECRET_FILE"] == VALUES["SECRET_FILE"]
+    made = engine_args(first)
+    found = settings(made.ec_transfer_config.ec_connector_extra_config)
+    assert found.encoder.engine_urls == ("http://10.0.0.1:8750",)
+    assert found.store.secret_file == Path("/etc/cornplug/secret")
+    assert found.store.socket == Path("/run/x/store.sock")
+    assert not made.enable_mm_embeds
+    assert not any("cornplug" in word for command in decode for word in command.argv)
 
 
 @pytest.mark.parametrize("transfer", ["nixl", "mooncake", "lmcache"])

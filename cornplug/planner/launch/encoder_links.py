@@ -1,0 +1,174 @@
+"""How each engine asks the encoder services of a plan: its host's by the unix socket, or all by URL.
+
+An engine asks one socket, or a list of URLs, each by its weight (rendezvous): the plan's flow from that
+service to the engine's group. The socket costs no network, so it is taken where the services' loads stay
+about as planned.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.encoder_service.client.endpoints import url_name
+from cornplug.planner.launch.addresses import ReplicaAddress
+from cornplug.planner.plan import Plan, ReplicaGroup
+
+_PULLING: Final = ("vllm", "sglang")
+_TOLERANCE: Final = 1.1
+"""Times the least overload of a service that the sockets may cost."""
+
+ReplicaHost = tuple[str, str]
+"""Group, and host of the rank that serves."""
+Flow = Sequence[tuple[ReplicaAddress, float]]
+"""Services with the planned rate of requests from each."""
+
+
+@dataclass(frozen=True)
+class EncoderLink:
+    """The value of an engine's `--cornplug-encoder`."""
+
+    socket: str | None = None
+    urls: tuple[str, ...] = ()
+    """Of services on several hosts, or on another one: these hosts need one secret."""
+
+    @property
+    def flags(self) -> list[str]:
+        value = self.socket or ",".join(self.urls)
+        return ["--cornplug-encoder", value] if value else []
+
+    @property
+    def extra_config(self) -> dict[str, str]:
+        """The flag as vLLM's `..._connector_extra_config` takes it."""
+        if self.socket:
+            return {"encoder.socket": self.socket}
+        return {"encoder.engine_urls": ",".join(self.urls)} if self.urls else {}
+
+
+def encoder_socket(site: ReplicaAddress) -> str:
+    """Path of the encoder's unix socket, without the group's name: it may have at most 107 bytes."""
+    return f"${{RUN_DIR}}/encoder-{site.port}.sock"
+
+
+def encoder_url(site: ReplicaAddress, model: str) -> str:
+    """Where SGLang finds the encoder of `model`: a service of several models wants its name."""
+    return site.url if len(site.group.encoder_models) < 2 else f"{site.url}/sglang/{url_name(model)}"
+
+
+def replica_host(site: ReplicaAddress) -> ReplicaHost:
+    """Key of a process in `encoder_links`: all ranks of a replica have the link of rank 0."""
+    return site.group.name, site.master.rpartition(":")[0]
+
+
+def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
+    """Names of the groups that encode for an engine's group, on some route."""
+    if group.engine not in _PULLING:
+        return []
+    found: dict[str, None] = {}
+    for route in plan.routes:
+        before: list[str] = []
+        for stage in route.stages:
+            if group.name in stage.groups and "P" in stage.tasks:
+                found |= dict.fromkeys(before)
+            if stage.tasks == "E":
+                before += stage.groups
+    return list(found)
+
+
+def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
+    """The first replica of each service that encodes for a group: replicas on one host are one service."""
+    names = encoders_of(plan, group)
+    first: dict[ReplicaHost, ReplicaAddress] = {}
+    for site in placed:
+        if site.group.name in names and site.rank == 0:
+            first.setdefault((site.group.name, site.host), site)
+    found = list(first.values())
+    return [site for site in found if group.model in site.group.encoder_models] or found
+
+
+def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
+    """The link of each group's replicas on a host; engines that no service encodes for have none."""
+    flows = _Flows(plan, placed)
+    to = {group.name: flows.to(group, services_of(plan, group, placed)) for group in plan.groups}
+    asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
+    beside = {
+        engine: next(s for s, _ in flow if s.host == engine[1])
+        for engine, flow in asked.items()
+        if any(s.host == engine[1] for s, _ in flow)
+    }
+    local = _local(flows, asked, beside)
+    return {
+        engine: EncoderLink(socket=encoder_socket(beside[engine]))
+        if engine in local
+        else EncoderLink(urls=_weighted(flow))
+        for engine, flow in asked.items()
+    }
+
+
+def _weighted(flow: Flow) -> tuple[str, ...]:
+    rates = [rate for _, rate in flow]
+    if max(rates) <= min(rates) * 1.001:
+        return tuple(site.url for site, _ in flow)
+    return tuple(f"{site.url}#{rate / min(rates):.3g}" for site, rate in flow)
+
+
+def _local(
+    flows: _Flows, asked: Mapping[ReplicaHost, Flow], beside: Mapping[ReplicaHost, ReplicaAddress]
+) -> set[ReplicaHost]:
+    """The engines that ask their host's socket, chosen by the planned loads."""
+    if all(len({site.host for site, _ in flow}) == 1 for flow in asked.values()):
+        return set(beside)
+
+    def overload(local: Collection[ReplicaHost]) -> float:
+        """The largest ratio of a service's load to the planned one."""
+        loads: dict[ReplicaHost, float] = defaultdict(float)
+        for engine, flow in asked.items():
+            parts = [(beside[engine], 1.0)] if engine in local else flow
+            whole = sum(part for _, part in parts)
+            for service, part in parts:
+                loads[replica_host(service)] += flows.rate(engine) * part / whole
+        planned = {service: flows.rate(service) for service in loads}
+        return max((load / planned[s] for s, load in loads.items() if planned[s]), default=1.0)
+
+    needs: dict[ReplicaHost, float] = defaultdict(float)
+    for engine, service in beside.items():
+        needs[replica_host(service)] += flows.rate(engine)
+    covered = {e for e, s in beside.items() if needs[replica_host(s)] <= flows.rate(replica_host(s)) * 1.001}
+    choices: tuple[set[ReplicaHost], ...] = (set(beside), covered, set())
+    least = min(map(overload, choices))
+    return next(choice for choice in choices if overload(choice) <= least * _TOLERANCE)
+
+
+class _Flows:
+    """Planned requests a second with media that an encoder service takes."""
+
+    def __init__(self, plan: Plan, placed: Sequence[ReplicaAddress]) -> None:
+        self._replicas = Counter(replica_host(site) for site in placed if site.rank == 0)
+        self._all = {group.name: group.replicas for group in plan.groups}
+        self._between: dict[tuple[str, str], float] = defaultdict(float)
+        self._rates: dict[str, float] = defaultdict(float)
+        for route in plan.routes:
+            encoding = [s for s in route.stages if s.tasks == "E"]
+            reading = [s for s in route.stages if "P" in s.tasks] if encoding else []
+            for stage in (*encoding, *reading):
+                for name, weight in stage.groups.items():
+                    self._rates[name] += route.rate * weight
+            for encoder, part in (pair for stage in encoding for pair in stage.groups.items()):
+                for engine, weight in (pair for stage in reading for pair in stage.groups.items()):
+                    self._between[encoder, engine] += route.rate * part * weight
+
+    def rate(self, replicas: ReplicaHost) -> float:
+        """Of a group's replicas on one host, a service's or an engine's."""
+        return self._rates[replicas[0]] * self._part(replicas)
+
+    def to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:
+        """From each of the services to an engine's group; services without a flow are left out."""
+        rates = [self._between[s.group.name, engine.name] * self._part(replica_host(s)) for s in services]
+        return [(site, rate) for site, rate in zip(services, rates, strict=True) if rate > 0] or [
+            (site, 1.0) for site in services
+        ]
+
+    def _part(self, replicas: ReplicaHost) -> float:
+        return self._replicas[replicas] / self._all[replicas[0]]
