@@ -83,9 +83,9 @@ _STATES: Final = ("--dtype", "bfloat16", "--block-size", "64")
 # The width that vLLM's CPU kernel is compiled for: 512 + 64.
 _mla = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
 
-# The last page ends with another token than the one that is most frequent: a head that has that page's KV
-# alone proposes this one.
-_MAJORITIES: Final = ("ab" * 300 + "cd" * 40, "ef" * 400 + "gh" * 40)
+# The pages that a fresh engine computes itself, the last one or two, hold another token than the one that is
+# most frequent: a head without the KV of the pages before proposes this one.
+_MAJORITIES: Final = ("ab" * 900 + "cd" * 160, "ef" * 1400 + "gh" * 160)
 
 KINDS: Final[Mapping[str, Kind]] = {
     "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=(), drafts=True),
