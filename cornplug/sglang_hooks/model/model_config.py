@@ -15,11 +15,11 @@ from cornplug.engine_common import engine_state
 from cornplug.engine_common.allow_lists import judge
 from cornplug.engine_common.model_identity import EngineModel, declares_quantization
 from cornplug.engine_common.resolved_config import remote_code
+from cornplug.engine_common.weight_source import StartedModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, VALIDATED_FAMILIES
 from cornplug.sglang_hooks.model import environment
 from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QUANTISED
-from cornplug.sglang_hooks.model.weight_source import StartedModel
 
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}

@@ -19,7 +19,7 @@ from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
 from cornplug.vllm_connector.kv.resets import StoredBefore
-from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_request import LeasedPages, TrackedRequest
 
 if TYPE_CHECKING:
     from cornplug.vllm_connector.kv_events.page_events import PageEvents

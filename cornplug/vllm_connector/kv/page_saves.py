@@ -14,7 +14,7 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.posted import Answered, Posted
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
-from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_request import AskedPage, TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -94,6 +94,16 @@ class PageSaves:
             self._given_up.add(save.reservation.key)
             tracked.save_again_from(save.index)
         self._requests.look_at(tracked)
+
+    def drop(self, tracked: TrackedRequest) -> None:
+        """The weights that computed a request's pages are being replaced: no more of them are saved. Those
+        that worker halves are writing are whole, and keep their keys."""
+        tracked.keys = None
+        tracked.refused.clear()
+        tracked.unsaved.clear()
+        for asked in tracked.asked:
+            asked.given_up = True
+            self._given_up.add(asked.key)
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
         """Reserved pages for the worker halves to write. Their tokens were computed some steps before, at

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
-from cornplug.store.leases import NO_LEASES, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import keys_ahead, provenance
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.page_recalls import FarQuestion, PageRecall
 from cornplug.vllm_connector.kv.provenance import OtherLoads, OwnTokens
+from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
 from cornplug.vllm_connector.model.model_config import kv_identity
 
 if TYPE_CHECKING:
@@ -34,105 +30,6 @@ _GATHER_STEPS: Final = 8
 """Steps for which a page that a decoding request completes waits for others, at the most."""
 _GATHER_REQUESTS: Final = 32
 """Requests whose pages are asked for without a wait: these are some 0.5 ms of one step."""
-
-
-@dataclass(slots=True)
-class LeasedPages:
-    """Leased pages for one request, good until `expires`."""
-
-    computed: int
-    """Tokens that the engine's own cache holds: the pages follow them."""
-    expires: float
-    """On the monotonic clock, in seconds."""
-    first_page: int = 0
-    pages: Leases = NO_LEASES
-    """Whole pages, from `first_page` on."""
-    groups: list[tuple[int, Leases]] = field(default_factory=list)
-    """(first page, pages) of each cache group, where a model has several; `pages` are one group's then."""
-    tokens: list[int] = field(default_factory=list)
-    """Of the leases, and of those of pages that are not whole."""
-    end: int = 0
-    """Once it is loading: the token before which it ends."""
-
-
-class AskedPage(msgspec.Struct, eq=False):
-    """A page for which room is asked."""
-
-    tracked: TrackedRequest
-    index: int
-    key: bytes
-    given_up: bool = False
-    """Its request was preempted."""
-
-
-@dataclass(slots=True)
-class TrackedRequest:
-    """A request of the engine, from its first lookup until it is over and no save of it is open."""
-
-    request: Request
-    keys: PageKeys | None = None
-    """None: nothing of this request is shared."""
-    identifying: bool = False
-    """Its keys cannot be made yet: the checkpoint or the adapter is still being read."""
-    done_pages: int = 0
-    """Leading pages that need no save: offered to the store, known to be there, or not worth it."""
-    refused: set[int] = field(default_factory=set)
-    """Pages below `done_pages` that a growing store refused: they are offered again at the next step."""
-    unseen: set[int] = field(default_factory=set)
-    """Pages that no other request had when this one offered them: it offers them once."""
-    unsaved: dict[int, bytes] = field(default_factory=dict)
-    """Page -> key, of pages in its blocks that got no room: an idle engine may save them once it is over."""
-    offer: LeasedPages | None = None
-    loading: LeasedPages | None = None
-    recall: PageRecall | None = None
-    """Of its pages on disk, once it was begun."""
-    far: FarQuestion | None = None
-    """About its absent pages, once it was asked."""
-    load_failed: bool = False
-    """A load of it failed once: all further tokens are computed."""
-    asked: list[AskedPage] = field(default_factory=list)
-    """Pages for which room is asked, or will be in the next step, and not given or refused yet."""
-    open_saves: set[int] = field(default_factory=set)
-    """Tokens of its reservations that the worker halves are filling."""
-    own: OwnTokens | None = None
-    """The tokens whose pages may be saved, beside connectors that load KV too; else None."""
-
-    def saved_until(self, pages: int) -> None:
-        """So many leading pages need no save."""
-        self.done_pages = max(self.done_pages, pages)
-
-    def save_again_from(self, page: int) -> None:
-        """This page and those behind it are computed again, and offered again."""
-        self.done_pages = min(self.done_pages, page)
-
-    def computed_after(self, scheduled: int) -> int:
-        """The request's known tokens whose KV is there once so many more are computed."""
-        request = self.request
-        computed = request.num_computed_tokens
-        # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
-        end = min(computed + scheduled, request.num_tokens)
-        return end if self.own is None else self.own.extend(computed, end)
-
-    def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
-        """It completes no page before so many of its tokens are scheduled, after a step that leaves it with
-        `end` computed ones; 0 if it is to be looked at in its next step in any case."""
-        if self.own is not None or self.refused:
-            return 0
-        left = (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
-        return max(1, left)
-
-    def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
-        """(index, key) of pages within the first `end` tokens that are to be offered now."""
-        if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
-            return []
-        there = self.keys.pages(end)
-        wanted: Sequence[int] = range(self.done_pages, there)
-        if self.refused:
-            wanted = sorted({i for i in self.refused if i < there}.union(wanted))
-            # After a preemption a refused page may lie beyond the computed tokens: it is offered then.
-            self.refused = {i for i in self.refused if i >= there}
-        self.saved_until(there)
-        return list(zip(wanted, self.keys.of(self.request.all_token_ids, wanted), strict=True))
 
 
 class TrackedRequests:
@@ -156,9 +53,13 @@ class TrackedRequests:
         """Steps since the first of them."""
         self._beside_others = provenance.others_load()
         self.other_loads = OtherLoads()
-        self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
+        self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
-        self._identity.first_wait()
+        self._current = self._identity.now()
+        """(epoch, identity of its weights), at the last `before_update`."""
+        self.epoch = self._current[0]
+        """Of the engine's weights, at the last `before_update`; odd while they are replaced."""
+        self._current[1].first_wait()
         if runtime.config.engine.save != "never":
             # All keys of a prompt are needed then, whether the store has its pages or not.
             keys_ahead.make_by(self)
@@ -170,8 +71,8 @@ class TrackedRequests:
 
     @property
     def off(self) -> str:
-        """Why this engine shares no KV until it restarts; "" if it does."""
-        return self.unusable or self._identity.failure
+        """Why this engine shares no KV until its weights are replaced again; "" if it does."""
+        return self.unusable or self._current[1].failure
 
     @property
     def sharing(self) -> bool:
@@ -190,6 +91,16 @@ class TrackedRequests:
     def all(self) -> list[TrackedRequest]:
         """Every tracked request."""
         return list(self._tracked.values())
+
+    def before_update(self) -> list[TrackedRequest]:
+        """The tracked requests once weights are replaced. They have no keys any more: a part of their KV may
+        be of other weights."""
+        self.epoch, self._current, found = weights_guard.epoch(), self._identity.now(), self.all()
+        for tracked in found:
+            if tracked.keys is not None and not tracked.request.is_finished():
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "weights_updated")
+            tracked.keys, tracked.identifying = None, False
+        return found
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request of this id; None if it is not tracked."""
@@ -299,7 +210,9 @@ class TrackedRequests:
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
-                tracked.keys = keys_ahead.made_for(request) or self._keys(request)
+                ahead = keys_ahead.made_for(request)
+                current = ahead is not None and ahead.epoch == self._current[0]
+                tracked.keys = ahead if current else self._keys(request)
             except CornplugError as e:
                 reason = e.reason
         # A checkpoint that is still being read may be identified by the time of the first save.
@@ -314,9 +227,8 @@ class TrackedRequests:
         return self._keys(request)
 
     def _keys(self, request: Request) -> PageKeys:
-        return PageKeys(
-            self._run.secret, self.root_of(request, self._page), self._page.page_tokens, request.mm_features
-        )
+        epoch, root = self._root(request, self._page)
+        return PageKeys(self._run.secret, root, self._page.page_tokens, request.mm_features, epoch)
 
     def _why_not(self, request: Request) -> str:
         """Why this request shares no KV; "" when it does."""
@@ -324,7 +236,7 @@ class TrackedRequests:
             return self.off
         if weights_guard.replaced():
             return "weights_updated"
-        if self._identity.found is None:
+        if self._current[1].found is None:
             return "identifying"
         if request.prompt_embeds is not None:
             return "prompt_embeds"
@@ -335,8 +247,12 @@ class TrackedRequests:
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
         """The root of the keys of a request's pages of this geometry. Raises CornplugError."""
+        return self._root(request, page)[1]
+
+    def _root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
+        """(epoch of the weights, root)"""
+        epoch, identified = self._current
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
-        return page_root(
-            self._run.secret, self._identity.get(), page, adapter=adapter, salt=request.cache_salt
-        )
+        salt = request.cache_salt
+        return epoch, page_root(self._run.secret, identified.get(), page, adapter=adapter, salt=salt)

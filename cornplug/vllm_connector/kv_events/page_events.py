@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from cornplug.vllm_connector.kv.page_keys import PageKeys
-    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
+    from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
 
 _LOOK_S: Final = 0.05
 """Between looks at announced pages."""
@@ -147,6 +148,10 @@ class PageEvents:
     def forget_stored(self) -> None:
         """To this engine the pages that are stored now are absent from now on."""
         self._reset = True
+        self._forget()
+
+    def weights_replaced(self) -> None:
+        """The pages that were announced are of the weights before."""
         self._forget()
 
     def take(self) -> Sequence[KVCacheEvent]:

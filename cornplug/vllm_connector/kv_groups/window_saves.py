@@ -9,7 +9,7 @@ from cornplug.store.base import Reservation
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import PageSaves
-from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_request import AskedPage, TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -24,11 +24,16 @@ from cornplug.errors import CheckpointError
 class StartedModel:
     """The model that this process's engine started with, described before any update.
 
-    Later, SGLang's settings name the folder of the new weights.
+    Later, the engine's settings may name the folder of the new weights.
     """
 
     def __init__(self) -> None:
         self._model: EngineModel | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether this process has described it."""
+        return self._model is not None
 
     def now(self, describe: Callable[[], EngineModel]) -> EngineModel:
         """The model with the weights of this epoch; `describe` describes that of the start.
