@@ -110,7 +110,7 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
     }
 
 
-def loaded_from(path: str, began_ns: int) -> None:
+def require_folder(path: str, began_ns: int) -> None:
     """Raise CheckpointError unless the model that this engine core started with, and all of it, is in the
     folder `path`, whose weights were loaded over its own."""
     described = [started for started in (_started_llm, _started_tower) if started.known]
