@@ -15,7 +15,7 @@ from cornplug.store.base import Reservation
 from cornplug.store.posted import Answered, Posted
 
 if TYPE_CHECKING:
-    from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
     from cornplug.vllm_connector.kv_events.page_events import KeptRequest
 
 

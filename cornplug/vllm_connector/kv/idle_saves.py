@@ -25,7 +25,7 @@ from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.engine_alarm import ALARM, EngineAlarm
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
 from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
-from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -13,7 +13,7 @@ from cornplug.store.base import FarReads, Tier, TieredReads
 from cornplug.vllm_connector.kv.costs import LoadCosts
 
 if TYPE_CHECKING:
-    from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 _LOOK_S: Final = 1e-3
 """Between looks into the table. vLLM asks once a step, and idle steps are short."""

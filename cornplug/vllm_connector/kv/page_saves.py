@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
@@ -14,13 +16,23 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.posted import Answered, Posted
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
-from cornplug.vllm_connector.kv.tracked_request import AskedPage, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from cornplug.vllm_connector.kv_events.page_events import PageEvents
+
+
+class AskedPage(msgspec.Struct, eq=False):
+    """A page for which room is asked."""
+
+    tracked: TrackedRequest
+    index: int
+    key: bytes
+    given_up: bool = False
+    """Its request was preempted."""
 
 
 class SavingRequests(Protocol):

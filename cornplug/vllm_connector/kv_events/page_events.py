@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from cornplug.vllm_connector.kv.page_keys import PageKeys
-    from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
-    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
+    from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 _LOOK_S: Final = 0.05
 """Between looks at announced pages."""

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from cornplug.errors import CornplugError
-from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
 
 

@@ -15,7 +15,7 @@ from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, PageSave
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.scheduler import SchedulerHalf
-from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_groups.group_offers import GroupOffers
 from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, whole_page

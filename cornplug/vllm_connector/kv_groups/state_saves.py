@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_groups.window_saves import WindowSaves
 
 if TYPE_CHECKING:

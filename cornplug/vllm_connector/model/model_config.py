@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, resolved_config
-from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
-from cornplug.engine_common.weight_source import StartedModel
+from cornplug.engine_common.model_identity import EngineModel, StartedModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.compat import EPOCHS, VALIDATED_FAMILIES, VALIDATED_VIDEOS
 from cornplug.vllm_connector.model import code_in_use

@@ -12,7 +12,7 @@ import pytest
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv import tracked_requests
-from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 from ..conftest import open_in
 from ..rig import Engine, Request

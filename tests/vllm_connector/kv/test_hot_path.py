@@ -18,8 +18,7 @@ from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector.kv import costs, load_offers, page_keys, tracked_requests
 from cornplug.vllm_connector.kv.provenance import OwnTokens
-from cornplug.vllm_connector.kv.tracked_request import TrackedRequest
-from cornplug.vllm_connector.kv.tracked_requests import TrackedRequests
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 from ..rig import Request, runtime
 

@@ -15,7 +15,7 @@ from vllm.v1.engine.core import EngineCore
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.weight_source import StartedModel
+from cornplug.engine_common.model_identity import StartedModel
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.model import loaded_weights, model_config, reloads, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity
