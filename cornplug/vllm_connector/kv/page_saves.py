@@ -146,11 +146,14 @@ class PageSaves:
         last, self._last = self._last, []
         for page in last:
             page.tracked.asked.remove(page)
-        if self._requests.sharing:
-            return last
+        sharing, wanted = self._requests.sharing, []
         for page in last:
-            self._drop(page)
-        return []
+            if sharing and not page.given_up:
+                wanted.append(page)
+            else:
+                self._given_up.discard(page.key)
+                self._drop(page)
+        return wanted
 
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
         """Pages that running requests have completed by the end of this step."""

@@ -73,3 +73,21 @@ def test_kv_request_of_two_epochs_saves_and_loads_nothing(
     assert entries(store) == before
     assert one.counts["misses", "kv_page", "weights_updated"] == 2
     assert open_in(store) == (0, 0)
+
+
+def test_kv_last_page_of_earlier_weights_is_dropped_and_can_be_saved_later(
+    one: Engine, store: MemoryStore
+) -> None:
+    request = one.add("a", PROMPT)
+    one.step()
+    saves = one.connector._scheduler._saves
+    state = engine_state.current()
+    one.finish(request)
+    assert saves._last or saves._posted or saves._open
+    odd = state.begin_update()
+    one.step()
+    state.end_update(odd, "/new", 2**62)
+    one.settle()
+    assert not saves._given_up
+    assert not saves
+    assert open_in(store) == (0, 0)
