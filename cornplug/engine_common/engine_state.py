@@ -19,6 +19,7 @@ import secrets
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 _log: Final = logging.getLogger("cornplug")
@@ -28,6 +29,7 @@ _BEGAN: Final = struct.Struct(f"<{_TOKEN_BYTES}sQ")
 _FLAG: Final = _BEGAN.size
 _COSTS: Final = struct.Struct("<d?")
 _COSTS_AT: Final = 32
+_CORES: Final = 44
 _EPOCH: Final = 48
 _SOURCE: Final = struct.Struct("<QH")
 _SOURCE_AT: Final = 56
@@ -55,6 +57,8 @@ class EngineState:
         self._page = page
         # One machine word: a reader in another process sees the old number or the new one.
         self._epoch = memoryview(page)[_EPOCH : _EPOCH + 8].cast("Q") if page is not None else None
+        self.epoch_word: Sequence[int] = (0,) if self._epoch is None else self._epoch
+        """`epoch()` is its only item: for the engine's thread, which reads it in each step."""
 
     def began_ns(self) -> int:
         """When the engine was about to be configured, by the clock of files; before any weight was read."""
@@ -74,7 +78,21 @@ class EngineState:
         if self._page is not None:
             self._page[_FLAG] = int(value)
             if self._epoch is not None and not value:
-                self._epoch[0] = 0
+                self._epoch[0] = self._page[_CORES] = 0
+
+    def core_began(self) -> None:
+        """Another scheduler of requests began here: of a replica, or of the process's next engine.
+
+        The source of weights is one for all of them, so after an update none of them shares.
+        """
+        if self._page is not None:
+            self._page[_CORES] = min(self._page[_CORES] + 1, 255)
+            if self.epoch():
+                self.note_replaced()
+
+    def one_core(self) -> bool:
+        """Whether one scheduler of requests began here, and no other."""
+        return self._page is not None and self._page[_CORES] == 1
 
     def epoch(self) -> int:
         """Odd while the weights are replaced from a checkpoint, even otherwise; 0 at the start."""

@@ -6,11 +6,13 @@ hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 * `EngineArgs.add_cli_args` and `.from_cli_args`: the `--kv-connector` flag group;
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
 * `ImageEmbeddingMediaIO.load_base64`: handles in the place of embeddings;
-* `Worker.load_model`: to compare the loaded weights with the files;
+* `Worker.load_model` and `.reload_weights`: to compare the loaded weights with the files;
 * `MultiConnector.__init__` and `.update_state_after_alloc`: to learn that other connectors load KV;
 * `EngineCoreProc.run_busy_loop`: to wake an engine that sleeps;
 * `EngineCore._reset_caches`: to tell a pause from a reset that a user asked for;
-* `collective_rpc` and `sleep` of `EngineCore` and `AsyncLLM`: to learn that the weights were replaced.
+* `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: to learn that weights were replaced;
+* `EngineCore.reset_prefix_cache`: to learn that no block holds KV of replaced weights;
+* `Scheduler.__init__`: to learn whether one engine core, and no other, has this engine's state.
 """
 
 from __future__ import annotations

@@ -157,3 +157,16 @@ def test_engine_state_out_of_reach_has_no_source() -> None:
     state = engine_state.EngineState(None)
     state.end_update(state.begin_update(), "/new", 1)
     assert (state.source(), state.unknown()) == (None, True)
+
+
+def test_engine_state_second_core_after_update_ends_sharing() -> None:
+    engine_state.begin()
+    state = engine_state.current()
+    assert not state.one_core()
+    state.core_began()
+    assert state.one_core()
+    state.end_update(state.begin_update(), "/new", 7)
+    state.core_began()
+    assert (state.one_core(), state.unknown()) == (False, True)
+    state.note_replaced(False)
+    assert not state.one_core()

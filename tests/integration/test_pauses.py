@@ -153,13 +153,29 @@ def test_vllm_reset_of_connectors_hides_stored_pages_from_this_engine(sides: Sid
     assert sides.loaded() - before >= 0.9 * pages(later)
 
 
+@pytest.mark.support("Pauses", "a reload of the weights: shares again")
+def test_vllm_whose_weights_were_reloaded_finds_its_pages_again(sides: Sides) -> None:
+    first = sides.chat(prompt("reload"))
+    before = sides.loaded()
+    sides.post("pause", mode="abort")
+    sides.post("collective_rpc", {"method": "reload_weights"})
+    sides.post("resume")
+    # The first request of an epoch may find its checkpoint unread.
+    for _ in range(2):
+        sides.chat(prompt("reload"))
+        sides.post("reset_prefix_cache")
+    sides.chat(prompt("reload"))
+    assert sides.loaded() - before >= 0.9 * pages(first)
+
+
 @pytest.mark.support("Pauses", "a weight update ends sharing")
 def test_vllm_whose_weights_were_replaced_shares_no_more(sides: Sides) -> None:
     """The last of the module: its engine shares nothing from here on."""
     sides.chat(prompt("update"))
     before = sides.loaded()
     sides.post("pause", mode="abort")
-    sides.post("collective_rpc", {"method": "reload_weights"})
+    # Any method may be a trainer's.
+    sides.post("collective_rpc", {"method": "update_config", "kwargs": {"overrides": {}}})
     sides.post("resume")
     sides.chat(prompt("update"))
     assert sides.loaded() == before

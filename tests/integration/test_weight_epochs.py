@@ -8,18 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stack import forget_prefixes
+from integration.stack import PREAMBLE, forget_prefixes
 
 from devkit import checkpoints
-from devkit.engines import data_url, photos, wait_until
+from devkit.engines import EngineServer, VllmServer, data_url, photos, wait_until
 from devkit.processes import StoreProcess, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.stress,
-    pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.stress]
 
 TOKENS = [(7 * i + 300) % 600 for i in range(700)]
 SHAREABLE = 640
@@ -61,7 +57,7 @@ def update(server: SglangServer, path: Path) -> None:
     assert answer.json()["success"], answer.text
 
 
-def look(server: SglangServer, *, system: str = "You see well.") -> tuple[int, ...]:
+def look(server: EngineServer, *, system: str = "You see well.") -> tuple[int, ...]:
     """Tokens about an image. Behind another `system` its embedding is shared, and no page of KV."""
     image = {"type": "image_url", "image_url": {"url": data_url(photos()[0].data)}}
     words = {"type": "text", "text": "what is this?"}
@@ -78,7 +74,7 @@ def answer(server: SglangServer) -> tuple[tuple[int, ...], int]:
     return found.output_ids, found.cached["storage"]
 
 
-def wait_for_image(server: SglangServer) -> None:
+def wait_for_image(server: EngineServer) -> None:
     """Until the server has counted one that it took from the store."""
     wait_until(
         lambda: server.metric("cornplug_hits_total", what="embedding", source="store") > 0,
@@ -87,6 +83,7 @@ def wait_for_image(server: SglangServer) -> None:
     )
 
 
+@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 @pytest.mark.support(
     "Weights", "an update from a checkpoint: shares again, as that checkpoint", engine="sglang"
 )
@@ -121,6 +118,81 @@ def test_sglang_whose_weights_were_updated_shares_as_the_new_checkpoint(
         tokens, stored = answer(fresh)
         assert tokens == expected
         assert stored >= 0.9 * SHAREABLE
+        assert look(fresh) == seen_expected
+        assert look(fresh, system="Be brief.") == otherwise
+        wait_for_image(fresh)
+
+
+def vllm(folder: Path, model: Path, name: str, *flags: str) -> VllmServer:
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "CORNPLUG_STORE_AUTOSTART": "false",
+        "CORNPLUG_STORE_LOAD_WHEN": "always",
+    }
+    return VllmServer(model, "--block-size", "32", *flags, log=folder / f"{name}.log", env=env)
+
+
+def post(server: VllmServer, path: str, body: dict[str, Any] | None = None, **query: Any) -> None:
+    url = f"{server.url}/{path}"
+    httpx.post(url, json=body, params=query, timeout=120, trust_env=False).raise_for_status()
+
+
+def reload(server: VllmServer, path: Path) -> None:
+    post(server, "collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(path)}})
+
+
+def ask(server: VllmServer) -> tuple[tuple[int, ...], float]:
+    """(tokens, pages that came from the store)"""
+    before = server.metric("cornplug_hits_total", what="kv_page")
+    tokens = server.chat(f"{PREAMBLE} What is a cache?", max_tokens=8, ignore_eos=True).token_ids
+    return tokens, server.metric("cornplug_hits_total", what="kv_page") - before
+
+
+def ask_until_stored(server: VllmServer) -> tuple[int, ...]:
+    """Tokens, once all pages came from the store: the first request of an epoch may find its checkpoint
+    unread."""
+    found: list[tuple[int, ...]] = []
+
+    def stored() -> bool:
+        post(server, "reset_prefix_cache")
+        tokens, pages = ask(server)
+        found.append(tokens)
+        return pages > 2
+
+    wait_until(stored, deadline_s=60, what="pages from the store")
+    assert len(set(found)) == 1
+    return found[0]
+
+
+@pytest.mark.support("Weights", "a reload from a checkpoint: shares again, as that checkpoint")
+def test_vllm_whose_weights_were_reloaded_shares_as_the_new_checkpoint(
+    store: StoreProcess, models: dict[str, Path], folder: Path
+) -> None:
+    ours = ("--kv-connector", "cornplug", "--cornplug-store", str(store.socket))
+    reloaded = vllm(folder, models["old"], "reloaded", *ours)
+    fresh = vllm(folder, models["new"], "fresh-vllm", *ours)
+    stock = vllm(folder, models["new"], "stock-vllm")
+    with together(reloaded, stock):
+        before, seen_before = ask_until_stored(reloaded), look(reloaded)
+        expected, seen_expected = ask(stock)[0], look(stock)
+        otherwise = look(stock, system="Be brief.")
+        assert (before, seen_before) != (expected, seen_expected)
+        post(reloaded, "pause", mode="abort")
+        reload(reloaded, models["new"])
+        post(reloaded, "resume")
+        held = reloaded.metric("cornplug_hits_total", what="embedding")
+        assert ask(reloaded) == (expected, 0), "no page of the old weights"
+        assert look(reloaded) == seen_expected
+        assert reloaded.metric("cornplug_hits_total", what="embedding") == held, "none of the old tower"
+        assert ask_until_stored(reloaded) == expected
+
+        reload(reloaded, models["old"])
+        post(reloaded, "reset_prefix_cache")
+        assert ask_until_stored(reloaded) == before, "the pages of the first epoch"
+        assert look(reloaded) == seen_before
+        store.settle()
+    with fresh:
+        assert ask_until_stored(fresh) == expected
         assert look(fresh) == seen_expected
         assert look(fresh, system="Be brief.") == otherwise
         wait_for_image(fresh)

@@ -19,12 +19,11 @@ from sglang.srt.managers import io_struct, mm_schedule
 from sglang.srt.server_args import ServerArgs
 
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.model_identity import EngineModel
+from cornplug.engine_common.model_identity import EngineModel, StartedModel
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import disk_updates
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.sglang_hooks.model import model_config
-from cornplug.sglang_hooks.model.weight_source import StartedModel
 from devkit import checkpoints
 
 

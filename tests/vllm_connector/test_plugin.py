@@ -169,7 +169,7 @@ def registered() -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        "reload_weights", "update_weights", "start_weight_update", "load_model", "apply_model",
+        "update_weights", "start_weight_update", "load_model", "apply_model",
         "reset_weights", "update_weights_from_distributed", "my_trainer_step", lambda worker: None,
     ],
 )  # fmt: skip

@@ -13,13 +13,12 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state
 from cornplug.engine_common.allow_lists import judge
-from cornplug.engine_common.model_identity import EngineModel, declares_quantization
+from cornplug.engine_common.model_identity import EngineModel, StartedModel, declares_quantization
 from cornplug.engine_common.resolved_config import remote_code
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, VALIDATED_FAMILIES
 from cornplug.sglang_hooks.model import environment
 from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QUANTISED
-from cornplug.sglang_hooks.model.weight_source import StartedModel
 
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}

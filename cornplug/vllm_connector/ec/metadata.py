@@ -28,6 +28,8 @@ class CornplugECMetadata(ECConnectorMetadata):
     arrived: list[ArrivedEmbedding] = field(default_factory=list)
     publish: bool = True
     """Whether embeddings computed here may be offered to others."""
+    epoch: int = 0
+    """Of the weights that compute this step (`engine_common.weights_guard`)."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,9 @@ encoder cache, its prefix blocks and every connector. The API process puts in it
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
-which also repairs the engine's own caches. An embedding that came by handle (`embedding_handles.py`) gets
+which also repairs the engine's own caches. Once the weights were replaced from another checkpoint,
+"-" and the number of the weights' epoch follow: a request may be named before an update and computed after.
+It is not shared then. An embedding that came by handle (`embedding_handles.py`) gets
 the identifier of its image. A video's digest is that of `video_digest.py`. Media without a digest (audio in
 this release, and videos with a field that no list knows), and those of an unidentified model, keep a name of
 vLLM's or of this engine, which cannot begin like a key, and are not shared.
@@ -26,7 +28,7 @@ from PIL import Image
 
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.wire.tensors import dtype_name
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import ConfigError
@@ -51,13 +53,25 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "cp1-"
 LOCAL: Final = "local-"
-_OURS: Final = re.compile(PREFIX + "[0-9a-f]{64}")
+_OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})(?:-([0-9]+))?")
 _UUIDS: Final = 65536
 
 
-def key_of(identifier: str) -> bytes | None:
-    """The embedding key (32 bytes) in an identifier; None for an identifier without one."""
-    return bytes.fromhex(identifier[len(PREFIX) :]) if _OURS.fullmatch(identifier) else None
+def key_of(identifier: str, epoch: int = 0) -> bytes | None:
+    """The embedding key (32 bytes) in an identifier; None for an identifier without one, and for one of the
+    weights of another epoch."""
+    found = _OURS.fullmatch(identifier)
+    return bytes.fromhex(found[1]) if found is not None and int(found[2] or 0) == epoch else None
+
+
+def is_stale(identifier: str, epoch: int) -> bool:
+    """Whether an identifier has a key that is of the weights of another epoch."""
+    found = _OURS.fullmatch(identifier)
+    return found is not None and int(found[2] or 0) != epoch
+
+
+def _identifier(key: bytes, epoch: int) -> str:
+    return f"{PREFIX}{key.hex()}-{epoch}" if epoch else PREFIX + key.hex()
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
@@ -87,21 +101,23 @@ class MmIdentifiers:
         # vLLM's own hash of a video is the cheaper one: its file's.
         self._why_no_videos = why_no_videos(config)
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
-        self._tower = BackgroundIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
+        self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
         # The wait of all requests begins here: it holds up the API server's event loop, and so every client.
         # Requests after it get names for this engine alone until the checkpoint has been read.
-        self._tower.first_wait_s()
+        self._tower.now()[1].first_wait_s()
         self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         """(modality, uuid) -> media digest."""
         self._lock = threading.Lock()
 
     def _known_identity(self) -> bytes | None:
-        tower = self._known_tower()
+        _, tower = self._known_tower()
         return tower.identity if tower is not None else None
 
-    def _known_tower(self) -> TowerIdentity | None:
-        self._tower.first_wait()
-        return self._tower.found
+    def _known_tower(self) -> tuple[int, TowerIdentity | None]:
+        """(epoch, the tower of its weights if that is known)"""
+        epoch, identity = self._tower.now()
+        identity.first_wait()
+        return epoch, identity.found
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
         """`mm_hash` of one image, None where it has no digest.
@@ -146,16 +162,16 @@ class MmIdentifiers:
 
         Raises VLLMValidationError for a handle of another salt.
         """
+        epoch, tower = self._known_tower()
         if HANDLE in mm_hash:
-            return PREFIX + self.handles.key(mm_hash, salt).hex()
+            return _identifier(self.handles.key(mm_hash, salt), epoch)
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
-        tower = self._known_tower()
         own = None if tower is None else tower.of(modality)
         if own is None:
             # Identifies content, yet no model: it serves this engine's caches only.
             name = LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
             return name if tower is None else unshared_name(name, tower.why_no_videos)
-        return PREFIX + embedding_key(self._secret, own.identity, media, salt).hex()
+        return _identifier(embedding_key(self._secret, own.identity, media, salt), epoch)
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The processor arguments of one request beyond the deployment's own."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from cornplug.encoder_service.client.engine_encoder import engine_encoder
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
@@ -41,7 +40,8 @@ from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
-from cornplug.vllm_connector.ec.mm_identifiers import key_of
+from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
+from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
 from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
 from cornplug.vllm_connector.model.model_config import embedding_width, tower_identity
@@ -57,28 +57,6 @@ _IDLE_WAIT_S = 0.005
 """Longest that an idle engine notices a new request later than it would without us."""
 
 
-@dataclass(slots=True)
-class _Item:
-    """One medium on its way. Touched by the engine's thread alone, but for `answer`."""
-
-    identifier: str
-    expected: ExpectedEmbedding
-    size: int
-    """Payload bytes."""
-    deadline: float
-    began: float
-    waiting: set[str] = field(default_factory=set)
-    answer: Future[EncodeReply] | None = None
-    """The service's, set once the request has been sent."""
-    arrived: ArrivedEmbedding | None = None
-    source: str = ""
-    failed: str = ""
-
-    @property
-    def settled(self) -> bool:
-        return self.arrived is not None or bool(self.failed)
-
-
 class ECScheduler:
     """One per engine core. The engine's thread polls; answers of the service arrive on other threads."""
 
@@ -91,11 +69,11 @@ class ECScheduler:
         self._encoder = engine_encoder(runtime.config, runtime.secret)
         self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
-        self._items: dict[str, _Item] = {}
+        self._items: dict[str, PendingEmbedding] = {}
         self._waiting_bytes = 0
         self._held: set[str] = set()
         """Identifiers in the engine's own encoder cache."""
-        self._to_load: list[_Item] = []
+        self._to_load: list[PendingEmbedding] = []
         self._allocated: set[str] = set()
         """Of this step."""
         self._news = threading.Event()
@@ -103,7 +81,7 @@ class ECScheduler:
         self._policy = EncoderRequestPolicy()
         self._rule = FetchRule(runtime.config.store.load_when)
         # The API process warns if there is none: every identifier is foreign then.
-        self._tower = BackgroundIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
+        self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
 
     # -- the engine's questions -------------------------------------------------------------
 
@@ -144,13 +122,13 @@ class ECScheduler:
             # Then its cache was reset: vLLM notifies no connector of that.
             self._held.clear()
         item = self._items.get(identifier)
-        return item is not None and item.arrived is not None and not weights_guard.replaced()
+        return item is not None and item.usable
 
     def allocated(self, identifier: str) -> None:
         """The engine made room for an embedding, which has arrived or which it encodes itself."""
         self._allocated.add(identifier)
         item = self._drop(identifier)
-        if item is not None and item.arrived is not None and not weights_guard.replaced():
+        if item is not None and item.usable:
             self._to_load.append(item)
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
@@ -171,6 +149,7 @@ class ECScheduler:
         return CornplugECMetadata(
             arrived=[item.arrived for item in items if item.arrived is not None],
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
+            epoch=weights_guard.epoch(),
         )
 
     def finished(self, request: Request) -> None:
@@ -218,18 +197,18 @@ class ECScheduler:
         items = (self._items.get(feature.identifier) for feature in request.mm_features)
         return any(item is not None and request.request_id in item.waiting for item in items)
 
-    def _drop(self, identifier: str) -> _Item | None:
+    def _drop(self, identifier: str) -> PendingEmbedding | None:
         item = self._items.pop(identifier, None)
         if item is not None:
             self._waiting_bytes -= item.size
         return item
 
-    def _begin(self, feature: Any, request: Request, now: float) -> _Item | None:
+    def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
         """A new item, loaded from the store or requested from the service; None if it is not shared."""
         if weights_guard.replaced() or not self._run.config.engine.share_embeddings:
             return None
         rows = feature.mm_position.get_num_embeds()
-        key = key_of(feature.identifier)
+        key = key_of(feature.identifier, weights_guard.epoch())
         if key is None:
             return self._unshared(feature.identifier, rows, now)
         ours = self._run.config.encoder
@@ -238,7 +217,7 @@ class ECScheduler:
         )
         expected = ExpectedEmbedding(key, rows, self._width, self._dtype)
         size = rows * self._width * ITEM_BYTES[self._dtype]
-        item = _Item(feature.identifier, expected, size, deadline, now)
+        item = PendingEmbedding(feature.identifier, expected, size, deadline, now)
         if not self._rule.pays(rows=rows, size_bytes=item.size):
             self._fail(item, "cheaper")
             return item
@@ -255,16 +234,17 @@ class ECScheduler:
             self._fail(item, store_problem or e.reason)
         return item
 
-    def _unshared(self, identifier: str, rows: int, now: float) -> _Item | None:
+    def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding | None:
         """A settled item of a medium without a key, with its miss counted; None if its name has no reason."""
-        reason = unshared_reason(identifier)
+        stale = is_stale(identifier, weights_guard.epoch())
+        reason = "weights_updated" if stale else unshared_reason(identifier)
         if reason is None:
             return None
-        item = _Item(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
+        item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
         self._fail(item, reason)
         return item
 
-    def _look(self, item: _Item, now: float) -> None:
+    def _look(self, item: PendingEmbedding, now: float) -> None:
         """Settle an item if the service has answered, or its deadline has passed."""
         if item.answer is not None and item.answer.done():
             try:
@@ -274,7 +254,7 @@ class ECScheduler:
         elif now >= item.deadline:
             self._fail(item, self._policy.late(now))
 
-    def _from_store(self, item: _Item, source: str) -> bool:
+    def _from_store(self, item: PendingEmbedding, source: str) -> bool:
         began = time.monotonic()
         try:
             # From a disk it comes later: the service, which is asked meanwhile, waits for it.
@@ -292,18 +272,19 @@ class ECScheduler:
         self._arrive(item, ArrivedEmbedding(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
-    def _ask(self, item: _Item, feature: Any, request: Request) -> None:
+    def _ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
         """Have the service encode it. Raises EncoderError if it is not asked."""
-        tower = self._tower.found
+        _, identified = self._tower.now()
+        tower = identified.found
         identity = self._policy.identity_to_ask(
             None if tower is None else tower.of(feature.modality),
-            identified=self._tower.wait(0),
+            identified=identified.wait(0),
             refusal=self._encoder.refusal,
             now=time.monotonic(),
         )
         self._preparer.submit(self._send, item, feature, identity, request)
 
-    def _send(self, item: _Item, feature: Any, identity: bytes, asking: Request) -> None:
+    def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, asking: Request) -> None:
         """On the preparing thread: large images take milliseconds to pack."""
         answer: Future[EncodeReply] = Future()
         try:
@@ -326,7 +307,7 @@ class ECScheduler:
         item.answer = answer
         answer.add_done_callback(lambda _: self._news.set())
 
-    def _take(self, item: _Item, answer: EncodeReply) -> None:
+    def _take(self, item: PendingEmbedding, answer: EncodeReply) -> None:
         source = self._policy.replied(answer, item.expected)
         if answer.tensor is not None:
             tensor, data = answer.tensor, bytearray(answer.tensor.data)
@@ -338,14 +319,14 @@ class ECScheduler:
         elif not self._from_store(item, source):
             self._fail(item, "evicted")
 
-    def _arrive(self, item: _Item, arrived: ArrivedEmbedding, source: str) -> None:
+    def _arrive(self, item: PendingEmbedding, arrived: ArrivedEmbedding, source: str) -> None:
         item.arrived, item.source = arrived, source
         self._observe(item)
 
-    def _fail(self, item: _Item, reason: str) -> None:
+    def _fail(self, item: PendingEmbedding, reason: str) -> None:
         item.failed = reason
         self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, reason)
         self._observe(item)
 
-    def _observe(self, item: _Item) -> None:
+    def _observe(self, item: PendingEmbedding) -> None:
         self._tally.observe("cornplug_wait_seconds", time.monotonic() - item.began, self._run.app, EMBEDDING)

@@ -45,7 +45,7 @@ class ECWorker:
         """Offer an embedding that this engine had to compute. Returns at once: a thread publishes it."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
-        key = key_of(identifier)
+        key = key_of(identifier, moves.epoch)
         if key is None or not self._publishes or not moves.publish or embedding.ndim != 2:
             return
         self._publisher.offer(key, embedding, cost_s=self._encoding.seconds(len(embedding)) or 0.0)

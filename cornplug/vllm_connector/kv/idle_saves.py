@@ -162,7 +162,7 @@ class IdleSaves:
         if self._unanswered or not settled or self._requests.unfinished():
             return []
         if not self._requests.sharing:
-            self._forget()
+            self.forget()
             return []
         self._open = {token: save for token, save in self._open.items() if self._saves.is_open(token)}
         if not self._open:
@@ -176,7 +176,8 @@ class IdleSaves:
         reused, self._reused = self._reused, []
         return reused
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Save none of the pages that are known now."""
         self._finished.clear()
         self._growing.clear()
         self._pages = 0
@@ -191,7 +192,7 @@ class IdleSaves:
             self._unanswered = True
             return 0
         if free <= 0:
-            self._forget()
+            self.forget()
         return free
 
     def _take(self, count: int) -> list[_Page]:

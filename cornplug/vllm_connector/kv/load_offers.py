@@ -6,12 +6,14 @@ import functools
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from cornplug.engine_common.page_envelope import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
+from cornplug.store.leases import NO_LEASES, Leases
 from cornplug.store.recall import MOST_SOUGHT
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
@@ -19,13 +21,32 @@ from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.page_recalls import PageRecall, PageRecalls
 from cornplug.vllm_connector.kv.resets import StoredBefore
-from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from cornplug.vllm_connector.kv_events.page_events import PageEvents
 
 _FIRST_PAGES: Final = 32
 """Pages of a lookup's first question. To make so many keys takes about as long as the question."""
+
+
+@dataclass(slots=True)
+class LeasedPages:
+    """Leased pages for one request, good until `expires`."""
+
+    computed: int
+    """Tokens that the engine's own cache holds: the pages follow them."""
+    expires: float
+    """On the monotonic clock, in seconds."""
+    first_page: int = 0
+    pages: Leases = NO_LEASES
+    """Whole pages, from `first_page` on."""
+    groups: list[tuple[int, Leases]] = field(default_factory=list)
+    """(first page, pages) of each cache group, where a model has several; `pages` are one group's then."""
+    tokens: list[int] = field(default_factory=list)
+    """Of the leases, and of those of pages that are not whole."""
+    end: int = 0
+    """Once it is loading: the token before which it ends."""
 
 
 class LoadOffers:

@@ -38,8 +38,12 @@ class PageKeys:
     prompt whose first pages are absent costs those.
     """
 
-    def __init__(self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any]) -> None:
-        """`features` are vLLM's MultiModalFeatureSpec of the request, in any order."""
+    def __init__(
+        self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any], epoch: int = 0
+    ) -> None:
+        """`features` are vLLM's MultiModalFeatureSpec of the request, in any order; `epoch` is that of the
+        weights that `root` names."""
+        self.epoch = epoch
         self._secret, self._root = secret, root
         self._page_tokens = page_tokens
         self._placeholders: list[_Placeholder] = []
@@ -47,7 +51,7 @@ class PageKeys:
         """First token of a medium without an embedding key: pages that hold it or follow it have no key."""
         for feature in features:
             position = feature.mm_position
-            key = key_of(feature.identifier)
+            key = key_of(feature.identifier, epoch)
             if key is None:
                 self.limit = min(position.offset, self.limit if self.limit is not None else position.offset)
             else:

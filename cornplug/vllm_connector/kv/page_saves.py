@@ -7,6 +7,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
+import msgspec
+
 from cornplug.engine_common.page_publish import PagePublisher, RoomAnswer
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.kv_page import PageGeometry
@@ -14,13 +16,23 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.posted import Answered, Posted
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
-from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from cornplug.vllm_connector.kv_events.page_events import PageEvents
+
+
+class AskedPage(msgspec.Struct, eq=False):
+    """A page for which room is asked."""
+
+    tracked: TrackedRequest
+    index: int
+    key: bytes
+    given_up: bool = False
+    """Its request was preempted."""
 
 
 class SavingRequests(Protocol):
@@ -95,6 +107,16 @@ class PageSaves:
             tracked.save_again_from(save.index)
         self._requests.look_at(tracked)
 
+    def drop(self, tracked: TrackedRequest) -> None:
+        """The weights that computed a request's pages are being replaced: no more of them are saved. Those
+        that worker halves are writing are whole, and keep their keys."""
+        tracked.keys = None
+        tracked.refused.clear()
+        tracked.unsaved.clear()
+        for asked in tracked.asked:
+            asked.given_up = True
+            self._given_up.add(asked.key)
+
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
         """Reserved pages for the worker halves to write. Their tokens were computed some steps before, at
         the earliest in this one: a step asks for room and does not wait, the next one has the answer."""
@@ -124,11 +146,14 @@ class PageSaves:
         last, self._last = self._last, []
         for page in last:
             page.tracked.asked.remove(page)
-        if self._requests.sharing:
-            return last
+        sharing, wanted = self._requests.sharing, []
         for page in last:
-            self._drop(page)
-        return []
+            if sharing and not page.given_up:
+                wanted.append(page)
+            else:
+                self._given_up.discard(page.key)
+                self._drop(page)
+        return wanted
 
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
         """Pages that running requests have completed by the end of this step."""

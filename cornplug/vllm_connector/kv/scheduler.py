@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cornplug.engine_common import engine_state
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.kv_page import PageGeometry, PageSize
@@ -46,6 +47,7 @@ class SchedulerHalf:
         self._costs = LoadCosts(runtime.config.store, whole or page)
         self._store_ops = DeferredStoreOps(runtime, self._publisher(runtime, page))
         self._requests = TrackedRequests(config, runtime, page, tally)
+        self._epoch_word = engine_state.current().epoch_word
         self.events = page_events(config, runtime, self._requests)
         """None where the engine publishes no KV events."""
         self._offers: LoadOffers
@@ -70,6 +72,19 @@ class SchedulerHalf:
         self._offers.forget_stored(self._requests.all())
         if self.events is not None:
             self.events.forget_stored()
+
+    def _begin_epoch(self) -> None:
+        """After weights were replaced: drop what was offered, or is to be saved, under the old ones."""
+        before = self._requests.before_update()
+        for tracked in before:
+            self._offers.withdraw(tracked)
+        self._drop_saves(before)
+        if self.events is not None:
+            self.events.weights_replaced()
+
+    def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
+        """Save nothing more of these requests, nor of those that are over."""
+        raise NotImplementedError
 
     def _announce(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, *parts: Any) -> None:
         """Have these parts tell of the pages of a cache group in KV events."""
@@ -150,12 +165,19 @@ class KVScheduler(SchedulerHalf):
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
         answers from memory."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
         tracked = self._requests.track(request)
         if tracked.own is not None:
             tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
         if tracked.keys is None or request.skip_reading_prefix_cache or not self._requests.sharing:
             return 0
         return self._offers.tokens(tracked, computed)
+
+    def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
+        for tracked in before:
+            self._saves.drop(tracked)
+        self._idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[int], external: int) -> None:
         """The engine took the offer: `external` tokens go into `blocks`."""
@@ -165,6 +187,8 @@ class KVScheduler(SchedulerHalf):
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
         moves = CornplugKVMetadata(
             loads=self._offers.new_loads(),
             preempted=[*(output.preempted_req_ids or ()), *self._idle.reused()],
@@ -191,6 +215,8 @@ class KVScheduler(SchedulerHalf):
 
     def finished(self, request: Request, blocks: Sequence[int]) -> bool:
         """True when its `blocks` must stay until the worker halves have read them."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return False

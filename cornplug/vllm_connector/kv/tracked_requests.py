@@ -6,17 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
-from cornplug.store.leases import NO_LEASES, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import keys_ahead, provenance
 from cornplug.vllm_connector.kv.page_keys import PageKeys
@@ -28,41 +25,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
+    from cornplug.vllm_connector.kv.load_offers import LeasedPages
+    from cornplug.vllm_connector.kv.page_saves import AskedPage
+
 _DECODED_TOKENS: Final = 16
 """A step's tokens of a request that decodes, with its draft's, at the most."""
 _GATHER_STEPS: Final = 8
 """Steps for which a page that a decoding request completes waits for others, at the most."""
 _GATHER_REQUESTS: Final = 32
 """Requests whose pages are asked for without a wait: these are some 0.5 ms of one step."""
-
-
-@dataclass(slots=True)
-class LeasedPages:
-    """Leased pages for one request, good until `expires`."""
-
-    computed: int
-    """Tokens that the engine's own cache holds: the pages follow them."""
-    expires: float
-    """On the monotonic clock, in seconds."""
-    first_page: int = 0
-    pages: Leases = NO_LEASES
-    """Whole pages, from `first_page` on."""
-    groups: list[tuple[int, Leases]] = field(default_factory=list)
-    """(first page, pages) of each cache group, where a model has several; `pages` are one group's then."""
-    tokens: list[int] = field(default_factory=list)
-    """Of the leases, and of those of pages that are not whole."""
-    end: int = 0
-    """Once it is loading: the token before which it ends."""
-
-
-class AskedPage(msgspec.Struct, eq=False):
-    """A page for which room is asked."""
-
-    tracked: TrackedRequest
-    index: int
-    key: bytes
-    given_up: bool = False
-    """Its request was preempted."""
 
 
 @dataclass(slots=True)
@@ -156,9 +127,13 @@ class TrackedRequests:
         """Steps since the first of them."""
         self._beside_others = provenance.others_load()
         self.other_loads = OtherLoads()
-        self._identity = BackgroundIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
+        self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
-        self._identity.first_wait()
+        self._current = self._identity.now()
+        """(epoch, identity of its weights), at the last `before_update`."""
+        self.epoch = self._current[0]
+        """Of the engine's weights, at the last `before_update`; odd while they are replaced."""
+        self._current[1].first_wait()
         if runtime.config.engine.save != "never":
             # All keys of a prompt are needed then, whether the store has its pages or not.
             keys_ahead.make_by(self)
@@ -170,8 +145,8 @@ class TrackedRequests:
 
     @property
     def off(self) -> str:
-        """Why this engine shares no KV until it restarts; "" if it does."""
-        return self.unusable or self._identity.failure
+        """Why this engine shares no KV until its weights are replaced again; "" if it does."""
+        return self.unusable or self._current[1].failure
 
     @property
     def sharing(self) -> bool:
@@ -190,6 +165,16 @@ class TrackedRequests:
     def all(self) -> list[TrackedRequest]:
         """Every tracked request."""
         return list(self._tracked.values())
+
+    def before_update(self) -> list[TrackedRequest]:
+        """The tracked requests once weights are replaced. They have no keys any more: a part of their KV may
+        be of other weights."""
+        self.epoch, self._current, found = weights_guard.epoch(), self._identity.now(), self.all()
+        for tracked in found:
+            if tracked.keys is not None and not tracked.request.is_finished():
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "weights_updated")
+            tracked.keys, tracked.identifying = None, False
+        return found
 
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request of this id; None if it is not tracked."""
@@ -299,7 +284,9 @@ class TrackedRequests:
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
-                tracked.keys = keys_ahead.made_for(request) or self._keys(request)
+                ahead = keys_ahead.made_for(request)
+                current = ahead is not None and ahead.epoch == self._current[0]
+                tracked.keys = ahead if current else self._keys(request)
             except CornplugError as e:
                 reason = e.reason
         # A checkpoint that is still being read may be identified by the time of the first save.
@@ -314,9 +301,8 @@ class TrackedRequests:
         return self._keys(request)
 
     def _keys(self, request: Request) -> PageKeys:
-        return PageKeys(
-            self._run.secret, self.root_of(request, self._page), self._page.page_tokens, request.mm_features
-        )
+        epoch, root = self._root(request, self._page)
+        return PageKeys(self._run.secret, root, self._page.page_tokens, request.mm_features, epoch)
 
     def _why_not(self, request: Request) -> str:
         """Why this request shares no KV; "" when it does."""
@@ -324,7 +310,7 @@ class TrackedRequests:
             return self.off
         if weights_guard.replaced():
             return "weights_updated"
-        if self._identity.found is None:
+        if self._current[1].found is None:
             return "identifying"
         if request.prompt_embeds is not None:
             return "prompt_embeds"
@@ -335,8 +321,12 @@ class TrackedRequests:
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
         """The root of the keys of a request's pages of this geometry. Raises CornplugError."""
+        return self._root(request, page)[1]
+
+    def _root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
+        """(epoch of the weights, root)"""
+        epoch, identified = self._current
         lora = request.lora_request
         adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
-        return page_root(
-            self._run.secret, self._identity.get(), page, adapter=adapter, salt=request.cache_salt
-        )
+        salt = request.cache_salt
+        return epoch, page_root(self._run.secret, identified.get(), page, adapter=adapter, salt=salt)

@@ -149,6 +149,10 @@ class PageEvents:
         self._reset = True
         self._forget()
 
+    def weights_replaced(self) -> None:
+        """The pages that were announced are of the weights before."""
+        self._forget()
+
     def take(self) -> Sequence[KVCacheEvent]:
         """The events since the last call."""
         now_s = time.monotonic()

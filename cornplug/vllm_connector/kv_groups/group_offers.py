@@ -16,10 +16,10 @@ from cornplug.metrics import Tally
 from cornplug.store.leases import Leases
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
-from cornplug.vllm_connector.kv.load_offers import LoadOffers
+from cornplug.vllm_connector.kv.load_offers import LeasedPages, LoadOffers
 from cornplug.vllm_connector.kv.metadata import PageLoad
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from cornplug.vllm_connector.kv.tracked_requests import LeasedPages, TrackedRequest
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
 

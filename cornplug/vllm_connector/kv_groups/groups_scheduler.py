@@ -88,6 +88,8 @@ class GroupsScheduler(SchedulerHalf):
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
         answers from memory."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
         tracked = self._requests.track(request)
         if tracked.own is not None:
             tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
@@ -103,6 +105,13 @@ class GroupsScheduler(SchedulerHalf):
             return 0
         return self._offers.tokens(tracked, computed)
 
+    def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
+        for tracked in before:
+            for group, pages in self._pages_of(tracked.request.request_id):
+                group.saves.drop(pages)
+        for group in self._groups:
+            group.idle.forget()
+
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external: int) -> None:
         """The engine took the offer: `external` tokens go into these blocks of each group."""
         tracked = self._requests.get(request.request_id)
@@ -111,6 +120,8 @@ class GroupsScheduler(SchedulerHalf):
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
         preempted = list(output.preempted_req_ids or ())
         for group in self._groups:
             for request_id in preempted:
@@ -165,6 +176,8 @@ class GroupsScheduler(SchedulerHalf):
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> bool:
         """True when its `blocks` of each group must stay until the worker halves have read them."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return False

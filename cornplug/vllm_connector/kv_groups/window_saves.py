@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from cornplug.store.base import Reservation
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
-from cornplug.vllm_connector.kv.page_saves import PageSaves
-from cornplug.vllm_connector.kv.tracked_requests import AskedPage, TrackedRequest
+from cornplug.vllm_connector.kv.page_saves import AskedPage, PageSaves
+from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

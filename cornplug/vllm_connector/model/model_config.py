@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, resolved_config
-from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
+from cornplug.engine_common.model_identity import EngineModel, StartedModel, TowerIdentity
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector.compat import EPOCHS, VALIDATED_FAMILIES, VALIDATED_VIDEOS
 from cornplug.vllm_connector.model import code_in_use
@@ -24,21 +24,28 @@ if TYPE_CHECKING:
 # attention (model_loader/weight_utils.py).
 _NOTES: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
 
+_started_llm: Final = StartedModel()
+_started_tower: Final = StartedModel()
+"""This process's model, as KV and embeddings depend on it."""
+
 
 def tower_identity(config: VllmConfig) -> TowerIdentity:
     """Identity of this engine's tower and projector under its dtype and processor settings.
 
     Reads weights (cached on disk). Raises CheckpointError.
     """
-    mm_config = config.model_config.get_multimodal_config()
-    overrides = (of_everything(config) | of_embeddings(config)).overrides_or_raise()
-    kwargs = dict(mm_config.mm_processor_kwargs or {})
-    model = replace(
-        _engine_model(config, overrides, processor_kwargs=kwargs),
-        video_settings=_video_settings(config),
-        why_no_videos=why_no_videos(config),
-    )
-    return model.tower_identity()
+
+    def describe() -> EngineModel:
+        mm_config = config.model_config.get_multimodal_config()
+        overrides = (of_everything(config) | of_embeddings(config)).overrides_or_raise()
+        kwargs = dict(mm_config.mm_processor_kwargs or {})
+        return replace(
+            _engine_model(config, overrides, processor_kwargs=kwargs),
+            video_settings=_video_settings(config),
+            why_no_videos=why_no_videos(config),
+        )
+
+    return _plain(_started_tower.now(describe)).tower_identity()
 
 
 def why_no_videos(config: VllmConfig) -> str:
@@ -65,8 +72,12 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
 
     Raises CheckpointError.
     """
-    overrides = (of_everything(config) | of_kv(config)).overrides_or_raise()
-    fingerprint, spec = _engine_model(config, overrides).kv_identity()
+
+    def describe() -> EngineModel:
+        overrides = (of_everything(config) | of_kv(config)).overrides_or_raise()
+        return _engine_model(config, overrides)
+
+    fingerprint, spec = _plain(_started_llm.now(describe)).kv_identity()
     draft = _draft_identity(config)
     return fingerprint, spec if draft is None else {**spec, "draft": draft}
 
@@ -98,6 +109,28 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
     }
 
 
+def require_folder(path: str, began_ns: int) -> None:
+    """Raise CheckpointError unless the model that this engine core started with, and all of it, is in the
+    folder `path`, whose weights were loaded over its own."""
+    described = [started for started in (_started_llm, _started_tower) if started.known]
+    if not described:
+        raise CheckpointError("this process has not described its model", reason="weights_updated")
+    for started in described:
+        _plain(started.with_weights(path, began_ns))
+
+
+def _plain(model: EngineModel) -> EngineModel:
+    """The same model. Raises CheckpointError where vLLM reads other files of its folder."""
+    path = model.checkpoint.path
+    if any(file.name.startswith("consolidated") for file in path.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{path} holds consolidated*.safetensors, which vLLM reads instead of the others; "
+            "remove them to share",
+            reason="load_format",
+        )
+    return model
+
+
 def embedding_width(config: VllmConfig) -> int:
     """Columns of an embedding in vLLM's encoder cache.
 
@@ -125,12 +158,6 @@ def _engine_model(
         overrides = {**overrides, "remote_code": code}
     changed = resolved_config.changes(*_configs(model, checkpoint, trusts))
     changed = {path: value for path, value in changed.items() if not path.endswith(_NOTES)}
-    if any(file.name.startswith("consolidated") for file in checkpoint.path.glob("*.safetensors")):
-        raise CheckpointError(
-            f"{checkpoint.path} holds consolidated*.safetensors, which vLLM reads instead of the others; "
-            "remove them to share",
-            reason="load_format",
-        )
     return EngineModel(
         checkpoint=checkpoint,
         dtype=dtype_name(model.dtype),

@@ -1,4 +1,8 @@
-"""The calls of vLLM that replace an engine's weights in place; each ends sharing (`weights_guard`)."""
+"""The calls of vLLM that replace an engine's weights in place.
+
+Each ends sharing (`weights_guard`), but for a reload from a checkpoint, and for a sleep before it: after a
+reload the engine shares again (`reloads`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 from cornplug.engine_common import lora_digests, weights_guard
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.model import reloads
 
 # Workers' methods that users call and that leave the weights alone. Any other name may be a
 # trainer's own (`--worker-extension-cls`), and a callable could do anything to the model.
@@ -52,19 +57,22 @@ def _called(method: Any) -> None:
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     # While the engine starts (it has no scheduler yet) the calls are its own.
     if getattr(core, "scheduler", None) is not None:
+        if method == reloads.RELOAD:
+            return reloads.reload(original, core, method, *args, **kwargs)
         _called(method)
     return original(core, method, *args, **kwargs)
 
 
 def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, **kwargs: Any) -> Any:
     if level >= 2:
-        weights_guard.note_replaced("sleep level 2", compat.logger)
+        reloads.begin(core, "sleep level 2")
     return original(core, level, *args, **kwargs)
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """In the API process, which names images and takes handles."""
-    _called(method)
+    if method != reloads.RELOAD:
+        _called(method)
     return original(llm, method, *args, **kwargs)
 
 
@@ -80,5 +88,4 @@ WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.engine.core", "EngineCore.sleep", _sleep),
     ("vllm.v1.engine.core", "EngineCore.add_lora", _add_lora),
     ("vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", _rpc_of_api),
-    ("vllm.v1.engine.async_llm", "AsyncLLM.sleep", _sleep),
 )

@@ -28,7 +28,7 @@ from vllm.multimodal.processing.inputs import ProcessorInputs
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import digest_image
-from cornplug.engine_common import background_identity
+from cornplug.engine_common import background_identity, engine_state
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec import mm_identifiers
@@ -295,7 +295,7 @@ def test_identifier_while_weights_are_read_waits_once(
         assert one._known_identity() is None
     assert time.monotonic() - began < 5 * 0.3, "one wait for all images of all requests"
     go.set()
-    assert one._tower.wait(5)
+    assert one._tower.now()[1].wait(5)
     assert key_of(one.identifier(name, None)) is not None
 
 
@@ -400,3 +400,21 @@ def test_vllm_items_get_unwraps_media_with_bytes() -> None:
     wrapped = MediaWithBytes(sample_image(1), b"anything")
     items = MultiModalDataItems({"image": ImageProcessorItems([wrapped])})
     assert isinstance(items["image"].get(0), Image.Image)
+
+
+def test_identifier_after_update_is_of_the_new_weights_and_their_epoch(tmp_path: Path) -> None:
+    old = checkpoints.qwen2_vl(tmp_path / "old")
+    new = checkpoints.qwen2_vl(tmp_path / "new", llm_seed=21, tower_seed=22)
+    one, state = named(config(old), tmp_path), engine_state.current()
+    name = "cp1-" + "1" * 64
+    before = one.identifier(name, None)
+    assert key_of(before) is not None
+    odd = state.begin_update()
+    assert key_of(one.identifier(name, None), 2) is None
+    state.end_update(odd, str(new), 2**62)
+    after = one.identifier(name, None)
+    fresh = Checkpoint.open(str(new)).identity("float32").identity
+    assert key_of(after, 2) == embedding_key(SECRET, fresh, b"\x11" * 32, None)
+    assert key_of(after) is None
+    assert key_of(before, 2) is None
+    assert one._known_identity() == fresh

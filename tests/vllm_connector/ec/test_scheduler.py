@@ -77,7 +77,7 @@ class Stage:
             mock.patch.object(ec_scheduler, "tower_identity", known),
         ):
             self.half = ECScheduler(config, runtime(store, **fields), self.tally)  # type: ignore[arg-type]
-            assert self.half._tower.wait(5)
+            assert self.half._tower.now()[1].wait(5)
         monkeypatch.setattr(ec_scheduler, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}
 
@@ -811,3 +811,22 @@ def test_ec_scheduler_load_dearer_than_encode_is_skipped(
     stage.half.finished(request)
     assert stage.half.available(request, 0)
     assert stage.half.arrived(identifier(2))
+
+
+def test_ec_scheduler_embedding_of_earlier_weights_is_not_used(stage: Callable[..., Stage]) -> None:
+    here = stage()
+    put(here.store, 1)
+    put(here.store, 2)
+    request = here.request("a", 1)
+    assert here.half.available(request, 0)
+    assert here.half.arrived(identifier(1))
+    state = engine_state.current()
+    state.end_update(state.begin_update(), "/new", 1)
+    moves = here.take_in(request)
+    assert (moves.arrived, moves.publish, moves.epoch) == ([], True, 2)
+    assert here.half.available(here.request("b", 2), 0), "named before the update"
+    assert here.counted()["misses", "embedding", "weights_updated"] == 1
+    later = here.request("c", 2)
+    later.mm_features[0].identifier += "-2"
+    assert here.half.available(later, 0)
+    assert [item.identifier for item in here.take_in(later).arrived] == [identifier(2) + "-2"]

@@ -71,6 +71,8 @@ def test_ec_worker_published_embedding_loads_in_another(store: MemoryStore, dtyp
         ("local-" + "ab" * 32, torch.ones(2, 2), CornplugECMetadata(), True),
         ("3:" + NAME, torch.ones(2, 2), CornplugECMetadata(), True),
         (NAME, torch.ones(2, 2), CornplugECMetadata(publish=False), True),
+        (NAME, torch.ones(2, 2), CornplugECMetadata(epoch=2), True),
+        (NAME + "-2", torch.ones(2, 2), CornplugECMetadata(epoch=4), True),
         (NAME, torch.ones(2, 2), CornplugECMetadata(), False),
         (NAME, torch.ones(2, 2, 2), CornplugECMetadata(), True),
     ],

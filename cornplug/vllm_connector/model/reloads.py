@@ -1,0 +1,150 @@
+"""vLLM's reload of an engine's weights from a checkpoint: the engine shares again after it.
+
+    engine core   the epoch is odd: no process shares
+    each rank     loads, compares its memory with the files, votes
+    engine core   all votes are yes and name one folder, and no block holds KV of the weights before: names
+                  the folder, and the epoch is even
+
+vLLM keeps its prefix cache over a reload. Where it is not empty by then (a pause or sleep empties it before),
+the epoch stays odd until `reset_prefix_cache`. A vote of no ends sharing until restart: then no folder may
+hold what runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from cornplug.engine_common import engine_state, weights_guard
+from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.errors import CheckpointError
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.model.loaded_weights import has_cornplug, rank_vote
+from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_folder
+
+RELOAD: Final = "reload_weights"
+"""The workers' method."""
+_LOADED: Final = "_cornplug_loaded"
+"""Attribute of an engine core: (epoch, folder, time) of weights that all ranks hold, while blocks may hold KV
+of others."""
+_VOTE_S: Final = 600.0
+_ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
+
+
+def reload(
+    original: Callable[..., Any],
+    core: Any,
+    method: str,
+    timeout: float | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
+    """The result of `EngineCore.collective_rpc`, which calls `reload_weights` on each rank."""
+    if not has_cornplug(core.vllm_config):
+        return original(core, method, timeout, args, kwargs)
+    began_ns = time.time_ns()
+    epoch = begin(core, RELOAD)
+    path, why = "", "vLLM failed"
+    excluded = _excluded(core, args, kwargs or {})
+    try:
+        result = original(core, method, timeout, args, kwargs)
+        path, why = ("", excluded) if excluded else _loaded(core, began_ns)
+    finally:
+        if why:
+            weights_guard.end_sharing(f"weights replaced by {RELOAD}: {why}", compat.logger)
+    if not why:
+        setattr(core, _LOADED, (epoch, path, began_ns))
+        _settle(core)
+    return result
+
+
+def begin(core: Any, by: str) -> int:
+    """The epoch in which the call `by` takes an engine core's weights away."""
+    setattr(core, _LOADED, None)
+    return weights_guard.begin_update(by, compat.logger)
+
+
+def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """The reason why the weights of this engine cannot be followed; "" for none."""
+    config, state = core.vllm_config, engine_state.current()
+    model, parallel = config.model_config, config.parallel_config
+    found = {
+        "the weights were unknown before": state.unknown(),
+        "tensors that come from no checkpoint": not _from_files(args, kwargs),
+        # Replicas and hosts have votes of their own.
+        "data parallelism, several engines of a process, or several hosts": not state.one_core()
+        or parallel.data_parallel_size > 1
+        or parallel.nnodes > 1
+        or parallel.distributed_executor_backend not in ("mp", "uni"),
+        "experts that change places": parallel.enable_eplb,
+        "quantised weights": model.quantization or declares_quantization(model.hf_config),
+        "a draft model, whose weights are others": drafts_with_kv(config) is not None,
+    }
+    return next((why for why, holds in found.items() if holds), "")
+
+
+def _from_files(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these arguments of `GPUModelRunner.reload_weights` have it read a checkpoint."""
+    given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
+    tensors, plain = given.get("weights_iterator"), given.get("is_checkpoint_format", True)
+    return tensors is None and plain is True and given.keys() <= set(_ARGUMENTS)
+
+
+def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
+    """(the folder whose weights every rank holds, the reason why there is none)"""
+    try:
+        votes = core.model_executor.collective_rpc(rank_vote, _VOTE_S, (began_ns,))
+    except (RuntimeError, TimeoutError) as e:
+        # A rank that died ends the engine by itself, and the reload is done.
+        return "", f"ranks did not vote: {e}"
+    folders = {path for path, _ in votes}
+    why = next((why for _, why in votes if why), "")
+    if why or len(folders) != 1:
+        return "", why or "the ranks read different folders"
+    [path] = folders
+    try:
+        require_folder(path, began_ns)
+    except CheckpointError as e:
+        return "", str(e)
+    return path, ""
+
+
+def _settle(core: Any) -> None:
+    """Let the engine share under its new weights, unless a block holds KV of others."""
+    loaded = getattr(core, _LOADED, None)
+    if loaded is None:
+        return
+    epoch, path, began_ns = loaded
+    if not _no_block_is_used(core):
+        compat.logger.info("cornplug: this engine shares again after a reset of its prefix cache")
+        return
+    setattr(core, _LOADED, None)
+    engine_state.current().end_update(epoch, path, began_ns)
+    compat.logger.info("cornplug: this engine shares again, with the weights of %s", path)
+
+
+def _no_block_is_used(core: Any) -> bool:
+    """Whether no request holds a block, and no block is cached."""
+    pool = core.scheduler.kv_cache_manager.block_pool
+    # vLLM's own test before a reset: the null block is always used.
+    held = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1
+    return not held and len(pool.cached_block_hash_to_block) == 0
+
+
+def _reset_prefix_cache(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(core, *args, **kwargs)
+    _settle(core)
+    return result
+
+
+def _scheduler_init(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    original(scheduler, *args, **kwargs)
+    if has_cornplug(scheduler.vllm_config):
+        engine_state.current().core_began()
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.engine.core", "EngineCore.reset_prefix_cache", _reset_prefix_cache),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.__init__", _scheduler_init),
+)
