@@ -24,7 +24,7 @@ from PIL import features
 from cornplug import identity
 
 REMEMBERED_FILES: Final = 32_768
-"""Entries by default; one has about 400 bytes."""
+"""Entries by default; one has about 400 bytes, however long its tenant's salt is."""
 _MAX_TENANTS: Final = 1024
 _CODECS: Final = ("jpg", "libjpeg_turbo", "jpg_2000", "webp", "avif", "zlib", "libtiff")
 
@@ -47,28 +47,30 @@ class FileMemo:
         self._max_files = max_files
         self._lock = threading.Lock()
         self._files = 0
-        self._tenants: OrderedDict[str | None, OrderedDict[bytes, DecodedFile]] = OrderedDict()
+        self._tenants: OrderedDict[bytes | None, OrderedDict[bytes, DecodedFile]] = OrderedDict()
 
     def __len__(self) -> int:
         return self._files
 
     def recall(self, tenant: str | None, name: bytes) -> DecodedFile | None:
         """The file's entry; None where this tenant sent no such file lately."""
+        key = _tenant_key(tenant)
         with self._lock:
-            files = self._tenants.get(tenant)
+            files = self._tenants.get(key)
             found = None if files is None else files.get(name)
             if files is not None and found is not None:
                 files.move_to_end(name)
-                self._tenants.move_to_end(tenant)
+                self._tenants.move_to_end(key)
             return found
 
     def remember(self, tenant: str | None, name: bytes, decoded: DecodedFile) -> None:
         """Add an entry; over the bound, the tenant with most entries loses its least recently used one."""
         if self._max_files == 0:
             return
+        key = _tenant_key(tenant)
         with self._lock:
-            files = self._tenants.setdefault(tenant, OrderedDict())
-            self._tenants.move_to_end(tenant)
+            files = self._tenants.setdefault(key, OrderedDict())
+            self._tenants.move_to_end(key)
             self._files += name not in files
             files[name] = decoded
             files.move_to_end(name)
@@ -77,12 +79,17 @@ class FileMemo:
             if len(self._tenants) > _MAX_TENANTS:
                 self._files -= len(self._tenants.popitem(last=False)[1])
 
-    def _drop_oldest(self, tenant: str | None) -> None:
+    def _drop_oldest(self, tenant: bytes | None) -> None:
         files = self._tenants[tenant]
         files.popitem(last=False)
         self._files -= 1
         if not files:
             del self._tenants[tenant]
+
+
+def _tenant_key(salt: str | None) -> bytes | None:
+    """The tenant's key in the memo, of 32 bytes: SGLang's protocol bounds no salt."""
+    return None if salt is None else hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
 
 
 def file_name(spec: Mapping[str, Any], parts: Sequence[bytes]) -> bytes:

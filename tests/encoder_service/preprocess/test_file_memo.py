@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import tracemalloc
+
 import pytest
 
 from cornplug.encoder_service.preprocess import file_memo
@@ -41,6 +44,32 @@ def test_file_memo_number_of_tenants_is_bounded() -> None:
     assert len(memo) == file_memo._MAX_TENANTS
     assert memo.recall("2999", b"f") == entry(1)
     assert memo.recall("0", b"f") is None
+
+
+def test_file_memo_default_is_bounded_in_bytes_for_any_salts() -> None:
+    """The figure of the configuration's docs; a salt of SGLang's protocol has any length."""
+    memo = FileMemo(4096)
+    tracemalloc.start()
+    try:
+        for number in range(4096):
+            name = hashlib.sha256(number.to_bytes(4, "big"))
+            shape = (1000 + number, 2000 + number)
+            memo.remember(
+                f"{number % 512:0100000}", name.digest(), file_memo.DecodedFile(name.digest(), shape)
+            )
+        held = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert len(memo) == 4096
+    assert held < 600 * 4096, held
+
+
+def test_file_memo_no_salt_and_empty_salt_are_two_tenants() -> None:
+    memo = FileMemo(8)
+    memo.remember(None, b"f", entry(1))
+    memo.remember("", b"f", entry(2))
+    assert (memo.recall(None, b"f"), memo.recall("", b"f")) == (entry(1), entry(2))
+    assert memo.recall("a", b"f") is None
 
 
 def test_file_memo_repeated_entry_counts_once() -> None:

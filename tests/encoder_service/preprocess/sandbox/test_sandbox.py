@@ -247,3 +247,26 @@ def test_decoder_process_in_folder_with_planted_modules_does_not_import_them(
     cell.process.start()
     cell.process.close()
     assert not list(tmp_path.glob("imported-*"))
+
+
+@pytest.mark.parametrize("progressive", [False, True])
+def test_decoder_process_repeated_jpegs_take_no_fresh_memory(progressive: bool) -> None:
+    """Memory of the last image is there for the next one: a fresh page costs a fault, and its zeroes."""
+    cell = Cell()
+    image = Image.linear_gradient("L").resize((1280, 960)).convert("RGB")
+    data = saved(image, "JPEG", progressive=progressive)
+    taken = []
+    try:
+        cell.process.start()
+        for _ in range(12):
+            before = minor_faults(cell.process)
+            cell.decoder().image(data, MAX_PIXELS, accept_any)
+            taken.append(minor_faults(cell.process) - before)
+    finally:
+        cell.process.close()
+    assert sorted(taken)[len(taken) // 2] < 100, taken
+
+
+def minor_faults(process: DecoderProcess) -> int:
+    """Page faults of a process so far that read nothing from a disk."""
+    return int(Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[7])
