@@ -32,9 +32,7 @@ def embeddings_hit(url: str) -> float:
     )
 
 
-def test_plan_of_two_hosts_pulls_embeddings_by_url(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plan_of_two_hosts_pulls_embeddings_by_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both hosts are this machine; each has its own folder, store and sockets, and a copy of the secret."""
     monkeypatch.setattr(addresses, "ENGINE_PORT", free_port())
     monkeypatch.setattr(addresses, "ENCODER_PORT", free_port())
