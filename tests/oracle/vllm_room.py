@@ -14,7 +14,7 @@ from vllm.multimodal.inputs import PlaceholderRange
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common import resolved_config
-from cornplug.engine_common.background_identity import BackgroundIdentity
+from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
@@ -59,12 +59,12 @@ def lineage(deployment: Deployment, tower: bytes, secret: bytes) -> bytes:
     made: dict[str, Any] = {
         "_secret": secret,
         "_processor_kwargs": deployment.processor_kwargs,
-        "_tower": BackgroundIdentity(lambda: TowerIdentity(tower, None), "embeddings", compat.logger.warning),
+        "_tower": CurrentIdentity(lambda: TowerIdentity(tower, None), "embeddings", compat.logger.warning),
         "_uuids": OrderedDict(),
         "_lock": threading.Lock(),
     }
     vars(identifiers).update(made)
-    assert identifiers._tower.wait(10)
+    assert identifiers._tower.now()[1].wait(10)
     options = identifiers.options({**deployment.processor_kwargs, **deployment.options})
     name = identifiers.media_name(deployment.image, deployment.uuid, options)
     assert name is not None
