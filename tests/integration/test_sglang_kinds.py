@@ -19,7 +19,10 @@ from devkit.engines import StoreProcess
 from devkit.processes import together
 from devkit.sglang_engine import Generation, SglangServer, sglang_python
 
-pytestmark = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
+pytestmark = [
+    pytest.mark.stress,
+    pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
+]
 
 PAGE: Final = 64
 PROMPTS: Final = (f"{PREAMBLE} What is a cache?", f"Again. {PREAMBLE} {PREAMBLE} And a page?")
@@ -107,9 +110,7 @@ def accepted(answer: Generation) -> float:
 
 
 @pytest.mark.support("Kinds of KV", "{kind}", engine="sglang")
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "fp8" else pytest.mark.stress) for kind in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_sglang_kind_fresh_server_answers_as_stock_from_the_store(
     kind: str, store: StoreProcess, tmp_path: Path
 ) -> None:
@@ -145,7 +146,6 @@ def test_sglang_kind_fresh_server_answers_as_stock_from_the_store(
         )
 
 
-@pytest.mark.stress
 @pytest.mark.support("Kinds of KV", "images of two tokenizers", engine="sglang")
 def test_sglang_two_tokenizers_images_are_shared(store: StoreProcess, tmp_path: Path) -> None:
     model = checkpoints.qwen2_vl(tmp_path / "model")

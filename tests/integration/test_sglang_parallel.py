@@ -19,6 +19,7 @@ from devkit.vllm_beds import NIXL, bed_environment
 
 pytestmark = [
     pytest.mark.integration,
+    pytest.mark.stress,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
     pytest.mark.timeout(300),
 ]
@@ -68,7 +69,6 @@ def continues(server: SglangServer, tokens: Sequence[int], first: Generation) ->
     assert again.output_ids == first.output_ids
 
 
-@pytest.mark.stress
 @pytest.mark.support("Sharing", "pipeline stages write pages together for any degree", engine="sglang")
 def test_sglang_pages_of_pipeline_stages_are_read_by_one_rank_and_back(store: StoreProcess) -> None:
     stages = server(store, "stages", "--pp-size", "2", env=_TWO_CORES)
