@@ -87,6 +87,18 @@ _mla = partial(checkpoints.deepseek_v2, kv_lora_rank=512, rope_dim=64)
 # most frequent: a head without the KV of the pages before proposes this one.
 _MAJORITIES: Final = ("ab" * 900 + "cd" * 160, "ef" * 1400 + "gh" * 160)
 
+
+def _eagle3_accepted(*, windows: int, full: int) -> Kind:
+    """Model and head say the most frequent token of their KV."""
+    return Kind(
+        partial(checkpoints.majority, windows=windows, full=full),
+        partial(_drafts_by_eagle3, make=checkpoints.majority_head),
+        stock=(),
+        asked=_MAJORITIES,
+        drafts=True,
+    )
+
+
 KINDS: Final[Mapping[str, Kind]] = {
     "draft model": Kind(checkpoints.qwen2_text, _speculates, stock=(), drafts=True),
     "fp8": Kind(checkpoints.qwen2_text, lambda _: ("--kv-cache-dtype", "fp8")),
@@ -106,20 +118,8 @@ KINDS: Final[Mapping[str, Kind]] = {
     "windows in groups with EAGLE-3": Kind(
         partial(checkpoints.llama_windowed, windows=3, full=2), _drafts_by_eagle3, stock=()
     ),
-    "EAGLE-3, proposals accepted": Kind(
-        partial(checkpoints.majority, windows=0, full=5),
-        partial(_drafts_by_eagle3, make=checkpoints.majority_head),
-        stock=(),
-        asked=_MAJORITIES,
-        drafts=True,
-    ),
-    "windows in groups with EAGLE-3, proposals accepted": Kind(
-        partial(checkpoints.majority, windows=3, full=2),
-        partial(_drafts_by_eagle3, make=checkpoints.majority_head),
-        stock=(),
-        asked=_MAJORITIES,
-        drafts=True,
-    ),
+    "EAGLE-3, proposals accepted": _eagle3_accepted(windows=0, full=5),
+    "windows in groups with EAGLE-3, proposals accepted": _eagle3_accepted(windows=3, full=2),
     "two stages": Kind(
         checkpoints.qwen2_text,
         # vLLM's CPU worker makes the second stage's buffers in its warm-up, which an eager engine leaves out.

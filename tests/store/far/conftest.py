@@ -55,10 +55,8 @@ def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Iterator[MooncakeMaster]:
     pytest.importorskip("mooncake", reason="there is no wheel of it for every interpreter")
-    master = MooncakeMaster(tmp_path)
-    master.start()
-    yield master
-    master.kill()
+    with MooncakeMaster(tmp_path) as master:
+        yield master
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import socket
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from valkey import Valkey
 
 from cornplug.config import StoreConfig
 from cornplug.host import free_port
+from cornplug.processes import ManagedProcess
 from cornplug.store.client import PoolStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.stats.store_stats import FarStat
@@ -69,30 +69,18 @@ def answers_at(port: int) -> bool:
     return False
 
 
-class MooncakeMaster:
+class MooncakeMaster(ManagedProcess):
     """A master on this host; the daemons of the URL give its memory."""
 
     def __init__(self, folder: Path) -> None:
-        self.port, self._folder = free_port(), folder
+        self.port = free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}?segment=64MiB"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
         command = [sys.executable, "-m", "mooncake.cli", f"--rpc_port={self.port}", "--rpc_address=127.0.0.1"]
         command += [f"--metrics_port={free_port()}", "--metrics_host=127.0.0.1", "--client_ttl=2"]
-        with (self._folder / "mooncake.log").open("a") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log)
-        eventually(lambda: answers_at(self.port))
+        super().__init__(command, log=folder / "mooncake.log")
 
-    def stop(self) -> None:
-        """It answers no more, and its connections stay."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
-
-    def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+    def ready(self) -> bool:
+        return answers_at(self.port)
 
 
 def client_of(redis: RedisServer) -> Valkey:

@@ -68,7 +68,7 @@ def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
     put(second.store, "near")
     eventually(lambda: first.written(1) and second.written(1))
     if hangs:
-        mooncake.stop()
+        mooncake.freeze()
     else:
         mooncake.kill()
     second.store.seek([key("a")])
