@@ -1,24 +1,24 @@
-"""A process with Mooncake's client, that answers its daemon's questions on sockets which it inherits.
+"""A process with Mooncake's client, that answers its daemon's questions (`client_process.py`).
 
 Its setup and its end hold the interpreter's lock: 90 s where the master is dead, measured with release
 0.3.13. In the daemon's own process they would hold up every engine of the host.
 
-Usage: mooncake_client.py SETTINGS_JSON DESCRIPTOR ...
+Usage: mooncake_client.py DESCRIPTOR ... < SETTINGS
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import msgspec
+
+from cornplug.store.far.client_process import Answer, Question, client_settings, serve
 
 MOST_BYTES: Final = 32 << 20
 _BUFFER_BYTES: Final = 4 * MOST_BYTES
@@ -42,22 +42,6 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """Address of this host for the others; empty: the one from which it reaches the master."""
 
 
-class Question(msgspec.Struct, array_like=True):
-    """A call of `FarStore`."""
-
-    call: Literal["exists", "get", "put", "delete"]
-    names: Sequence[str]
-    record: bytes = b""
-
-
-class Answer(msgspec.Struct, array_like=True):
-    """The result of a call; `failure` says why there is none."""
-
-    failure: str = ""
-    there: Sequence[bool] = ()
-    record: bytes | None = None
-
-
 def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
     """Answer until the daemon's ends of all sockets are closed."""
     try:
@@ -74,13 +58,7 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
     if code:
         sys.exit(f"cornplug: Mooncake's client of {settings.master} did not start: error {code}")
     signal.alarm(0)
-    threads = [
-        threading.Thread(target=_serve, args=(client, Connection(descriptor))) for descriptor in descriptors
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    serve(functools.partial(_answer, client), descriptors)
     # The end takes 2 s, and what reads the daemon's log is not to wait for it.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
     signal.alarm(_LONGEST_S)
@@ -93,13 +71,6 @@ def _own_address(master: str) -> str:
         probe.connect((host, int(port)))
         address: str = probe.getsockname()[0]
     return address
-
-
-def _serve(client: Any, channel: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        while True:
-            question = msgspec.msgpack.decode(channel.recv_bytes(), type=Question)
-            channel.send_bytes(msgspec.msgpack.encode(_answer(client, question)))
 
 
 def _answer(client: Any, question: Question) -> Answer:
@@ -126,4 +97,4 @@ def _unless_failed(codes: Sequence[int], answer: Answer) -> Answer:
 
 
 if __name__ == "__main__":
-    main(msgspec.json.decode(sys.argv[1], type=ClientSettings), [int(number) for number in sys.argv[2:]])
+    main(client_settings(ClientSettings), [int(number) for number in sys.argv[1:]])

@@ -1,0 +1,166 @@
+"""Far stores whose client library runs in a process of its own, which answers on sockets that it inherits.
+
+    thread ──question──> idle socket ──> the process ──> the far store
+
+A process that hangs or dies is replaced by another one for the next question.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from cornplug.store.far.far_store import FarFailure
+
+_CHANNELS: Final = 4
+"""Threads of a far peer that call."""
+_LONGEST_S: Final = 6
+"""Of a call. Mooncake's to a dead master takes 4.5 s, and its client finds a new master by itself."""
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+class Question(msgspec.Struct, array_like=True):
+    """A call of `FarStore`."""
+
+    call: Literal["exists", "get", "put", "delete"]
+    names: Sequence[str]
+    record: bytes = b""
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """The result of a call; `failure` says why there is none."""
+
+    failure: str = ""
+    there: Sequence[bool] = ()
+    record: bytes | None = None
+
+
+class ProcessFarStore:
+    """A far store by the process of one module.
+
+    Args:
+        module: Its `main` reads `settings` with `client_settings`, and gives its answers to `serve`.
+        settings: Sent to the process's standard input: other users see its command line.
+        variables: For its environment, where the daemon's does not have them.
+    """
+
+    most_names = 1024
+
+    def __init__(
+        self, module: str, settings: msgspec.Struct, *, most_bytes: int, variables: Mapping[str, str]
+    ) -> None:
+        self.most_bytes = most_bytes
+        self._make = functools.partial(_Client, module, msgspec.msgpack.encode(settings), variables)
+        self._lock = threading.Lock()
+        self._client = self._make()
+
+    def exists(self, names: Sequence[str]) -> list[bool]:
+        return list(self._ask(Question("exists", names)).there)
+
+    def get(self, name: str) -> bytes | None:
+        return self._ask(Question("get", [name])).record
+
+    def put(self, name: str, record: bytes) -> None:
+        self._ask(Question("put", [name], record))
+
+    def delete(self, names: Sequence[str]) -> None:
+        self._ask(Question("delete", names))
+
+    def close(self) -> None:
+        self._client.leave()
+
+    def _ask(self, question: Question) -> Answer:
+        with self._lock:
+            if self._client.ended:
+                self._client = self._make()
+            client = self._client
+        answer = client.ask(question)
+        if answer.failure:
+            raise FarFailure(answer.failure)
+        return answer
+
+
+class _Client:
+    """The process, and its sockets that are idle."""
+
+    def __init__(self, module: str, settings: bytes, variables: Mapping[str, str]) -> None:
+        self._name = module.rpartition(".")[2]
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        theirs = []
+        for _ in range(_CHANNELS):
+            mine, its = socket.socketpair()
+            limit = struct.pack("@ll", _LONGEST_S, 0)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                mine.setsockopt(socket.SOL_SOCKET, option, limit)
+            self._idle.put(Connection(mine.detach()))
+            theirs.append(its)
+        descriptors = [its.fileno() for its in theirs]
+        # A signal from a terminal is the daemon's; its errors are in the daemon's log.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
+            pass_fds=descriptors, env={**variables, **os.environ}, start_new_session=True,
+        )  # fmt: skip
+        for its in theirs:
+            its.close()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as into:
+            into.write(settings)
+
+    @property
+    def ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def ask(self, question: Question) -> Answer:
+        """Raises FarFailure, after which the process is ended."""
+        try:
+            channel = self._idle.get(timeout=_LONGEST_S)
+            channel.send_bytes(msgspec.msgpack.encode(question))
+            answer = msgspec.msgpack.decode(channel.recv_bytes(), type=Answer)
+        except (OSError, EOFError, Empty) as e:
+            self._process.kill()
+            self._process.wait()
+            raise FarFailure(f"{self._name}: {type(e).__name__} {e}") from None
+        self._idle.put(channel)
+        return answer
+
+    def leave(self) -> None:
+        """Close the idle sockets: the process gives back what it holds, and ends by itself."""
+        with contextlib.suppress(Empty):
+            while True:
+                self._idle.get_nowait().close()
+
+
+def client_settings(kind: type[Settings]) -> Settings:
+    """The settings that the daemon has sent to this process."""
+    return msgspec.msgpack.decode(sys.stdin.buffer.read(), type=kind)
+
+
+def serve(answer: Callable[[Question], Answer], descriptors: Sequence[int]) -> None:
+    """Answer the daemon, each socket on a thread, until it has closed its ends of all of them."""
+    threads = [
+        threading.Thread(target=_serve, args=(answer, Connection(descriptor))) for descriptor in descriptors
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _serve(answer: Callable[[Question], Answer], channel: Connection) -> None:
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            question = msgspec.msgpack.decode(channel.recv_bytes(), type=Question)
+            channel.send_bytes(msgspec.msgpack.encode(answer(question)))
