@@ -78,9 +78,10 @@ class StoreConfig(Section):
     it takes."""
     far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """URLs of far stores, by which hosts share entries: `file:///FOLDER` (a mounted share), `s3://BUCKET/PREFIX`,
-    `valkey://HOST:6379/0` (`redis://` too), `mooncake://MASTER:50051`. Records there are sealed. Needs a
-    `secret_file` that all hosts have, and the extra `cornplug[far-object]`, `cornplug[far-valkey]` or
-    `cornplug[far-mooncake]`. Empty: nothing leaves this host."""
+    `valkey://HOST:6379/0` (`redis://` too), `mooncake://MASTER:50051`, `nixl://HOST:8760+HOST:8760`
+    (memory of the named hosts). Records there are sealed. Needs a `secret_file` that all hosts have, and the
+    extra `cornplug[far-object]`, `cornplug[far-valkey]`, `cornplug[far-mooncake]` or `cornplug[far-nixl]`.
+    Empty: nothing leaves this host."""
     far_secret_files: tuple[Path, ...] = ()
     """Files of 32 bytes, by absolute paths, that seal the records of far stores: the first one seals new
     records, and those of any are read, so that a secret can be replaced while hosts run. Empty:

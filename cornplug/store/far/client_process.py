@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
@@ -28,6 +29,9 @@ _CHANNELS: Final = 4
 """Threads of a far peer that call."""
 _LONGEST_S: Final = 6
 """Of a call. Mooncake's to a dead master takes 4.5 s, and its client finds a new master by itself."""
+_START_S: Final = 60
+"""Of the process's start: libraries are read, and cores may be busy."""
+_READY: Final = b"ready"
 
 Settings = TypeVar("Settings", bound=msgspec.Struct)
 
@@ -93,20 +97,26 @@ class ProcessFarStore:
         return answer
 
 
+class _StillStarting(Exception):
+    """A process that starts is not asked yet."""
+
+
 class _Client:
     """The process, and its sockets that are idle."""
 
     def __init__(self, module: str, settings: bytes, variables: Mapping[str, str]) -> None:
         self._name = module.rpartition(".")[2]
-        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._idle: SimpleQueue[tuple[Connection, bool]] = SimpleQueue()
+        """And whether the process has said on them that it serves."""
         theirs = []
         for _ in range(_CHANNELS):
             mine, its = socket.socketpair()
             limit = struct.pack("@ll", _LONGEST_S, 0)
             for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
                 mine.setsockopt(socket.SOL_SOCKET, option, limit)
-            self._idle.put(Connection(mine.detach()))
+            self._idle.put((Connection(mine.detach()), False))
             theirs.append(its)
+        self._gives_up_s = time.monotonic() + _START_S
         descriptors = [its.fileno() for its in theirs]
         # A signal from a terminal is the daemon's; its errors are in the daemon's log.
         self._process = subprocess.Popen(
@@ -124,23 +134,30 @@ class _Client:
         return self._process.poll() is not None
 
     def ask(self, question: Question) -> Answer:
-        """Raises FarFailure, after which the process is ended."""
+        """Raises FarFailure, after which the process is ended unless it still starts."""
         try:
-            channel = self._idle.get(timeout=_LONGEST_S)
+            channel, ready = self._idle.get(timeout=_LONGEST_S)
+            if not ready:
+                if not channel.poll(_LONGEST_S) and time.monotonic() < self._gives_up_s:
+                    self._idle.put((channel, False))
+                    raise _StillStarting
+                channel.recv_bytes()
             channel.send_bytes(msgspec.msgpack.encode(question))
             answer = msgspec.msgpack.decode(channel.recv_bytes(), type=Answer)
+        except _StillStarting:
+            raise FarFailure(f"{self._name} has not started yet") from None
         except (OSError, EOFError, Empty) as e:
             self._process.kill()
             self._process.wait()
             raise FarFailure(f"{self._name}: {type(e).__name__} {e}") from None
-        self._idle.put(channel)
+        self._idle.put((channel, True))
         return answer
 
     def leave(self) -> None:
         """Close the idle sockets: the process gives back what it holds, and ends by itself."""
         with contextlib.suppress(Empty):
             while True:
-                self._idle.get_nowait().close()
+                self._idle.get_nowait()[0].close()
 
 
 def client_settings(kind: type[Settings]) -> Settings:
@@ -161,6 +178,7 @@ def serve(answer: Callable[[Question], Answer], descriptors: Sequence[int]) -> N
 
 def _serve(answer: Callable[[Question], Answer], channel: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
+        channel.send_bytes(_READY)
         while True:
             question = msgspec.msgpack.decode(channel.recv_bytes(), type=Question)
             channel.send_bytes(msgspec.msgpack.encode(answer(question)))

@@ -5,8 +5,9 @@
     offer(key) ──> queue ──> sealed and put, unless it has the record
     forget(key) ─> its record is deleted, where the entry was
 
-A failure, or a call beyond its deadline, turns it off for a pause that grows; then a probe of its own finds
-out whether it answers again, so that no request pays for that. While it is off nothing is asked of it.
+It begins turned off. A failure, or a call beyond its deadline, turns it off for a pause that grows. Then a
+probe of its own finds out whether it answers, so that no request pays for that, and no entry is lost that
+waits to be written. While it is off nothing else is asked of it.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class FarPeer:
         self._mover = DiskWorkers(name="cornplug-far")
         self._asker = DiskWorkers(name="cornplug-far", readers=0)
         self._breaker = CircuitBreaker()
-        self.answers = True
-        """False: nothing is asked of it for now."""
+        self._state: bool | None = None
+        """Whether it answers; None until it has for the first time, or has not."""
         self._asking = False
         self._calls: dict[object, tuple[float, float]] = {}
         """Calls under way: (began, deadline in seconds)."""
@@ -86,6 +87,11 @@ class FarPeer:
     def pollable(self) -> Sequence[DiskWorkers]:
         """Readable when `step` has something to do."""
         return self._mover, self._asker
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answers. If not, nothing but a probe is asked of it."""
+        return self._state is True
 
     def knows(self, key: bytes) -> bool:
         """Whether it has this entry, as far as is known."""
@@ -260,13 +266,13 @@ class FarPeer:
     def _answered(self) -> None:
         self._breaker.answered(ASK_S)
         if not self.answers:
-            _log.info("far store %s answers again", self.label)
-        self.answers = True
+            _log.info("far store %s answers%s", self.label, "" if self._state is None else " again")
+        self._state = True
 
     def _failed(self, why: str) -> None:
-        if self.answers:
+        if self._state is not False:
             _log.warning("far store %s is not asked for now: %s", self.label, why)
-        self.answers = False
+        self._state = False
         self._breaker.missed(ASK_S, time.monotonic())
 
     def _probe(self, now_s: float) -> None:

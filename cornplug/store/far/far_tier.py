@@ -73,8 +73,8 @@ class FarTier:
         self._waiting: OrderedDict[bytes, FarPeer] = OrderedDict()
         self._fetching: dict[bytes, FarPeer] = {}
         self._arrived: deque[tuple[bytes, FarRecord]] = deque()
-        self._answers = True
-        show_answers(True)
+        self._answers = False
+        show_answers(False)
 
     @property
     def pollable(self) -> list[DiskWorkers]:

@@ -20,9 +20,12 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "file": ("object_store", "open_folder_url", "far-object"),
     "s3": ("object_store", "open_s3_url", "far-object"),
     "mooncake": ("mooncake_store", "open_mooncake_url", "far-mooncake"),
+    "nixl": ("nixl_store", "open_nixl_url", "far-nixl"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip
 """Scheme of a URL -> module, function and the extra that brings its package."""
+_OF_MEMBERS: Final = frozenset({"nixl"})
+"""Hosts that prove to each other that they have the domain's secret."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,7 @@ def open_far(
     opened: list[tuple[str, FarStore]] = []
     try:
         for label, url in zip(labels, urls, strict=True):
-            opened.append((label, _open(url, label)))
+            opened.append((label, _open(url, label, secret)))
     except ConfigError:
         for _, store in opened:
             store.close()
@@ -66,7 +69,7 @@ def open_far(
     return OpenedFar(opened, secret, sealing)
 
 
-def _open(url: str, label: str) -> FarStore:
+def _open(url: str, label: str, secret: bytes) -> FarStore:
     scheme = urlsplit(url).scheme
     if scheme not in _BACKENDS:
         known = ", ".join(f"{one}://" for one in sorted(_BACKENDS))
@@ -79,5 +82,5 @@ def _open(url: str, label: str) -> FarStore:
         raise ConfigError(
             _SETTING, f"{label!r} needs a package: {e}", f"Run: pip install 'cornplug[{extra}]'"
         ) from e
-    store: FarStore = getattr(backend, function)(url)
+    store: FarStore = getattr(backend, function)(url, *([secret] if scheme in _OF_MEMBERS else []))
     return store

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import secrets
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from cornplug.host import free_port
 from devkit.far_servers import RedisServer, redis_program
+from devkit.vllm_beds import NIXL, bed_environment
 
 from ..conftest import eventually
 from .far_stage import Host, MooncakeMaster, answers_at
@@ -73,10 +76,16 @@ def host(short_path: Path) -> Iterator[Callable[..., Host]]:
     """Makes hosts: each has a daemon of its own; those of one `secret` are of one sharing domain."""
     hosts: list[Host] = []
 
-    def make(*urls: str, secret: bytes = b"d" * 32, size_bytes: int = 4 << 20) -> Host:
+    def make(
+        *urls: str,
+        secret: bytes = b"d" * 32,
+        size_bytes: int = 4 << 20,
+        answer: bool = True,
+        inside: Sequence[str] = (),
+    ) -> Host:
         folder = short_path / f"h{len(hosts)}"
         folder.mkdir(mode=0o700)
-        hosts.append(Host(folder, urls, secret, size_bytes))
+        hosts.append(Host(folder, urls, secret, size_bytes, answer=answer, inside=inside))
         return hosts[-1]
 
     yield make
@@ -84,7 +93,20 @@ def host(short_path: Path) -> Iterator[Callable[..., Host]]:
         one.end()
 
 
-_SERVED = [pytest.param(kind, marks=pytest.mark.integration) for kind in ("mooncake", "s3")]
+@pytest.fixture
+def nixl(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The URL of three members on this host, whose daemons find NIXL."""
+    if importlib.util.find_spec("nixl") is None:
+        try:
+            path = bed_environment("v1", NIXL)["PYTHONPATH"]
+        except FileNotFoundError:
+            pytest.skip("script/setup laid no NIXL here")
+        monkeypatch.setenv("PYTHONPATH", path)
+        monkeypatch.syspath_prepend(path.partition(os.pathsep)[0])
+    return "nixl://" + "+".join(f"127.0.0.1:{free_port()}" for _ in range(3)) + "?segment=64MiB"
+
+
+_SERVED = [pytest.param(kind, marks=pytest.mark.integration) for kind in ("mooncake", "nixl", "s3")]
 
 
 @pytest.fixture(params=["file", *_SERVED, "valkey"])
@@ -92,9 +114,9 @@ def url(request: pytest.FixtureRequest) -> str:
     """The URL of a far store, of each kind."""
     if request.param == "file":
         return f"file://{request.getfixturevalue('share')}"
-    if request.param == "s3":
-        bucket: str = request.getfixturevalue("s3")
-        return bucket
+    if request.param in ("nixl", "s3"):
+        address: str = request.getfixturevalue(request.param)
+        return address
     server: MooncakeMaster | RedisServer = request.getfixturevalue(
         "mooncake" if request.param == "mooncake" else "redis"
     )

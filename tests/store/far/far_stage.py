@@ -26,9 +26,23 @@ from ..conftest import answers, eventually
 
 
 class Host:
-    """A daemon with far stores, as a process, and a client of it."""
+    """A daemon with far stores, as a process, and a client of it.
 
-    def __init__(self, folder: Path, urls: Sequence[str], secret: bytes, size_bytes: int) -> None:
+    Args:
+        answer: Wait until the far stores answer.
+        inside: A command that runs the daemon's command, in namespaces for example.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        urls: Sequence[str],
+        secret: bytes,
+        size_bytes: int,
+        *,
+        answer: bool = True,
+        inside: Sequence[str] = (),
+    ) -> None:
         self._urls, self._folder, self._size_bytes = urls, folder, size_bytes
         secret_file = folder / "secret"
         secret_file.write_bytes(secret)
@@ -36,7 +50,7 @@ class Host:
         self.config = StoreConfig(
             socket=folder / "s.sock", size_bytes=size_bytes, secret_file=secret_file, autostart=False
         )
-        command = [sys.executable, "-m", "cornplug.store.daemon.main", "--size", str(size_bytes)]
+        command = [*inside, sys.executable, "-m", "cornplug.store.daemon.main", "--size", str(size_bytes)]
         command += ["--socket", str(self.config.socket), "--secret-file", str(secret_file)]
         for url in urls:
             command += ["--far", url]
@@ -44,6 +58,8 @@ class Host:
         eventually(lambda: self.daemon.poll() is not None or answers(self.config.socket))
         self.store = PoolStore(self.config, connect_timeout_s=10)
         eventually(lambda: self.store.connected)
+        if answer:
+            eventually(lambda: all(self.far(number).answers for number in range(len(urls))))
 
     def far(self, number: int = 0) -> FarStat:
         """The counts of one of its far stores."""

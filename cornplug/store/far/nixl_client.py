@@ -1,0 +1,337 @@
+"""A process with a NIXL agent, that answers its daemon's questions (`client_process.py`) and other members'.
+
+    put            ──> this member's memory, no other's
+    exists, delete ──> all members, by `MemberChannel`
+    get            ──> the member that has it writes it into memory of this one, by NIXL
+
+Only members of the domain learn where NIXL may write, in messages that are authenticated: NIXL's own exchange
+of metadata takes anyone's. Records are sealed: NIXL's way need not be trusted.
+
+Usage: nixl_client.py DESCRIPTOR ... < SETTINGS
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal
+
+import msgspec
+
+from cornplug.store.far.client_process import Answer, Question, client_settings, serve
+from cornplug.store.far.member_channel import MemberChannel
+from cornplug.store.far.nixl_agent import NixlAgent
+from cornplug.store.far.record_ring import RecordRing
+
+MOST_BYTES: Final = 32 << 20
+_ANSWER_S: Final = 0.2
+"""Deadline of all members' answers; a far peer's is 0.25 s."""
+_MOVE_S: Final = 1.5
+"""Deadline of a record's way; a far peer's is 2 s."""
+_PROGRESS_S: Final = 0.0001
+_RETRY_S: Final = (0.1, 0.2, 0.5, 1.0, 2.0)
+_MOST_CALLERS: Final = 64
+_MOST_FOUND: Final = 1 << 16
+
+
+class MemberSettings(msgspec.Struct, frozen=True):
+    """The members of a domain, and what this one gives."""
+
+    members: Sequence[tuple[str, int]]
+    """Hosts and ports of all members, this one among them."""
+    own: int
+    """Number of this one; -1: the first whose address is this host's and whose port is free."""
+    segment_bytes: int
+    key: bytes
+    """Derived from the domain's secret."""
+
+
+class MemberQuestion(msgspec.Struct, array_like=True):
+    """What a member asks another one."""
+
+    call: Literal["join", "exists", "send", "delete"]
+    names: Sequence[str] = ()
+    metadata: bytes = b""
+    """join: of the asker's agent."""
+    member: int = 0
+    """join: number of the asker."""
+    address: int = 0
+    """send: where the asker has room for a record."""
+
+
+class MemberAnswer(msgspec.Struct, array_like=True):
+    """What it answers."""
+
+    there: Sequence[bool] = ()
+    size_bytes: int = -1
+    """Of the record that was sent; -1: it has none of this name."""
+
+
+class OtherMember:
+    """Another member, as this one, number `own`, asks it. Its thread connects, and again after a failure."""
+
+    def __init__(self, address: tuple[str, int], key: bytes, agent: NixlAgent, own: int) -> None:
+        self._address, self._key, self._agent, self._own = address, key, agent, own
+        self.lock = threading.Lock()
+        """Held by a caller from a question to its answer."""
+        self._channel: MemberChannel | None = None
+        self._tried, self._broken, self._seen = threading.Event(), threading.Event(), threading.Event()
+        threading.Thread(target=self._keep, name="cornplug-member", daemon=True).start()
+
+    @property
+    def connected(self) -> bool:
+        """Whether it can be asked."""
+        return self._channel is not None
+
+    def wait_for_attempt(self, within_s: float) -> None:
+        """Return once it has been tried to connect to it, and connected if it is there."""
+        self._tried.wait(within_s)
+
+    def listens(self) -> None:
+        """It has been heard from: connect to it now."""
+        self._seen.set()
+
+    def ask(self, question: MemberQuestion) -> bool:
+        """Send a question; whether it is on its way. `lock` is held."""
+        channel = self._channel
+        if channel is None:
+            return False
+        try:
+            channel.send(msgspec.msgpack.encode(question))
+        except (OSError, EOFError) as e:
+            self._failed(e)
+            return False
+        return True
+
+    def answer(self, end_s: float, *, moves: bool = False) -> MemberAnswer | None:
+        """The answer to the last question; None if there is none by then. `lock` is held.
+
+        Args:
+            moves: Let NIXL take what comes meanwhile.
+        """
+        channel = self._channel
+        if channel is None:
+            return None
+        left_s = max(0.001, end_s - time.monotonic())
+        try:
+            body = channel.receive(left_s, self._agent.progress if moves else None, _PROGRESS_S)
+            return msgspec.msgpack.decode(body, type=MemberAnswer)
+        except (OSError, EOFError, msgspec.MsgspecError) as e:
+            self._failed(e)
+            return None
+
+    def _failed(self, why: Exception) -> None:
+        """An answer that comes late would be taken for another question's."""
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.close()
+            _say(f"{self._address[0]}:{self._address[1]} does not answer: {type(why).__name__} {why}")
+            self._broken.set()
+
+    def _keep(self) -> None:
+        failures = 0
+        while True:
+            try:
+                connected = socket.create_connection(self._address, timeout=_ANSWER_S * 5)
+                channel = MemberChannel(connected, self._key, asks=True, within_s=_ANSWER_S * 5)
+                join = MemberQuestion("join", metadata=self._agent.metadata, member=self._own)
+                channel.send(msgspec.msgpack.encode(join))
+                channel.receive(_ANSWER_S * 10)
+            except (OSError, EOFError):
+                self._tried.set()
+                self._seen.wait(_RETRY_S[min(failures, len(_RETRY_S) - 1)])
+                self._seen.clear()
+                failures += 1
+                continue
+            failures = 0
+            self._broken.clear()
+            self._channel = channel
+            self._tried.set()
+            self._broken.wait()
+
+
+class Member:
+    """This member: it answers its daemon from its own records and the others'."""
+
+    def __init__(self, agent: NixlAgent, others: Mapping[int, OtherMember]) -> None:
+        self._agent, self._numbered, self._others = agent, others, list(others.values())
+        self._ring = RecordRing(agent.segment.view)
+        self._found: OrderedDict[str, OtherMember] = OrderedDict()
+        """Which member had a record."""
+
+    def answer(self, question: Question) -> Answer:
+        """The answer to its daemon."""
+        names = list(question.names)
+        try:
+            match question.call:
+                case "put":
+                    self._ring.put(names[0], question.record)
+                    return Answer()
+                case "delete":
+                    for name in names:
+                        self._ring.delete(name)
+                    self._ask_all(MemberQuestion("delete", names))
+                    return Answer()
+                case "exists":
+                    return Answer(there=self._exist(names))
+                case "get":
+                    return Answer(record=self._get(names[0]))
+        except (OSError, ValueError) as e:
+            return Answer(failure=str(e))
+
+    def answer_member(self, question: MemberQuestion, asker: str) -> MemberAnswer:
+        """The answer to another member, whose agent has the name `asker`."""
+        match question.call:
+            case "join":
+                if question.member in self._numbered:
+                    self._numbered[question.member].listens()
+            case "exists":
+                return MemberAnswer(there=[name in self._ring for name in question.names])
+            case "send":
+                with self._ring.held(question.names[0]) as place:
+                    if place is None:
+                        return MemberAnswer()
+                    self._agent.send(place, asker, question.address, _MOVE_S)
+                    return MemberAnswer(size_bytes=place[1])
+            case "delete":
+                for name in question.names:
+                    self._ring.delete(name)
+        return MemberAnswer()
+
+    def _exist(self, names: Sequence[str]) -> list[bool]:
+        there = [name in self._ring for name in names]
+        for other, answer in self._ask_all(MemberQuestion("exists", names)):
+            for number, has in enumerate(answer.there[: len(names)]):
+                if has and not there[number]:
+                    there[number] = True
+                    self._found[names[number]] = other
+        while len(self._found) > _MOST_FOUND:
+            self._found.popitem(last=False)
+        return there
+
+    def _ask_all(self, question: MemberQuestion) -> list[tuple[OtherMember, MemberAnswer]]:
+        """The answers of the members that are connected, and answer by one deadline."""
+        end_s = time.monotonic() + _ANSWER_S
+        asked = []
+        with contextlib.ExitStack() as locks:
+            for other in self._others:
+                if other.connected and other.lock.acquire(timeout=max(0.0, end_s - time.monotonic())):
+                    locks.callback(other.lock.release)
+                    if other.ask(question):
+                        asked.append(other)
+            answers = [(other, other.answer(end_s)) for other in asked]
+        return [(other, answer) for other, answer in answers if answer is not None]
+
+    def _get(self, name: str) -> bytes | None:
+        own = self._ring.get(name)
+        if own is not None:
+            return own
+        first = self._found.pop(name, None)
+        others = sorted(self._others, key=lambda other: other is not first)
+        end_s = time.monotonic() + _MOVE_S
+        for other in others:
+            if not other.connected:
+                continue
+            left_s = max(0.0, end_s - time.monotonic())
+            with contextlib.suppress(TimeoutError), self._agent.room(left_s) as room, other.lock:
+                if not other.ask(MemberQuestion("send", [name], address=room.address)):
+                    continue
+                answer = other.answer(end_s, moves=True)
+                if answer is None:
+                    raise TimeoutError  # so that the room is not used while the record may still come
+                if 0 <= answer.size_bytes <= room.view.nbytes:
+                    return bytes(room.view[: answer.size_bytes])
+        return None
+
+
+class Listener:
+    """Other members' connections, each on a thread."""
+
+    def __init__(self, listening: socket.socket, key: bytes, agent: NixlAgent, member: Member) -> None:
+        self._listening, self._key, self._agent, self._member = listening, key, agent, member
+        self._free = threading.Semaphore(_MOST_CALLERS)
+        threading.Thread(target=self._accept, name="cornplug-members", daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            connected, _ = self._listening.accept()
+            if not self._free.acquire(blocking=False):
+                connected.close()
+                continue
+            # The end of a host that lost its power is noticed, and its thread ends.
+            connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            threading.Thread(target=self._serve, args=(connected,), daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        channel, asker = None, ""
+        try:
+            channel = MemberChannel(connected, self._key, asks=False, within_s=_ANSWER_S * 5)
+            within_s: float | None = _ANSWER_S * 5
+            while True:
+                question = msgspec.msgpack.decode(channel.receive(within_s), type=MemberQuestion)
+                if not asker:
+                    asker, within_s = self._agent.join(question.metadata), None
+                channel.send(msgspec.msgpack.encode(self._member.answer_member(question, asker)))
+        except EOFError:
+            pass
+        except (OSError, msgspec.MsgspecError) as e:
+            _say(f"a connection of another member ended: {type(e).__name__} {e}")
+        finally:
+            if asker:
+                self._agent.leave(asker)
+            if channel is not None:
+                channel.close()
+            self._free.release()
+
+
+def main(settings: MemberSettings, descriptors: Sequence[int]) -> None:
+    """Answer until the daemon's ends of all sockets are closed."""
+    number, listening = _listen(settings)
+    try:
+        agent = NixlAgent(segment_bytes=settings.segment_bytes, room_bytes=MOST_BYTES)
+    except ImportError as e:
+        sys.exit(f"cornplug: NIXL does not import: {e}. Run: pip install 'cornplug[far-nixl]'")
+    others = {
+        i: OtherMember(address, settings.key, agent, number)
+        for i, address in enumerate(settings.members)
+        if i != number
+    }
+    member = Member(agent, others)
+    Listener(listening, settings.key, agent, member)
+    # The daemon's first questions wait for the members that are there.
+    for other in others.values():
+        other.wait_for_attempt(_ANSWER_S)
+    serve(member.answer, descriptors)
+    # NIXL's end waits for others, and nothing is left to be saved.
+    os._exit(0)
+
+
+def _listen(settings: MemberSettings) -> tuple[int, socket.socket]:
+    """The number of this member, and its socket."""
+    problem = ""
+    for number, (host, port) in enumerate(settings.members):
+        if settings.own not in (-1, number):
+            continue
+        try:
+            family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            return number, socket.create_server((address[0], port), family=family)
+        except OSError as e:
+            problem = f"{host}:{port}: {e}"
+    sys.exit(
+        f"cornplug: none of the members of nixl:// is an address of this host with a free port ({problem}). "
+        "Name it among them."
+    )
+
+
+def _say(what: str) -> None:
+    print(f"cornplug: nixl://: {what}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(client_settings(MemberSettings), [int(number) for number in sys.argv[1:]])
