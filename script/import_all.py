@@ -14,7 +14,6 @@ from pathlib import Path
 
 OF_AN_EXTRA = {
     "cornplug.store.far.mooncake_store": "mooncake",
-    "cornplug.store.far.nixl_store": "nixl",
     "cornplug.store.far.object_store": "obstore",
     "cornplug.store.far.valkey_store": "valkey",
 }

@@ -18,17 +18,13 @@ from cornplug.store.far.client_process import ProcessFarStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.far.nixl_client import MOST_BYTES, MemberSettings
 
-if importlib.util.find_spec("nixl") is None:
-    # Its process imports it; its absence is known before.
-    raise ModuleNotFoundError("No module named 'nixl'", name="nixl")
-
 _SETTING: Final = "store.far"
 _PORT: Final = 8760
 _KEY_DOMAIN: Final = b"cornplug nixl members 1"
 _MEMBER: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:/+\s]+)(?::(?P<port>\d{1,5}))?")
 
 
-class _Options(BaseModel, extra="forbid"):
+class _MemberOptions(BaseModel, extra="forbid"):
     """The query of a URL."""
 
     segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MOST_BYTES)
@@ -45,7 +41,9 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
         members = [_member(text) for text in parts.netloc.split("+")]
         if len(set(members)) < max(2, len(members)):
             raise ValueError("it names fewer than two members, or one twice")
-        options = _Options.model_validate(dict(parse_qsl(parts.query, strict_parsing=bool(parts.query))))
+        options = _MemberOptions.model_validate(
+            dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
+        )
         if options.own and _member(options.own) not in members:
             raise ValueError(f"'own': {options.own!r} is none of them")
         own = members.index(_member(options.own)) if options.own else -1
@@ -57,6 +55,11 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
             f"Write it as nixl://10.0.0.5:{_PORT}+10.0.0.6:{_PORT}?segment=1GiB, the same on all hosts; "
             "own=10.0.0.5:8760 names this one where cornplug does not find it.",
         ) from e  # fmt: skip
+    if importlib.util.find_spec("nixl") is None:
+        # Its process imports it; its absence is known before.
+        raise ConfigError(
+            _SETTING, f"{label_of(url)!r} needs a package: nixl", "Run: pip install 'cornplug[far-nixl]'"
+        )
     key = derive_key(secret, salt=None, info=_KEY_DOMAIN)
     settings = MemberSettings(members, own, int(options.segment), key)
     return ProcessFarStore(

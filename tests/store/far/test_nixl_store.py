@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import signal
@@ -169,11 +170,17 @@ def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(host: H
         ("nixl://10.0.0.5+10.0.0.6?own=10.0.0.7", "own.*is none of them"),
     ],
 )
-def test_open_far_bad_members_are_an_error_naming_the_remedy(
-    nixl: str, url: str, problem: str, tmp_path: Path
-) -> None:
+def test_open_far_bad_members_are_an_error_naming_the_remedy(url: str, problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"store\.far.*{problem}.*nixl://10\.0\.0\.5:8760\+10"):
         open_far([url], SECRET, secret_file=tmp_path / "own")
+
+
+def test_open_far_members_without_nixl_are_an_error_naming_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"store\.far.*needs a package: nixl.*cornplug\[far-nixl\]"):
+        open_far(["nixl://10.0.0.5+10.0.0.6"], SECRET, secret_file=tmp_path / "own")
 
 
 def test_store_without_its_url_does_not_import_nixl() -> None:
