@@ -24,7 +24,7 @@ _KEY_DOMAIN: Final = b"cornplug nixl members 1"
 _MEMBER: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:/+\s]+)(?::(?P<port>\d{1,5}))?")
 
 
-class _MemberOptions(BaseModel, extra="forbid"):
+class _Fields(BaseModel, extra="forbid"):
     """The query of a URL."""
 
     segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MOST_BYTES)
@@ -41,9 +41,7 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
         members = [_member(text) for text in parts.netloc.split("+")]
         if len(set(members)) < max(2, len(members)):
             raise ValueError("it names fewer than two members, or one twice")
-        options = _MemberOptions.model_validate(
-            dict(parse_qsl(parts.query, strict_parsing=bool(parts.query)))
-        )
+        options = _Fields.model_validate(dict(parse_qsl(parts.query, strict_parsing=bool(parts.query))))
         if options.own and _member(options.own) not in members:
             raise ValueError(f"'own': {options.own!r} is none of them")
         own = members.index(_member(options.own)) if options.own else -1
