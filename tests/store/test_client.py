@@ -25,7 +25,7 @@ from cornplug.store.daemon.server import StoreServer
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, fill, key, lease, present, reserve
 
-from .conftest import answers, eventually, pool_stage
+from .conftest import ServerClock, answers, eventually, pool_stage
 
 Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -33,8 +33,10 @@ Start = Callable[..., "subprocess.Popen[str]"]
 
 class TestPoolStore(StoreContract):
     @pytest.fixture
-    def stage(self, serve_in_thread: Callable[..., StoreServer], connect: Connect) -> StoreStage:
-        return pool_stage(serve_in_thread, connect, size_bytes=self.capacity_bytes)
+    def stage(
+        self, serve_in_thread: Callable[..., StoreServer], connect: Connect, server_clock: ServerClock
+    ) -> StoreStage:
+        return pool_stage(serve_in_thread, connect, server_clock, size_bytes=self.capacity_bytes)
 
 
 def _refused(call: Callable[[], object]) -> tuple[str, float]:
