@@ -36,7 +36,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by folder, give engines and services time, skip what wants a GPU where none is; long tests first."""
+    """Mark by folder, give processes time, skip what wants a GPU where none is; long tests come first."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder in ("integration", "stress"):
