@@ -107,7 +107,7 @@ class Site:
             "allow_hosts": "images.test, *.cdn.test",
             "allow_networks": "127.0.0.1/32",
             "allow_ports": f"80, 443, {self.port}",
-            "fetch_deadline_s": 1.0,
+            "fetch_deadline_s": 30.0,
             "max_body_bytes": 100_000,
             **changes,
         }
