@@ -36,13 +36,14 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by folder, give engines time, skip what wants a GPU where there is none; long tests come first."""
+    """Mark by folder, give processes time, skip what wants a GPU where none is; long tests come first."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder in ("integration", "stress"):
             item.add_marker(folder)
-            if item.get_closest_marker("timeout") is None:
-                item.add_marker(pytest.mark.timeout(_ENGINE_TEST_S))
+        processes = item.get_closest_marker("integration") or item.get_closest_marker("stress")
+        if processes is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(_ENGINE_TEST_S))
         if item.get_closest_marker("gpu") is not None and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
     items.sort(key=lambda item: item.get_closest_marker("long") is None)

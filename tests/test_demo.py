@@ -145,7 +145,7 @@ def test_demo_every_process_of_the_folder_is_ended(demo: Demo, tmp_path: Path) -
     ]
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     try:
-        wait_until(lambda: len(demo.host._carrying(os.fsencode(tmp_path))) == 2, deadline_s=10, what="both")
+        wait_until(lambda: len(demo.host._carrying(os.fsencode(tmp_path))) == 2, deadline_s=60, what="both")
         demo.host.end_all(tmp_path)
         assert [process.wait(5) != 0 for process in ours] == [True, True]
         assert other.poll() is None

@@ -141,7 +141,7 @@ def config(short_path: Path) -> Config:
     return load({f"encoder.{name}": value for name, value in said.items()}, environ={})
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def eventually(condition: Callable[[], bool], seconds: float = 40.0) -> None:
     """Wait until it holds; fails the test when it never does."""
     end = time.monotonic() + seconds
     while not condition():

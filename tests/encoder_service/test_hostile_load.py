@@ -96,15 +96,26 @@ def test_http_slow_decoders_are_killed_others_are_served(
     """Before: once every thread was held, no request was answered, and `/ready` said ok."""
     served = serve(encoder={"decode_deadline_s": 1.5})
     monkeypatch.setattr(decode_lanes, "STUCK_S", 0.1)  # `/ready` has to be asked between the two
+    seen = threading.Event()
+
+    def attack(_: int) -> list[httpx.Response]:
+        """Again, where the machine kept this test from looking in between."""
+        answers = [ask(served.url, llava, slow)]
+        while not seen.is_set() and len(answers) < 20:
+            answers.append(ask(served.url, llava, slow))
+        return answers
+
     with ThreadPoolExecutor(2) as attackers:
-        attacks = [attackers.submit(ask, served.url, llava, slow) for _ in range(2)]
-        eventually(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503, 10)
-        for attack in attacks:
-            answer = attack.result()
-            assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "too_slow")
+        attacks = attackers.map(attack, range(2))
+        eventually(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 503, 30)
+        seen.set()
+        answers = [answer for each in attacks for answer in each]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["reason"]) == (422, "too_slow")
     assert ask(served.url, llava, png(sample_image(1))).status_code == 200
-    assert httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200
-    assert metric(served.url, 'cornplug_encoder_decoders_killed_total{reason="too_slow"}') == 2
+    eventually(lambda: httpx.get(f"{served.url}/ready", trust_env=False).status_code == 200)
+    killed = metric(served.url, 'cornplug_encoder_decoders_killed_total{reason="too_slow"}')
+    assert killed == len(answers)
 
 
 def test_http_client_gone_stops_its_decoding(serve: Serve, llava: str, slow: bytes) -> None:
@@ -112,7 +123,7 @@ def test_http_client_gone_stops_its_decoding(serve: Serve, llava: str, slow: byt
     with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.5, trust_env=False) as http:
         http.post(f"{served.url}/v1/encode", data={"model": llava}, files={"image": slow})
     name = 'cornplug_encoder_decoders_killed_total{reason="gone"}'
-    eventually(lambda: metric(served.url, name) == 1, 5)
+    eventually(lambda: metric(served.url, name) == 1, 30)
 
 
 def test_http_better_class_overtakes_decoded_worse_ones(serve: Serve, llava: str) -> None:
@@ -125,8 +136,8 @@ def test_http_better_class_overtakes_decoded_worse_ones(serve: Serve, llava: str
     key = {"authorization": "Bearer k"}
     assert ask(served.url, llava, png(sample_image(0)), headers=key).status_code == 200
     heavy = many_scans(2000, 2000, 95)
-    with ThreadPoolExecutor(7) as nightly:
-        asked = [nightly.submit(ask, served.url, llava, heavy, deadline_s=60) for _ in range(7)]
+    with ThreadPoolExecutor(12) as nightly:
+        asked = [nightly.submit(ask, served.url, llava, heavy, deadline_s=60) for _ in range(12)]
         eventually(lambda: metric(served.url, "cornplug_encoder_preparing_requests") >= 4, 20)
         for i in range(2):
             answer = ask(served.url, llava, png(sample_image(i + 1)), headers=key)

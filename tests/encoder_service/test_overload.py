@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -140,13 +140,49 @@ class Storm:
         asked, self.asked = self.asked, []
         futures, self._futures = self._futures, []
         for one, future in zip(asked, futures, strict=True):
-            assert self._left.acquire(timeout=10)
-            one.answer = future.result(10)
+            assert self._left.acquire(timeout=30)
+            one.answer = future.result(30)
         return asked
+
+
+class Pauses:
+    """Notes how long the machine kept a thread of this process from running."""
+
+    def __init__(self) -> None:
+        self.longest_s = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        before = time.monotonic()
+        while not self._done.wait(0.005):
+            now = time.monotonic()
+            self.longest_s, before = max(self.longest_s, now - before), now
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
 
 
 @pytest.mark.integration
 def test_encoder_at_triple_load_keeps_class_guarantees(
+    make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
+) -> None:
+    """Again, up to three times, where the machine stood still for longer than a pass takes."""
+    for attempt in range(3):
+        with Pauses() as pauses:
+            try:
+                return keeps_class_guarantees(make_encoder, request_for, llava_pair)
+            except AssertionError:
+                if attempt == 2 or pauses.longest_s < PASS_S + MAX_ITEMS * ITEM_S:
+                    raise
+
+
+def keeps_class_guarantees(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     tower = StandIn()

@@ -126,12 +126,13 @@ def test_server_socket_removed_by_a_cleaner_is_made_again(
     with EncoderProcess([llava_pair[0]], "--no-store", socket=path, env=env) as process:
         secret = read_secret(secret_file)
         with SocketEncoder(path, secret) as before:
-            served = before.describe(5)
+            served = before.describe(20)
             path.unlink()
-            eventually(path.exists, RENEW_S + 5)
+            eventually(path.exists, RENEW_S + 30)
             with SocketEncoder(path, secret) as after:
-                assert after.describe(5) == served
-            assert before.describe(5) == served
+                eventually(lambda: after.connected, 30)
+                assert after.describe(20) == served
+            assert before.describe(20) == served
         assert process.stop() == 0
     assert not path.exists()
 
@@ -167,7 +168,7 @@ def test_server_endless_request_head_is_cut_off(port: int, first: bytes) -> None
         s.sendall(first)
         answer = b"".join(iter(lambda: s.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 204") == first.startswith(REQUEST)
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 9
 
 
 def test_server_used_connection_stays_open(port: int) -> None:
@@ -183,11 +184,12 @@ def test_server_used_connection_stays_open(port: int) -> None:
 )
 def test_server_idle_connections_give_way_to_new_ones(sent: bytes, config: Config) -> None:
     """To each that comes, one that asks nothing or has not finished asking; never one that is waiting."""
-    slow = asyncio.Event()
+    slow, asked = asyncio.Event(), threading.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
             if scope["path"] == "/slow":
+                asked.set()
                 while (await receive()).get("more_body"):
                     pass
                 await slow.wait()
@@ -215,7 +217,7 @@ def test_server_idle_connections_give_way_to_new_ones(sent: bytes, config: Confi
             return one
 
         waiting = connect(b"GET /slow HTTP/1.1\r\nhost: e\r\n\r\n")
-        time.sleep(0.2)
+        assert asked.wait(20)
         for _ in range(3):
             for _ in range(60):
                 with contextlib.suppress(OSError):
@@ -274,8 +276,8 @@ def test_server_flood_of_idle_connections_leaves_room_for_health(
                     one.connect(("127.0.0.1", process.port))
             for _ in range(5):
                 began = time.monotonic()
-                assert httpx.get(f"{process.url}/health", timeout=10, trust_env=False).status_code == 200
+                assert httpx.get(f"{process.url}/health", timeout=20, trust_env=False).status_code == 200
                 took.append(time.monotonic() - began)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert max(took) < 5, took
+    assert max(took) < 12, took

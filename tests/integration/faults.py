@@ -6,18 +6,16 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from integration.request_streams import Seen, answered, stream
 from integration.stack import (
     ASKS,
     ENCODER_DEADLINE_S,
     MACHINE_NOISE_S,
     STORE_DEADLINE_S,
     Ask,
-    Seen,
     Stack,
-    answered,
     count,
     forget_prefixes,
-    stream,
     wait_for_more,
 )
 
@@ -84,7 +82,8 @@ def arena_corrupted(stack: Stack, subject: Subject) -> None:
     with stream(subject.server, "corrupt") as seen:
         answered(seen, 5)
         flip_everything(stack.store.pid)
-        forget_prefixes(subject.server)
+        with seen.alone():
+            forget_prefixes(subject.server)
         wait_for_more(subject.server, "misses_total", above=corrupt, what="kv_page", reason="corrupt")
         answered(seen, 15)
         sharing_resumes(subject.server, "kv_page", "store")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -30,14 +29,17 @@ from devkit.processes import at_once, together
 from devkit.sglang_engine import SglangServer
 from devkit.vllm_beds import bed_of_this_run
 
-STORE_DEADLINE_S = 0.2
-ENCODER_DEADLINE_S = 3.0
+STORE_DEADLINE_S, _BACKGROUND_S, ENCODER_DEADLINE_S = 0.2, 1.0, 3.0
+"""Of a hurried engine; others wait for a busy machine's services (`conftest.py`)."""
+_CALM_ENCODER_DEADLINE_S = 6.0
 _SLOW_BED = not bed_of_this_run().startswith("v1")  # V2's kernels are interpreted
 MACHINE_NOISE_S = 15.0 if _SLOW_BED else 4.0
 """Time that two busy cores may add to any request, with or without cornplug."""
-_COUNTED_S = 90.0 if _SLOW_BED else 30.0
+COUNTED_S = 90.0
 """Time in which a steady stream makes an engine count an event. A hit from a store that was restarted empty
 takes the stream a dozen requests: save, forget the engine's own prefixes, ask again."""
+_PAUSE_S = 3.0
+"""Longer than an idle engine takes to begin a save."""
 
 PREAMBLE = "You are a careful assistant. " + " ".join(
     f"Rule {i}: answer with facts, name the source, and keep to the question." for i in range(12)
@@ -87,34 +89,41 @@ class Stack:
         model: str | Path,
         *args: str,
         flags: bool = True,
+        hurried: bool = False,
         env: Mapping[str, str] | None = None,
         bed: str | None = None,
         command: Path | None = None,
     ) -> VllmServer:
         """A vLLM that shares, not started, for a model of the stack or a folder.
 
-        `flags` False leaves the connector to `args`; `bed` and `command` are `VllmServer`'s `bed` and `vllm`.
+        `hurried`: with the short deadlines by which `faults.check` bounds a request. `flags` False leaves the
+        connector to `args`; `bed` and `command` are `VllmServer`'s `bed` and `vllm`.
         """
         return VllmServer(
             self._folder_of(model),
-            *(("--kv-connector", "cornplug", *self.flags(name)) if flags else ()),
+            *(("--kv-connector", "cornplug", *self._flags(name, hurried=hurried)) if flags else ()),
             *args,
             log=self.folder / f"{name}.log",
-            env={"VLLM_SERVER_DEV_MODE": "1", "CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
+            env={"VLLM_SERVER_DEV_MODE": "1", **_environment(hurried=hurried), **(env or {})},
             bed=bed,
             vllm=command,
         )
 
     def sglang(
-        self, name: str, model: str | Path, *args: str, env: Mapping[str, str] | None = None
+        self,
+        name: str,
+        model: str | Path,
+        *args: str,
+        hurried: bool = False,
+        env: Mapping[str, str] | None = None,
     ) -> SglangServer:
-        """An SGLang that shares, not started, for a model of the stack or a folder."""
+        """An SGLang that shares, not started, for a model of the stack or a folder; `hurried` as `vllm`'s."""
         return SglangServer(
             self._folder_of(model),
-            *self.flags(name),
+            *self._flags(name, hurried=hurried),
             *args,
             log=self.folder / f"{name}.log",
-            env={"CORNPLUG_STORE_AUTOSTART": "false", **(env or {})},
+            env={**_environment(hurried=hurried), **(env or {})},
         )
 
     def start(self, **servers: EngineServer) -> None:
@@ -130,13 +139,17 @@ class Stack:
         with SglangServer(self.models[model], log=self.folder / f"stock-sglang-{model}.log") as server:
             self.stock.update({(f"sglang:{model}", i): ask.put(server) for i, ask in enumerate(ASKS)})
 
-    def flags(self, app: str) -> tuple[str, ...]:
+    def _flags(self, app: str, *, hurried: bool) -> tuple[str, ...]:
         """The flags that both engines have in common."""
+        deadline_s = ENCODER_DEADLINE_S if hurried else _CALM_ENCODER_DEADLINE_S
         return (
             *("--cornplug-app", app),
             *("--cornplug-store", str(self.store_socket), "--cornplug-encoder", str(self.encoder.socket)),
-            *("--cornplug-store-deadline", str(STORE_DEADLINE_S)),
-            *("--cornplug-encoder-deadline", str(ENCODER_DEADLINE_S)),
+            *(("--cornplug-store-deadline", str(STORE_DEADLINE_S)) if hurried else ()),
+            *(
+                "--cornplug-encoder-deadline",
+                str(deadline_s),
+            ),
         )
 
     def start_store(self, size: str = "512MiB") -> StoreProcess:
@@ -155,6 +168,11 @@ class Stack:
 
     def tower_passes(self) -> int:
         return self.encoder.tower_passes()
+
+
+def _environment(*, hurried: bool) -> Mapping[str, str]:
+    background = {"CORNPLUG_STORE_BACKGROUND_TIMEOUT_S": str(_BACKGROUND_S)} if hurried else {}
+    return {"CORNPLUG_STORE_AUTOSTART": "false", **background}
 
 
 @contextmanager
@@ -239,14 +257,14 @@ def count(server: EngineServer, name: str, **labels: str) -> float:
 
 def forget_prefixes(server: EngineServer) -> None:
     """Empty the engine's own prefix cache, so that only the store can help."""
-    if isinstance(server, SglangServer):
-        wait_until(lambda: _flushed(server), deadline_s=30, what="an idle moment of the engine")
-    else:
-        httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=10).raise_for_status()
+    wait_until(lambda: has_forgotten(server), deadline_s=60, what="an idle moment of the engine")
 
 
-def _flushed(server: SglangServer) -> bool:
-    """Whether SGLang emptied its caches, which it does only while nothing runs."""
+def has_forgotten(server: EngineServer) -> bool:
+    """Whether the engine emptied its own prefix cache, which it does only while nothing runs."""
+    if not isinstance(server, SglangServer):
+        answer = httpx.post(f"{server.url}/reset_prefix_cache", trust_env=False, timeout=30)
+        return bool(answer.raise_for_status().json()["success"])
     try:
         server.flush_cache()
     except RequestFailed:
@@ -254,53 +272,47 @@ def _flushed(server: SglangServer) -> bool:
     return True
 
 
-@dataclass
-class Seen:
-    """Answers and errors of a stream of requests."""
+def wait_for_saves(server: EngineServer, there: Callable[[], bool], *, what: str) -> None:
+    """Wait until `there()`: until the engine has saved, while it idles, what it had once.
 
-    answers: list[tuple[int, Answer]] = field(default_factory=list)
-    errors: list[BaseException] = field(default_factory=list)
+    A pause in which the machine kept the engine or its store from running brings nothing: it gets another.
+    """
+
+    def came() -> bool:
+        end_s = time.monotonic() + _PAUSE_S
+        while not there():
+            if time.monotonic() > end_s:
+                step(server)
+                return False
+            time.sleep(0.05)
+        return True
+
+    wait_until(came, deadline_s=90, what=what)
 
 
-@contextmanager
-def stream(server: EngineServer, name: str) -> Iterator[Seen]:
-    """Ask all the time, from two threads: known prompts under the shared salt and, so that there
-    is always new work for store and encoder, under new salts. Those are asked twice: an engine that
-    is never idle saves a prompt at its second use."""
-    seen = Seen()
-    stop = threading.Event()
+def settle_saves(server: EngineServer, store: StoreProcess) -> None:
+    """Wait until all that the engine saves while it idles is in the store: a pause brings no more."""
+    entries = -1
+    while entries != (entries := _entries_after_pause(server, store)):
+        pass
 
-    def run(thread: int) -> None:
-        turn = 0
-        while not stop.is_set():
-            index = (turn + thread) % len(ASKS)
-            salt = f"{name}-{thread}-{turn}" if turn % 2 else None
-            try:
-                for _ in range(2 if salt else 1):
-                    seen.answers.append((index, ASKS[index].put(server, salt=salt)))
-            except BaseException as e:  # noqa: BLE001 - the test must show any error
-                seen.errors.append(e)
-                return
-            if turn % 5 == 4:
-                if isinstance(server, SglangServer):
-                    _flushed(server)  # the other thread keeps it busy: often not, and that is enough
-                else:
-                    forget_prefixes(server)
-            turn += 1
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield seen
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join(timeout=60)
+def _entries_after_pause(server: EngineServer, store: StoreProcess) -> int:
+    step(server)
+    store.settle()
+    return store.stat().entries
+
+
+def step(server: EngineServer) -> None:
+    """Have the engine compute a token, of a prompt shorter than a page."""
+    if isinstance(server, SglangServer):
+        server.generate([1, 2, 3], max_tokens=1)
+    else:
+        server.chat("flush", max_tokens=1)
 
 
 def wait_for_more(
-    server: EngineServer, name: str, *, above: float, deadline_s: float = _COUNTED_S, **labels: str
+    server: EngineServer, name: str, *, above: float, deadline_s: float = COUNTED_S, **labels: str
 ) -> float:
     """Wait until a counter has passed `above`; its value then."""
     metric = f"cornplug_{name}"
@@ -310,12 +322,3 @@ def wait_for_more(
         what=f"{metric}{labels} above {above}",
     )
     return server.metric(metric, **labels)
-
-
-def answered(seen: Seen, at_least: int, deadline_s: float = 2 * _COUNTED_S) -> None:
-    """Wait until that many more requests have been answered since now."""
-    target = len(seen.answers) + at_least
-    end = time.monotonic() + deadline_s
-    while len(seen.answers) < target and not seen.errors:
-        assert time.monotonic() < end, f"only {len(seen.answers)} answers in {deadline_s} s"
-        time.sleep(0.05)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from integration.stack import PREAMBLE, STORE_DEADLINE_S, count, forget_prefixes
+from integration.stack import PREAMBLE, count, forget_prefixes, settle_saves
 from safetensors.torch import save_file
 
 from devkit.checkpoints import qwen2_text
@@ -106,7 +106,6 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     flags = (
         *("--cornplug-store", str(sockets / "store.sock")),
         *("--cornplug-encoder", str(sockets / "none.sock")),
-        *("--cornplug-store-deadline", str(STORE_DEADLINE_S)),
     )
     v, s = servers(folder, model, lora, "shared", *flags)
     try:
@@ -125,12 +124,6 @@ def saved(server: EngineServer, app: str) -> float:
     return count(server, "saved_tokens_total", app=app)
 
 
-def settled(engines: Engines, server: EngineServer) -> None:
-    """Wait until all that `server` saves is to be seen by others."""
-    count(server, "saves_total")
-    engines.store.settle()
-
-
 def same(expected: Answer, answer: Answer) -> None:
     assert answer.token_ids == expected.token_ids
     assert answer.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
@@ -147,7 +140,7 @@ def test_kv_under_adapter_is_shared_only_under_that_adapter(engines: Engines, fi
     assert alone.logprobs != pytest.approx(plain.logprobs, abs=1e-2)
 
     ask(writer, words, adapted=True)
-    settled(engines, writer)
+    settle_saves(writer, engines.store)
     forget_prefixes(reader)
     before = saved(reader, then)
     same(plain, ask(reader, words, adapted=False))
@@ -170,7 +163,7 @@ def test_engines_with_adapter_answer_as_stock(engines: Engines) -> None:
                 stock[name, author] = ask(server, words, adapted=True)
     for author, words in WORDS.items():
         ask(engines.named(author), words, adapted=True)
-        settled(engines, engines.named(author))
+        settle_saves(engines.named(author), engines.store)
         name = "s" if author == "v" else "v"
         reader = engines.named(name)
         forget_prefixes(reader)

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.stack import PREAMBLE, Ask, count
+from integration.stack import PREAMBLE, Ask, count, wait_for_saves
 from integration.text_host import TextHost
 
 from devkit import checkpoints
-from devkit.engines import Answer, StoreProcess, wait_until
+from devkit.engines import Answer, StoreProcess
 
 pytestmark = pytest.mark.integration
 
@@ -45,8 +45,7 @@ def test_engine_after_everything_is_killed_takes_its_prefix_from_disk(host: Text
         first.start()
         answers = [ask.put(first) for ask in ASKS]
         pages = sum((answer.prompt_tokens - 1) // 64 for answer in answers)
-        count(first, "saves_total")
-        wait_until(lambda: on_disk(store) >= pages, deadline_s=60, what="all pages on disk")
+        wait_for_saves(first, lambda: on_disk(store) >= pages, what="all pages on disk")
     finally:
         store.kill()
         first.kill()

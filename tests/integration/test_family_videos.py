@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from integration.stack import Stack, count, services
+from integration.stack import Stack, count, services, settle_saves
 from PIL import Image
 
 from cornplug.vllm_connector.compat import VALIDATED_VIDEOS
@@ -129,7 +129,11 @@ def test_video_of_another_engine_or_the_service_answers_as_stock(
     with started(tmp_path, bed, family) as (stack, stock):
         first, second = stack.servers["first"], stack.servers["second"]
         same(ask(first), stock["plain"])
-        assert embeddings(first, "saves", outcome="stored") == 1
+        wait_until(
+            lambda: embeddings(first, "saves", outcome="stored") == 1, deadline_s=30, what="the stored rows"
+        )
+        assert stack.store is not None
+        settle_saves(first, stack.store)
         a_fresh_engine_takes_rows_and_kv(second, stock)
         another_rate_is_another_video(second, stock, timed=family in TIMED)
         stack.encoder.start()
@@ -164,7 +168,7 @@ def the_service_takes_over(second: EngineServer, stock: Mapping[str, Answer]) ->
         same(ask(second, salt=next(salts)), stock["plain"])
         return embeddings(second, "hits", source="service_computed") > 0
 
-    wait_until(encodes, deadline_s=20, what="rows that the service encoded")
+    wait_until(encodes, deadline_s=60, what="rows that the service encoded")
 
 
 def missed(server: EngineServer) -> dict[str, float]:

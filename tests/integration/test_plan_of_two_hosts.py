@@ -6,6 +6,7 @@ import base64
 import shutil
 import tempfile
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 
 import httpx
@@ -61,10 +62,16 @@ def test_plan_of_two_hosts_pulls_embeddings_by_url(tmp_path: Path, monkeypatch: 
             data = base64.b64encode(photos()[0].data).decode()
             image = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
             content = [image, {"type": "text", "text": "What is shown?"}]
-            body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4}
-            url = f"http://127.0.0.1:{engine.port}"
-            asked = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180, trust_env=False)
-            assert asked.status_code == 200, asked.text
-            wait_until(lambda: embeddings_hit(url) == 1, deadline_s=20, what="the embedding that it pulled")
+            url, tries = f"http://127.0.0.1:{engine.port}", count()
+
+            def pulls() -> bool:
+                # A new salt each time: the engine looks for a service every second.
+                message = {"role": "user", "content": content}
+                body = {"messages": [message], "max_tokens": 4, "cache_salt": f"try {next(tries)}"}
+                asked = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180, trust_env=False)
+                assert asked.status_code == 200, asked.text
+                return embeddings_hit(url) > 0
+
+            wait_until(pulls, deadline_s=60, what="an embedding that it pulled")
     finally:
         shutil.rmtree(sockets, ignore_errors=True)

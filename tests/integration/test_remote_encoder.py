@@ -37,7 +37,7 @@ def test_remote_encoder_engine_pulls_rows_and_encodes_when_it_is_killed(tmp_path
     engine = VllmServer(
         model,
         *("--kv-connector", "cornplug", "--cornplug-app", "far", "--cornplug-encoder", service.url),
-        *("--cornplug-store", str(sockets / "ours.sock"), "--cornplug-store-deadline", "2"),
+        *("--cornplug-store", str(sockets / "ours.sock")),
         log=tmp_path / "engine.log",
         # Every entry of its store is an embedding then.
         env={**env, "CORNPLUG_ENGINE_SHARE_KV": "false", "CORNPLUG_STORE_LOAD_WHEN": "always"},
@@ -56,7 +56,7 @@ def test_remote_encoder_engine_pulls_rows_and_encodes_when_it_is_killed(tmp_path
         assert count(engine, "hits_total", what="embedding") == 2
         assert count(engine, "misses_total", what="embedding") == 0
         assert service.tower_passes() == 2
-        wait_until(lambda: ours.stat().entries == 2, deadline_s=10, what="both images in the engine's store")
+        wait_until(lambda: ours.stat().entries == 2, deadline_s=60, what="both images in the engine's store")
         service.kill()
         assert AFTER_DEATH.put(engine).token_ids == expected[AFTER_DEATH]
         assert count(engine, "misses_total", reason="encoder_down") == 1

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from integration.stack import PREAMBLE, Ask, count
+from integration.stack import PREAMBLE, Ask, count, wait_for_saves
 from integration.text_host import TextHost
 
 from devkit import checkpoints
-from devkit.engines import Answer, StoreProcess, wait_until
+from devkit.engines import Answer, StoreProcess
 
 pytestmark = pytest.mark.integration
 
-ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(4))
+ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(8))
 
 
 @pytest.fixture
@@ -54,8 +54,7 @@ def test_second_host_engine_takes_prefixes_of_the_first_host(
         engine.start()
         answers = [ask.put(engine) for ask in ASKS]
         pages = sum((answer.prompt_tokens - 1) // 64 for answer in answers)
-        count(engine, "saves_total")
-        wait_until(lambda: written(store) >= pages, deadline_s=60, what="all pages in the far store")
+        wait_for_saves(engine, lambda: written(store) >= pages, what="all pages in the far store")
     finally:
         store.kill()
         engine.kill()
@@ -68,7 +67,7 @@ def test_second_host_engine_takes_prefixes_of_the_first_host(
         assert [one.token_ids for one in again] == [one.token_ids for one in answers]
         shareable = sum((answer.prompt_tokens - 1) // 64 * 64 for answer in answers)
         # A request waits 5 to 50 ms for the far store: a machine that is busy just then computes that prompt.
-        assert count(engine, "saved_tokens_total", app="second") >= 0.4 * shareable
+        assert count(engine, "saved_tokens_total", app="second") >= 0.2 * shareable
     finally:
         engine.stop()
         store.stop()

@@ -15,7 +15,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask
+from integration.stack import MACHINE_NOISE_S, PREAMBLE, Ask, wait_for_saves
 
 from cornplug.host import free_port
 from devkit import checkpoints
@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 BACKENDS = ("zmq_to_scheduler", "zmq_to_tokenizer")
-DEADLINE_S = 3.0
+DEADLINE_S = 8.0
+"""More than a slow machine takes for an answer: a shorter one was not waited for."""
 ASKS: Mapping[str, Ask] = {
     "text": Ask(f"{PREAMBLE} Words only, please."),
     "one": Ask(f"{PREAMBLE} What is shown?", (0,)),
@@ -128,18 +129,18 @@ def test_sglang_epd_answers_equal_stock_and_nothing_runs_twice(scene: Scene, ser
     came, passes = embeddings(server), scene.tower_passes()
     for name in SHARED:
         scene.ask(server, name)
-    wait_until(lambda: embeddings(server) - came == 3, deadline_s=10, what="three embeddings")
+    wait_until(lambda: embeddings(server) - came == 3, deadline_s=30, what="three embeddings")
     assert misses(server) == 0
     pages = sum((scene.stock[name].prompt_tokens - 1) // 64 for name in SHARED)
     if not scene.filled:
         assert scene.tower_passes() - passes == 3
-        wait_until(lambda: saved(server) >= pages, deadline_s=20, what="pages saved")
+        wait_for_saves(server, lambda: saved(server) >= pages, what="pages saved")
         scene.filled = True
     else:
         assert scene.tower_passes() == passes, "the store has these embeddings"
         wait_until(
             lambda: server.metric("cornplug_saved_tokens_total") >= 0.9 * 64 * pages,
-            deadline_s=10,
+            deadline_s=30,
             what="the first server's pages used",
         )
     # Another tenant finds neither pages nor embeddings of these, and is right too.
@@ -166,7 +167,7 @@ def test_sglang_epd_encoder_killed_costs_no_request(scene: Scene, server: Sglang
         return embeddings(server) > came
 
     # The back-off after one outage is half a second, a second one's a second.
-    wait_until(comes_again, deadline_s=15, what="an embedding again")
+    wait_until(comes_again, deadline_s=60, what="an embedding again")
 
 
 def test_sglang_epd_encoder_silent_costs_its_deadline(scene: Scene, server: SglangServer) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from integration.stack import wait_for_saves
 
 from devkit import checkpoints
-from devkit.engines import wait_until
 from devkit.processes import StoreProcess, at_once
 from devkit.sglang_engine import Generation, SglangServer, sglang_python
 
@@ -109,10 +109,10 @@ def servers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
             expected = {prompt: stock.generate(prompt, max_tokens=8) for prompt in every}
             stock.stop()
             for prompt in (*PROMPTS, *WITH_PREAMBLE):
-                same(first.generate(prompt, max_tokens=8), expected[prompt])
                 entries = store.stat().entries
+                same(first.generate(prompt, max_tokens=8), expected[prompt])
                 # A server that idles copies the prompt, with the window at its end.
-                wait_until(lambda n=entries: store.stat().entries > n, deadline_s=20, what="a saved prompt")  # type: ignore[misc]
+                wait_for_saves(first, lambda n=entries: store.stat().entries > n, what="a saved prompt")  # type: ignore[misc]
                 store.settle()
             second.start()
             yield Servers(first, second, expected)

@@ -21,14 +21,8 @@ from integration.faults import (
     sharing_resumes,
     store_killed,
 )
-from integration.stack import (
-    ASKS,
-    Stack,
-    answered,
-    count,
-    stream,
-    wait_for_more,
-)
+from integration.request_streams import answered, stream
+from integration.stack import ASKS, COUNTED_S, Stack, count, wait_for_more
 
 from cornplug.config import load
 from cornplug.encoder_service.client.sync_client import EncoderClient
@@ -52,7 +46,7 @@ def subject(stack: Stack, request: pytest.FixtureRequest) -> Subject:
     if request.param == "vllm":
         found = Subject(stack.servers["a"], "a", "a", "b")
     else:
-        server = stack.sglang("s", "q", "--chunked-prefill-size", "256")
+        server = stack.sglang("s", "q", "--chunked-prefill-size", "256", hurried=True)
         at_once(lambda: stack.stock_of_sglang("q"), lambda: stack.start(s=server))
         found = Subject(server, "q", "sglang:q", "a")
     for ask in ASKS:
@@ -86,7 +80,9 @@ def test_engine_store_stopped_answers_as_stock(stack: Stack, engine: EngineServe
         answered(seen, 5)
         stack.store.freeze()
         try:
-            wait_until(lambda: timeouts() > before, deadline_s=30, what="a counted timeout of the store")
+            wait_until(
+                lambda: timeouts() > before, deadline_s=COUNTED_S, what="a counted timeout of the store"
+            )
             answered(seen, 10)
         finally:
             stack.store.cont()
@@ -191,12 +187,12 @@ def test_engine_neighbour_killed_with_reservations_answers_as_stock(
         with stream(victim, "victim") as doomed:
             answered(doomed, 5)
             # Its processes are stopped at the moment that the store has given it room.
-            wait_until(lambda: stack.stat().reservations > 0, deadline_s=60, what="a reservation")
+            wait_until(lambda: stack.stat().reservations > 0, deadline_s=COUNTED_S, what="a reservation")
             held = stack.stat().reservations
             victim.kill()
+            wait_until(lambda: bool(doomed.errors), deadline_s=30, what="an error of the victim's clients")
         wait_until(lambda: stack.stat().reservations < max(held, 2), deadline_s=30, what="reservations ended")
         answered(seen, 10)
-    assert doomed.errors, "the victim's clients must have noticed"
     check(stack, seen, subject)
     count(engine, "hits_total")
     wait_until(lambda: stack.stat().reservations == 0, deadline_s=30, what="no reservation left")

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import takewhile
 
 import pytest
-from integration.stack import PREAMBLE, Ask, Stack, count, forget_prefixes
+from integration.stack import PREAMBLE, Ask, Stack, count, forget_prefixes, settle_saves
 
 from devkit.engines import Answer, EngineServer, VllmServer
 from devkit.processes import at_once
@@ -42,9 +42,8 @@ def shareable(answer: Answer) -> int:
 
 def committed(stack: Stack, server: EngineServer) -> None:
     """Wait until all that `server` saves is to be seen by others."""
-    count(server, "saves_total")
     assert stack.store is not None
-    stack.store.settle()
+    settle_saves(server, stack.store)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from integration.stack import ASKS, Stack, count, services
+from integration.stack import ASKS, Stack, count, services, settle_saves
 
 from devkit import vllm_beds
 from devkit.engines import Answer
@@ -42,6 +42,8 @@ def bed(
         for i in ASKED:
             stack.same_as_stock("a", i, ASKS[i].put(stack.servers["first"]))
         assert stack.tower_passes() == len({image for i in ASKED for image in ASKS[i].images})
+        assert stack.store is not None
+        settle_saves(stack.servers["first"], stack.store)
         yield stack
 
 

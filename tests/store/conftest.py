@@ -17,8 +17,10 @@ import pytest
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
+from cornplug.store import daemon_link
 from cornplug.store.arena import SharedArena
 from cornplug.store.client import PoolStore
+from cornplug.store.daemon import server as server_module
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing.store import StoreStage
 
@@ -29,6 +31,31 @@ def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     while not condition():
         assert time.monotonic() < end_s, "did not become true in time"
         time.sleep(0.01)
+
+
+class ServerClock:
+    """The time of servers in a thread: a test puts it forward, and no term ends by a slow machine."""
+
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+
+    perf_counter = staticmethod(time.perf_counter)
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@pytest.fixture
+def server_clock(monkeypatch: pytest.MonkeyPatch) -> ServerClock:
+    clock = ServerClock()
+    monkeypatch.setattr(server_module, "time", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def slow_hello_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client whose test asks at once has connected, however busy the machine is."""
+    monkeypatch.setattr(daemon_link, "_HELLO_S", 30.0)
 
 
 @pytest.fixture
@@ -43,7 +70,9 @@ def store_config(short_path: Path) -> StoreConfig:
 
 
 @pytest.fixture
-def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., StoreServer]]:
+def serve_in_thread(
+    store_config: StoreConfig, server_clock: ServerClock
+) -> Iterator[Callable[..., StoreServer]]:
     """Serve `store_config.socket` from a thread of this process."""
     running: list[tuple[StoreServer, threading.Thread, socket.socket, SharedArena]] = []
 
@@ -52,10 +81,8 @@ def serve_in_thread(store_config: StoreConfig) -> Iterator[Callable[..., StoreSe
         listener.bind(str(store_config.socket))
         listener.listen()
         arena = SharedArena(size_bytes)
-        secret = read_secret(store_config.secret_file)
-        server = StoreServer(
-            listener, arena, secret=secret, quarantine_s=store_config.quarantine_s, **settings
-        )
+        terms = {"quarantine_s": store_config.quarantine_s, **settings}
+        server = StoreServer(listener, arena, secret=read_secret(store_config.secret_file), **terms)
         thread = threading.Thread(target=server.serve)
         thread.start()
         running.append((server, thread, listener, arena))
@@ -84,16 +111,28 @@ def connect(store_config: StoreConfig) -> Iterator[Callable[..., PoolStore]]:
 
 
 def pool_stage(
-    serve: Callable[..., StoreServer], connect: Callable[..., PoolStore], *, size_bytes: int, **settings: Any
+    serve: Callable[..., StoreServer],
+    connect: Callable[..., PoolStore],
+    clock: ServerClock,
+    *,
+    size_bytes: int,
+    **settings: Any,
 ) -> StoreStage:
-    """A daemon with short times, as `StoreContract` needs it. `settings` are those of `StoreServer`."""
-    serve(size_bytes=size_bytes, reservation_s=0.6, reclaim_s=1.2, **settings)
+    """A daemon, as `StoreContract` needs it. `settings` are those of `StoreServer`."""
+    terms = {"quarantine_s": 5.0, "reservation_s": 30.0, "reclaim_s": 600.0}
+    serve(size_bytes=size_bytes, **terms, **settings)
+
+    def advance(seconds: float) -> None:
+        probe = connect()
+        for _ in range(3):  # it has seen by then which connections have ended
+            probe.stat(deadline_s=30)
+        clock.ahead_s += seconds
+        probe.stat(deadline_s=30)
+
     return StoreStage(
         connect,
-        time.sleep,
-        quarantine_s=0.3,
-        reservation_s=0.6,
-        reclaim_s=1.2,
+        advance,
+        **terms,
         raw=lambda store, at: store._link.arena.bytes_at(at.offset, at.size, writable=True),  # type: ignore[attr-defined]
     )
 

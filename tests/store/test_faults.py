@@ -280,13 +280,16 @@ def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect,
     store = connect()
     _works(store)
     os.kill(daemon.pid, signal.SIGSTOP)
-    background = threading.Thread(target=lambda: _times_out(store, 1.0))
+    background = threading.Thread(target=lambda: _times_out(store, 4.0))
     background.start()
     time.sleep(0.02)
-    began_s = time.perf_counter()
+    waits = []
     for _ in range(8):
+        began_s = time.perf_counter()
         _times_out(store, 0.1)
-    assert time.perf_counter() - began_s < 0.6, "one wait, not eight"
+        waits.append(time.perf_counter() - began_s)
+    assert waits[0] < 3.5, "not until the thread's deadline"
+    assert sum(wait_s > 0.08 for wait_s in waits) <= 3, "one wait, not eight"
     background.join()
 
 
@@ -299,22 +302,22 @@ def _times_out(store: PoolStore, deadline_s: float) -> str:
 def test_threads_do_not_wait_for_each_others_answers(
     connect: Connect, slow_daemon: Callable[[float], None]
 ) -> None:
-    """Ten threads ask a store that takes 200 ms for an answer, all that it was asked by then at once."""
+    """Thirty threads ask a store that takes 200 ms for an answer, all that it was asked by then at once."""
     slow_daemon(0.2)
     store = connect()
     answers: list[int] = []
 
     def ask() -> None:
-        answers.append(store.delete([key("a")], deadline_s=10))
+        answers.append(store.delete([key("a")], deadline_s=30))
 
-    threads = [threading.Thread(target=ask) for _ in range(10)]
+    threads = [threading.Thread(target=ask) for _ in range(30)]
     began_s = time.perf_counter()
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert answers == [0] * 10
-    assert time.perf_counter() - began_s < 1.6, "one after the other takes 2 s"
+    assert answers == [0] * 30
+    assert time.perf_counter() - began_s < 4.5, "one after the other takes 6 s"
 
 
 def test_circuit_breaker_slow_store_is_asked_ever_less_often(
@@ -323,17 +326,19 @@ def test_circuit_breaker_slow_store_is_asked_ever_less_often(
     """It is alive, but 80 ms late at each answer: of 200 steps only a few wait for nothing."""
     slow_daemon(0.08)
     store = connect()
-    reasons = []
-    waited_s = 0.0
+    reasons, waits = [], 0
     for _ in range(200):
         began_s = time.perf_counter()
-        reasons.append(_times_out(store, 0.02))
-        waited_s += time.perf_counter() - began_s
+        try:
+            store.delete([key("a")], deadline_s=0.02)
+        except StoreUnavailable as e:
+            reasons.append(e.reason)
+        waits += time.perf_counter() - began_s > 0.015
         time.sleep(0.01)
-    assert 2 <= reasons.count("store_timeout") <= 8
-    assert waited_s < 1.5, "to wait each time is 4 s"
+    assert 2 <= reasons.count("store_timeout") <= 12
+    assert waits < 40, "each may have waited that long"
     assert store.connected
-    assert store.delete([key("a")], deadline_s=2) == 0, "a caller that waits longer is served"
+    assert store.delete([key("a")], deadline_s=30) == 0, "a caller that waits longer is served"
 
 
 @pytest.fixture

@@ -528,7 +528,7 @@ class Engine:
     def step(self, **how: Any) -> None:
         self.update(self.execute(self.schedule(**how)))
 
-    def settle(self, within_s: float = 10.0, **how: Any) -> None:
+    def settle(self, within_s: float = 60.0, **how: Any) -> None:
         """Step until everybody has computed or finished and nothing is open, as an engine does."""
         end_s = time.monotonic() + within_s
         while self.busy():

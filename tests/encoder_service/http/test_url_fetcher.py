@@ -57,7 +57,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def stall(self, _: str) -> None:
         self._reply(200, b"abc", {"content-length": "10"})
-        time.sleep(2)
+        self.rfile.read(1)  # until the client has gone
         self.close_connection = True
 
     def endless(self, _: str) -> None:
@@ -107,7 +107,7 @@ class Site:
             "allow_hosts": "images.test, *.cdn.test",
             "allow_networks": "127.0.0.1/32",
             "allow_ports": f"80, 443, {self.port}",
-            "fetch_deadline_s": 1.0,
+            "fetch_deadline_s": 30.0,
             "max_body_bytes": 100_000,
             **changes,
         }
@@ -295,9 +295,10 @@ def test_url_fetcher_fourth_redirect_is_refused(site: Site, names: Names) -> Non
     ],
 )
 def test_url_fetcher_faulty_server_fails_in_time(site: Site, names: Names, path: str, reason: str) -> None:
+    deadline_s = 0.5 if reason == "remote_timeout" else 30
     began = time.monotonic()
-    assert refusal(site.fetcher(fetch_deadline_s=0.5), site.url(path)) == reason
-    assert time.monotonic() - began < 1.5
+    assert refusal(site.fetcher(fetch_deadline_s=deadline_s), site.url(path)) == reason
+    assert time.monotonic() - began < 15
 
 
 def test_url_fetcher_dead_host_or_unknown_name_fails(names: Names, monkeypatch: pytest.MonkeyPatch) -> None:

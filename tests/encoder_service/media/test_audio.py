@@ -150,11 +150,11 @@ def test_audio_ten_hours_are_refused_before_decoding() -> None:
     total = 10 * 3600 * 16_000
     data[21] = (data[21] & 0xF0) | (total >> 32)
     data[22:26] = (total & 0xFFFFFFFF).to_bytes(4, "big")
-    started = time.monotonic()
+    started = time.process_time()
     with pytest.raises(MediaError) as e:
         decode(bytes(data))
     assert e.value.reason == "too_long"
-    assert time.monotonic() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_audio_wrong_header_costs_at_most_the_limit() -> None:

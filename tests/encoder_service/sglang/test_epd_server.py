@@ -301,11 +301,11 @@ def test_epd_server_salt_without_proof_is_refused(run: Run, proof: str | None) -
 
 def test_receiver_rendezvous_forgets_and_needs_one_count() -> None:
     async def scenario() -> None:
-        meeting = ReceiverRendezvous(forget_s=0.05)
+        meeting = ReceiverRendezvous(forget_s=0.5)
         meeting.register("a", "here", 2, "tcp://h:1")
         with pytest.raises(EncoderRefused, match="receive_count"):
             meeting.register("a", "here", 3, "tcp://h:2")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.6)
         meeting.register("b", "here", 1, "tcp://h:3")
         with pytest.raises(EncoderRefused, match="0 of unknown") as caught:
             await meeting.receivers("a", "here", deadline_s=0.01)
@@ -356,9 +356,9 @@ def test_receiver_guard_slow_name_delays_no_other(monkeypatch: pytest.MonkeyPatc
         await asyncio.sleep(0.05)
         # Addresses are looked up nowhere, and asyncio's own threads are free.
         assert await guard.endpoint("127.0.0.1", 5, asked_by="127.0.0.1") == "tcp://127.0.0.1:5"
-        assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 1) == 1
+        assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 10) == 1
         assert all(isinstance(e, EncoderRefused) for e in await waiting)
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 15
         guard.close()
         let_go.set()
 

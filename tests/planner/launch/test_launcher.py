@@ -247,6 +247,6 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) 
             break
     launched.send_signal(signal.SIGTERM)
     began = time.monotonic()
-    assert launched.wait(30) == 0
-    assert time.monotonic() - began < 10
+    assert launched.wait(60) == 0
+    assert time.monotonic() - began < 18, "the grace is 20 s"
     assert fakes.read_text().split() == ["18400"]

@@ -108,7 +108,7 @@ def test_far_pages_answer_that_never_comes_is_a_counted_miss(far: FarShelvedStor
     far.answers_after = None
     engine, began_s = on(far), time.monotonic()
     assert engine.load(TOKENS).shape[3] == 0
-    assert 0.005 <= time.monotonic() - began_s < 5
+    assert 0.005 <= time.monotonic() - began_s < 20
     assert (len(far.sought), far.recalls) == (1, [])
     assert engine.counts() == {("cornplug_misses_total", "absent"): 4}
 
@@ -214,7 +214,7 @@ def test_far_pages_of_second_host_loads_what_the_first_one_wrote(
         found.append(second.load(TOKENS))
         return found[-1].shape[3] == len(TOKENS)
 
-    eventually(whole, within_s=20)
+    eventually(whole, within_s=60)
     assert torch.equal(found[-1], kv)
 
 
@@ -226,8 +226,8 @@ def test_far_pages_store_that_does_not_answer_is_a_miss_in_time(
         engine = connected(f"valkey://127.0.0.1:{silent.getsockname()[1]}/0")
         began_s = time.monotonic()
         assert engine.load(TOKENS).shape[3] == 0
-        assert time.monotonic() - began_s < 10, "the daemon gives up after 0.25 s, and says so"
+        assert time.monotonic() - began_s < 30, "the daemon gives up after 0.25 s, and says so"
         assert engine.counts() == {("cornplug_misses_total", "absent"): 4}
         store: Any = engine.run.store
-        eventually(lambda: not store.far_answers, within_s=5)
+        eventually(lambda: not store.far_answers, within_s=30)
         assert ahead(engine, [1, *TOKENS]) == 0, "no request pays for it again"

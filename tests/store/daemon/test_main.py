@@ -352,7 +352,7 @@ def test_daemon_many_idle_clients_slow_no_request(
             began_s = time.monotonic()
             assert present(store, "a") == b"\1"
             took_s.append(time.monotonic() - began_s)
-        assert statistics.median(took_s) < 0.005, "they stand in line outside"
+        assert statistics.median(took_s) < 0.05, "they stand in line outside"
         if limit == "-Sn":
             assert present(connect(), "a") == b"\1", "the soft limit is no limit"
         for each in idle:

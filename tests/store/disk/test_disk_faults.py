@@ -74,7 +74,7 @@ def test_disk_tier_slow_disk_drops_writes_and_delays_no_answer(
     store, began_s = connect(), time.monotonic()
     for name in range(40):
         put(store, name, 100 * KIB)
-    assert time.monotonic() - began_s < 10, "40 writes at that pace take 40 s"
+    assert time.monotonic() - began_s < 30, "40 writes at that pace take 40 s"
     eventually(lambda: disk_of(store).writes.get("gone", 0) > 0, within_s=60)
     assert get(store, 39) == payload_of(39, 100 * KIB)
 

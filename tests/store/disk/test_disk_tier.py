@@ -21,7 +21,7 @@ from cornplug.store.table.entry_table import MappedEntryTable
 from cornplug.testing import StoreContract
 from cornplug.testing.store import StoreStage, key, present
 
-from ..conftest import eventually, pool_stage
+from ..conftest import ServerClock, eventually, pool_stage
 from .disk_stage import KIB, MIB, disk_of, end, get, payload_of, put, scanned, tier_of, written
 
 Serve = Callable[..., StoreServer]
@@ -33,8 +33,10 @@ class TestPoolStoreWithDisk(StoreContract):
     """Entries are written back all the time, and no rule of the store changes."""
 
     @pytest.fixture
-    def stage(self, serve_in_thread: Serve, connect: Connect, disk: OpenedDisk) -> StoreStage:
-        return pool_stage(serve_in_thread, connect, size_bytes=self.capacity_bytes, disk=disk)
+    def stage(
+        self, serve_in_thread: Serve, connect: Connect, server_clock: ServerClock, disk: OpenedDisk
+    ) -> StoreStage:
+        return pool_stage(serve_in_thread, connect, server_clock, size_bytes=self.capacity_bytes, disk=disk)
 
 
 def test_disk_tier_entry_outlives_its_daemon(connect: Connect, start_daemon: Start, folder: Path) -> None:

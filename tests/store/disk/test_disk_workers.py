@@ -20,7 +20,7 @@ def workers() -> Iterator[DiskWorkers]:
 
 
 def _collect(workers: DiskWorkers, until: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 10
+    end_s = time.monotonic() + 50
     while not until():
         assert time.monotonic() < end_s, "no result came"
         workers.wait(0.1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -80,11 +81,13 @@ def test_far_tier_replayed_record_of_the_same_key_is_that_entry(host: Hosts, sha
 
 def near_is_quick(one: Host, name: object) -> None:
     """Reads of entries in memory, and misses, take no time that far stores could cause."""
-    began_s = time.monotonic()
+    waits = []
     for number in range(50):
+        began_s = time.monotonic()
         assert get(one.store, name) is not None
         assert get(one.store, ("none", number), recall_s=0.1) is None
-    assert time.monotonic() - began_s < 5, "each of 50 would wait for its deadline of 0.25 s"
+        waits.append(time.monotonic() - began_s)
+    assert statistics.median(waits) < 0.1, "each of 50 would wait for what it may"
 
 
 def test_far_tier_stopped_server_costs_near_nothing_and_is_found_again(

@@ -20,7 +20,7 @@ from cornplug.testing import StoreContract
 from cornplug.testing.store import DEADLINE_S, StoreStage, key
 from devkit.far_servers import RedisServer
 
-from ..conftest import eventually, pool_stage
+from ..conftest import ServerClock, eventually, pool_stage
 from ..disk.disk_stage import KIB, get, payload_of, put, tier_of
 from .far_stage import Host
 
@@ -36,12 +36,13 @@ class TestPoolStoreWithFar(StoreContract):
         self,
         serve_in_thread: Callable[..., StoreServer],
         connect: Callable[..., PoolStore],
+        server_clock: ServerClock,
         store_config: StoreConfig,
         share: Path,
     ) -> StoreStage:
         secret = read_secret(store_config.secret_file)
         far = open_far([f"file://{share}"], secret, secret_file=store_config.secret_file)
-        return pool_stage(serve_in_thread, connect, size_bytes=self.capacity_bytes, far=far)
+        return pool_stage(serve_in_thread, connect, server_clock, size_bytes=self.capacity_bytes, far=far)
 
 
 def found(one: Host, name: object) -> bytes | None:

@@ -250,7 +250,7 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
     started = time.monotonic()
     with pytest.raises(VLLMValidationError):
         loaded(ref.to_vllm_content_part())
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 15
 
 
 def test_embedding_by_value_without_flag_is_refused(

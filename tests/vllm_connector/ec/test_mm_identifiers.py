@@ -282,7 +282,7 @@ def test_identifier_while_weights_are_read_waits_once(
     go = threading.Event()
 
     def slow(config: Any) -> Any:
-        assert go.wait(5)
+        assert go.wait(60)
         return tower_identity(config)
 
     monkeypatch.setattr(mm_identifiers, "tower_identity", slow)
@@ -290,12 +290,12 @@ def test_identifier_while_weights_are_read_waits_once(
     one = named(config(llava), tmp_path)
     name = "cp1-" + "1" * 64
     began = time.monotonic()
-    for _ in range(8):
+    for _ in range(50):
         assert one.identifier(name, None).startswith("local-")
         assert one._known_identity() is None
-    assert time.monotonic() - began < 5 * 0.3, "one wait for all images of all requests"
+    assert time.monotonic() - began < 25 * 0.3, "one wait for all images of all requests"
     go.set()
-    assert one._tower.now()[1].wait(5)
+    assert one._tower.now()[1].wait(30)
     assert key_of(one.identifier(name, None)) is not None
 
 

@@ -77,7 +77,7 @@ class Stage:
             mock.patch.object(ec_scheduler, "tower_identity", known),
         ):
             self.half = ECScheduler(config, runtime(store, **fields), self.tally)  # type: ignore[arg-type]
-            assert self.half._tower.now()[1].wait(5)
+            assert self.half._tower.now()[1].wait(30)
         monkeypatch.setattr(ec_scheduler, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}
 
@@ -94,7 +94,7 @@ class Stage:
 
     def asked(self, count: int) -> None:
         """Wait until the preparing thread has sent so many requests."""
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + 30
         while len(self.service.asked) < count or any(
             item.answer is None for item in self.half._items.values() if not item.settled
         ):
@@ -103,7 +103,7 @@ class Stage:
 
     def prepared(self) -> None:
         """Wait until the preparing thread has nothing to do."""
-        self.half._preparer.submit(lambda: None).result(5)
+        self.half._preparer.submit(lambda: None).result(30)
 
     def answer(self, nth: int = -1, **changes: Any) -> None:
         request, future = self.service.asked[nth]
@@ -212,7 +212,7 @@ def test_ec_scheduler_rows_that_come_by_value_are_stored_for_the_next_engine(
     here.asked(1)
     here.answer(stored=False)
     assert here.half.available(request, 0)
-    here.half._publisher._thread.submit(lambda: None).result(5)
+    here.half._publisher._thread.submit(lambda: None).result(30)
     found = get_payload(here.store, key(2), deadline_s=1)
     assert found is not None
     assert bytes(found[1]) == embedding().tobytes()

@@ -39,7 +39,7 @@ NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
 
 def published(worker: ECWorker) -> list[tuple[str, int]]:
     """Outcomes, once the publisher has nothing to do."""
-    worker._publisher._thread.submit(lambda: None).result(5)
+    worker._publisher._thread.submit(lambda: None).result(30)
     acks = worker.acks()
     return acks.saves if acks is not None else []
 
@@ -112,7 +112,7 @@ def test_ec_worker_slow_store_bounds_publish_queue(
     monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 2)
     go = threading.Event()
     with mock.patch.object(
-        embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(5) and "stored"
+        embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(60) and "stored"
     ):
         worker = ECWorker(runtime(store.connect()), publishes=True, device="cpu")
         for _ in range(5):
@@ -152,7 +152,7 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     connector.start_load_caches(cache)
     assert torch.equal(cache["cp1-x"], torch.zeros(1, 1))
     connector.save_caches(cache, NAME)
-    end_s = time.monotonic() + 5
+    end_s = time.monotonic() + 30
     metas: list[Any] = []
     while not metas or not metas[-1].saves:
         assert time.monotonic() < end_s

@@ -92,7 +92,7 @@ def held_moves(pages: int, requests: int) -> tuple[Moves, threading.Event, threa
     def held(location: Any, *, writable: bool = False) -> memoryview:
         if location.offset:  # not the first page
             began.set()
-            assert go.wait(5)
+            assert go.wait(60)
         return view(location, writable=writable)
 
     moves.worker._pages.store.view = held  # type: ignore[method-assign]
@@ -102,7 +102,7 @@ def held_moves(pages: int, requests: int) -> tuple[Moves, threading.Event, threa
 def test_kv_save_given_up_leaves_other_request_of_step() -> None:
     moves, began, go = held_moves(3, 2)
     moves.worker.start_saves(moves.saves())
-    assert began.wait(5)
+    assert began.wait(30)
     moves.worker.give_up_saves(["0"])
     go.set()
     moves.worker.drain()
@@ -118,7 +118,7 @@ def test_kv_save_done_frees_request_before_rest_of_step() -> None:
     moves, began, go = held_moves(1, 3)
     moves.worker.start_saves(moves.saves())
     moves.worker.finishing(["0", "1", "2"])
-    assert began.wait(5)
+    assert began.wait(30)
     assert moves.worker.finished()[0] == {"0"}
     go.set()
     moves.worker.drain()

@@ -316,7 +316,7 @@ def test_kv_mover_thread_sets_device_of_rank() -> None:
     with record_cuda(events):
         mover = KVMover(side.enter_thread)
         mover.submit(job(), urgent=True)
-        assert done.wait(5)
+        assert done.wait(30)
         mover.close()
     assert events.events == [("device set in", "cornplug-kv_0"), ("job in", "cornplug-kv_0")]
 
@@ -332,7 +332,7 @@ def test_kv_mover_loads_run_before_rest_of_saves() -> None:
         for i in itertools.count():
             order.append(f"{name}{i}")
             first.set()
-            go.wait(5)
+            go.wait(60)
             if i == 2:
                 return
             yield
@@ -345,11 +345,11 @@ def test_kv_mover_loads_run_before_rest_of_saves() -> None:
     mover = KVMover(lambda: None)
     mover.submit(save("a"), urgent=False)
     mover.submit(save("b"), urgent=False)
-    assert first.wait(5)
+    assert first.wait(30)
     mover.submit(load("x"), urgent=True)
     mover.submit(load("y"), urgent=True)
     go.set()
-    assert mover.wait(5)
+    assert mover.wait(30)
     mover.close()
     assert order == ["a0", "x", "x", "y", "y", "a1", "a2", "b0", "b1", "b2"]
 
@@ -367,7 +367,7 @@ def test_kv_mover_broken_job_leaves_next_running(caplog: pytest.LogCaptureFixtur
     mover = KVMover(lambda: None)
     mover.submit(breaks(), urgent=True)
     mover.submit(works(), urgent=True)
-    assert mover.wait(5)
+    assert mover.wait(30)
     mover.close()
     assert done
     assert not mover.submit(works(), urgent=True)

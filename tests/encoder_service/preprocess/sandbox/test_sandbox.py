@@ -206,14 +206,14 @@ def test_sandboxed_decoder_header_refused_by_caller_stops_job(cell: Cell) -> Non
         on_header.append(header)
         raise EncoderRefused("no room", reason="overloaded")
 
-    before = cell.process.pid
+    cell.process.start()
+    before, used_s = cell.process.pid, cpu_s(cell.process)
     attack = slow()
-    began = time.monotonic()
     with pytest.raises(EncoderRefused, match="no room"):
         cell.decoder().image(attack, 64_000_000, object_to)
     with pytest.raises(EncoderRefused, match="no room"):
         cell.decoder().audio(wav(tone(1.3)), 5.0, object_to)
-    assert time.monotonic() - began < 1.5
+    assert cpu_s(cell.process) - used_s < 1.5
     assert [h.pixels for h in on_header] == [7900 * 7900, 0]
     assert on_header[1].seconds == pytest.approx(1.3, abs=0.05)
     good = saved(hostile_images.sample_image(1), "PNG")
@@ -235,7 +235,7 @@ def test_decoder_process_has_no_keys_and_ends_with_its_service(
     assert other.process._sock is not None
     other.process._sock.close()  # as when the service is killed
     assert other.process._process is not None
-    assert other.process._process.wait(5) == 0
+    assert other.process._process.wait(30) == 0
 
 
 def test_decoder_process_in_folder_with_planted_modules_does_not_import_them(
@@ -265,6 +265,12 @@ def test_decoder_process_repeated_jpegs_take_no_fresh_memory(progressive: bool) 
     finally:
         cell.process.close()
     assert sorted(taken)[len(taken) // 2] < 100, taken
+
+
+def cpu_s(process: DecoderProcess) -> float:
+    """CPU seconds of a process so far."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def minor_faults(process: DecoderProcess) -> int:
