@@ -23,7 +23,6 @@ from typing import Any, Final
 import torch
 
 from cornplug.engine_common import engine_state, weights_guard
-from cornplug.engine_common.weight_versions import unusable
 from cornplug.identity import digest
 from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.disk_updates import excluded_server, forget, note_trained
@@ -133,7 +132,7 @@ def _is_empty(manager: Any, update: _Update) -> bool:
 def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
     """Let the ranks vote, and the first one say what came of it."""
     excluded = "a call failed" if update.failed else excluded_server(manager)
-    why = unusable(update.version(), update.before)
+    why = weights_guard.unusable_version(update.version(), update.before)
     if len(update.versions) > 1:
         why = f"its calls gave {len(update.versions)} versions"
     if is_empty:

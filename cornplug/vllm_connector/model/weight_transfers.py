@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.shared_flags import settings
-from cornplug.engine_common.weight_versions import unusable
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.model.loaded_weights import has_cornplug
 from cornplug.vllm_connector.model.reloads import TRANSFER, Loaded, begin, excluded_engine, hold
@@ -94,7 +93,7 @@ def _set_weight_version(original: Callable[..., Any], core: Any, weight_version:
 
 
 def _name(core: Any, update: _Transfer, version: str) -> None:
-    if why := unusable(version, update.before):
+    if why := weights_guard.unusable_version(version, update.before):
         compat.logger.warning("cornplug: nothing is shared until a transfer is named: %s", why)
         return
     setattr(core, TRANSFER, None)

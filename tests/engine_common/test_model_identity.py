@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import EngineModel, StartedModel
-from cornplug.engine_common.weight_versions import unusable
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest, of_trainer
 from devkit import checkpoints
@@ -132,12 +131,12 @@ def test_engine_state_source_is_the_last_update_s(updates: list[tuple[bool, str]
 
 @pytest.mark.parametrize("version", [None, "", " ", "default", 7, "6", "v" * 1025])
 def test_unusable_version_says_why(version: object) -> None:
-    assert unusable(version, "6")
+    assert weights_guard.unusable_version(version, "6")
 
 
-def test_unusable_is_empty_for_a_version_that_names_weights() -> None:
-    assert not unusable("7", "6")
-    assert not unusable("7", "default")
+def test_unusable_version_is_empty_for_a_version_that_names_weights() -> None:
+    assert not weights_guard.unusable_version("7", "6")
+    assert not weights_guard.unusable_version("7", "default")
 
 
 def test_engine_state_version_too_long_is_refused() -> None:
