@@ -20,8 +20,7 @@ _ROOM: Final = "cornplug.sglang_hooks"
 _MODULES: Final = {
     # While SGLang resolves its settings, in the main process alone.
     "resolution": ("kv.hicache_config",),
-    "weights": ("model.weight_updates", "disk_updates"),
-    "trainer": ("trainer_updates",),
+    "weights": ("model.weight_updates", "disk_updates", "trainer_updates"),
     "loaded": ("model.loaded_weights",),
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
     "idle_backups": ("kv.idle_hooks",),
@@ -43,7 +42,7 @@ def needed(server_args: Any) -> frozenset[str]:
     from cornplug.sglang_hooks.mm import cpu_preprocessing
 
     settled = resolved_view(server_args)
-    found = {"weights"} | ({"trainer"} if activation.config().engine.trust_weight_version else set())
+    found = {"weights"}
     if str(settled.model_path).lower() in ("none", "dummy"):  # SGLang resolves no model of these names
         return frozenset(found)
     if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):

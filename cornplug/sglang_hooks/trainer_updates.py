@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -67,6 +68,8 @@ def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
     result = _watched(original, manager, recv_req, update)
     if given := getattr(recv_req, "weight_version", None):
         update.versions |= {given}
+    if result.success and getattr(recv_req, "flush_cache", False):
+        _rank.flushed_at = manager.scheduler.forward_ct
     if manager._session is None:
         _over(manager, update)
     return result
@@ -158,8 +161,16 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
             logger.info("cornplug: this engine shares again, with the trainer's weights %s", update.version())
 
 
-def _flushed(original: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    done = original(scheduler, *args, **kwargs)
+def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before SGLang makes what flushes for `/flush_cache`.
+
+    Another part of this room hooks `Scheduler.flush_cache`, and SGLang hooks a function once a process.
+    """
+    return (_wrapper,), {**kwargs, "flush_cache": partial(_flushed, kwargs["flush_cache"])}
+
+
+def _flushed(flush: Any, *args: Any, **kwargs: Any) -> Any:
+    done, scheduler = flush(*args, **kwargs), flush.__self__
     if done:
         _rank.flushed_at = scheduler.forward_ct
         update = _rank.update
@@ -190,6 +201,7 @@ def _released(_self: Any, recv_req: Any) -> None:
 
 _SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
 _UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FLUSHES: Final = "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper"
 _CHANGES: Final = (
     "begin_weight_update",
     "update_weights_from_distributed",
@@ -201,6 +213,6 @@ HOOKS: tuple[Hook, ...] = (
     *(Hook(f"{_UPDATER}.{name}", "around", _changed) for name in _CHANGES),
     Hook(f"{_UPDATER}.end_weight_update", "around", _ended),
     Hook(f"{_UPDATER}.release_memory_occupation", "before", _released),
-    Hook(f"{_SCHEDULER}.flush_cache", "around", _flushed),
+    Hook(f"{_FLUSHES}.__init__", "before", _wrapper_made),
     Hook(f"{_SCHEDULER}.handle_update_weight_version", "around", _named),
 )

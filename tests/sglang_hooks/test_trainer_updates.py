@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups import overrides
 from sglang.srt.managers import io_struct
+from sglang.srt.managers.scheduler_components.flush_wrapper import SchedulerFlushWrapper
 from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
 
 from cornplug.engine_common import engine_state, weights_guard
@@ -65,21 +66,27 @@ class Server:
             weight_update_runners=lambda: [("target", Runner(self))], deserialize_own_rank=lambda tensors: {}
         )
         manager.draft_worker = manager.metrics_collector = manager._session = manager.tp_cpu_group = None
-        manager.scheduler, manager.flush_cache = self, self.flush
+        manager.scheduler, manager.flush_cache = self, self.flush_cache
         self.weight_updater = manager
+        self.flushes: Any = object.__new__(SchedulerFlushWrapper)
+        args, kwargs = trainer_updates._wrapper_made(
+            self.flushes, flush_cache=self.flush_cache, is_fully_idle=lambda: self.idle, send_output=print
+        )
+        SchedulerFlushWrapper.__init__(*args, **kwargs)
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         self.version = self.version if new_version is None else new_version
 
-    def flush(self, empty_cache: bool = True) -> bool:
-        """SGLang's flush, hooked."""
+    def flush_cache(self, empty_cache: bool = True) -> bool:
+        """SGLang's flush."""
+        if self.idle:
+            self.cached.clear()
+        return self.idle
 
-        def original(_: Any, **__: Any) -> bool:
-            if self.idle:
-                self.cached.clear()
-            return self.idle
-
-        return bool(trainer_updates._flushed(original, self, empty_cache=empty_cache))
+    def flush(self) -> bool:
+        """`/flush_cache`"""
+        output = self.flushes.handle(io_struct.FlushCacheReqInput())
+        return bool(output is not None and output.success)
 
     def compute(self) -> None:
         """A request, whose KV stays in the cache."""
