@@ -175,6 +175,7 @@ def test_sglang_servers_whose_trainer_named_their_weights_share(
         assert answer(two) == (expected, 0), "no page of another version"
         train(one, models["new"], None)
         assert answer(one) == (expected, 0), "no page of weights without a name"
+        train(one, models["old"], "run/3")
         train(one, models["new"], "run/1")
         tokens, stored = answer(one)
         assert (tokens, stored >= 0.9 * SHAREABLE) == (expected, True)
