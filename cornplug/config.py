@@ -236,6 +236,12 @@ class EngineConfig(Section):
     which then share them. "device": SGLang's own, the GPU; its servers share among themselves only. "auto":
     "cpu" where an encoder service answers at `encoder.socket`, or `encoder.engine_urls`, when the server
     starts, else "device"."""
+    trust_weight_version: bool = False
+    """The trainer that replaces this engine's weights names each state of them: by a `weight_version` that no
+    other state of weights of this checkpoint's tensors ever has, in this training run and in all others, and
+    with an update that holds every tensor that any update before it changed. The engine then shares after
+    such an update, with the engines that began with the same checkpoint and were given the same version.
+    Trainers that count from 1 in each run break this rule, unless each run has a store of its own."""
     embeddings_by_value: bool = False
     """The engine takes the rows of an embedding from a request. vLLM's `--enable-mm-embeds` sets it."""
 

@@ -292,6 +292,17 @@ def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
     return digest("cornplug-media-options-v1", media, canonical(options)) if options else media
 
 
+def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
+    """The identity of weights that a trainer gave a version.
+
+    `identity` is that of the start, and `start` is all of the checkpoint's weights then: a part alone could
+    be of two checkpoints, each with a trainer that counts from 1. A checkpoint has none of these identities.
+    """
+    return digest(
+        "cornplug-trainer-weights-v1", identity, start, version.encode("utf-8", errors="surrogatepass")
+    )
+
+
 def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
     """An identity that a deployment changed beyond its checkpoint; same rule."""
     return digest("cornplug-overridden-v1", identity, canonical(overrides)) if overrides else identity

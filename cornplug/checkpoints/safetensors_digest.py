@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cornplug.errors import CheckpointError
+from cornplug.identity import tensors_fingerprint
 from cornplug.private_paths import cache_dir
 
 _log = logging.getLogger(__name__)
@@ -166,6 +167,23 @@ def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Pat
     meanwhile.
     """
     return {path: _file_digests(path, entries) for path, entries in wanted.items()}
+
+
+def folder_fingerprint(folder: Path) -> bytes:
+    """Fingerprint of all tensors of a folder, under their own names, whatever model they are of.
+
+    Raises CheckpointError: "duplicate_tensor", and as `tensor_files`, `read_header` and `tensor_digests`.
+    """
+    wanted = {path: read_header(path) for path in tensor_files(folder)}
+    digests = tensor_digests(wanted)
+    try:
+        return tensors_fingerprint(
+            (name, entry.dtype, entry.shape, digests[path][name])
+            for path, entries in wanted.items()
+            for name, entry in entries.items()
+        )
+    except ValueError as e:
+        raise CheckpointError(f"{folder}: {e}. Remove stray weight files.", reason="duplicate_tensor") from e
 
 
 def _file_digests(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, bytes]:

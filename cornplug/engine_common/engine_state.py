@@ -1,8 +1,9 @@
-"""State that all processes of one engine share: its start time, the checkpoint that its weights are of, and
-its measured cost of an embedding.
+"""State that all processes of one engine share: its start time, the origin of its weights, and its measured
+cost of an embedding.
 
-The epoch counts replacements of the weights from a checkpoint: it is odd while they are replaced, and even
-after. Only the engine's first rank makes it even, once every rank holds the new weights.
+The epoch counts replacements of the weights by known ones, of a checkpoint or of a trainer that names them:
+it is odd while they are replaced, and even after. Only the engine's first rank makes it even, once every
+rank holds the new weights.
 
 It lies in a page of anonymous memory. The process that resolves the engine's configuration makes the page,
 its children open it through /proc. So a process that learns of replaced weights tells every API server and
@@ -31,12 +32,15 @@ _COSTS: Final = struct.Struct("<d?")
 _COSTS_AT: Final = 32
 _CORES: Final = 44
 _EPOCH: Final = 48
-_SOURCE: Final = struct.Struct("<QH")
+_SOURCE: Final = struct.Struct("<QHB")
+"""When it was about to be read, bytes of its name, and whether that is a version."""
 _SOURCE_AT: Final = 56
-_PATH_AT: Final = _SOURCE_AT + _SOURCE.size
+_NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
-LONGEST_PATH_BYTES: Final = _PAGE - _PATH_AT
+LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
 """Of `EngineState.end_update`."""
+LONGEST_VERSION_BYTES: Final = 1024
+"""Of `EngineState.end_named_update`."""
 
 
 class WeightSource(NamedTuple):
@@ -44,9 +48,12 @@ class WeightSource(NamedTuple):
 
     epoch: int
     path: str | None
-    """The folder that they were replaced from; None for the checkpoint that the engine started with."""
+    """The folder that they were replaced from; None for the checkpoint that the engine started with, and for
+    a trainer's weights."""
     began_ns: int
     """As `EngineState.began_ns`, of the time when that folder was about to be read."""
+    version: str | None = None
+    """The name that a trainer gave these weights; None for a checkpoint's."""
 
 
 class EngineState:
@@ -70,7 +77,7 @@ class EngineState:
         return page is None or page[_FLAG] != 0 or page[_EPOCH] & 1 != 0
 
     def unknown(self) -> bool:
-        """Whether the weights are no checkpoint's: no update from one makes them known."""
+        """Whether no further update makes the weights known."""
         return self._page is None or self._page[_FLAG] != 0
 
     def note_replaced(self, value: bool = True) -> None:
@@ -95,7 +102,7 @@ class EngineState:
         return self._page is not None and self._page[_CORES] == 1
 
     def epoch(self) -> int:
-        """Odd while the weights are replaced from a checkpoint, even otherwise; 0 at the start."""
+        """Odd while the weights are replaced by known ones, even otherwise; 0 at the start."""
         return self._epoch[0] if self._epoch is not None else 0
 
     def begin_update(self) -> int:
@@ -114,9 +121,19 @@ class EngineState:
         name = os.fsencode(path)
         if len(name) > LONGEST_PATH_BYTES:
             raise ValueError(f"a path of {len(name)} bytes")
+        self._end(epoch, name, began_ns, is_version=False)
+
+    def end_named_update(self, epoch: int, version: str) -> None:
+        """The weights are those that a trainer calls by this name. Otherwise as `end_update`."""
+        name = version.encode("utf-8", errors="surrogatepass")
+        if len(name) > LONGEST_VERSION_BYTES:
+            raise ValueError(f"a version of {len(name)} bytes")
+        self._end(epoch, name, 0, is_version=True)
+
+    def _end(self, epoch: int, name: bytes, began_ns: int, *, is_version: bool) -> None:
         if self._page is not None and self._epoch is not None:
-            _SOURCE.pack_into(self._page, _SOURCE_AT, began_ns, len(name))
-            self._page[_PATH_AT : _PATH_AT + len(name)] = name
+            _SOURCE.pack_into(self._page, _SOURCE_AT, began_ns, len(name), is_version)
+            self._page[_NAME_AT : _NAME_AT + len(name)] = name
             self._epoch[0] = epoch + 1
 
     def source(self) -> WeightSource | None:
@@ -126,10 +143,15 @@ class EngineState:
             return None
         if not epoch:
             return WeightSource(0, None, self.began_ns())
-        began_ns, size = _SOURCE.unpack_from(self._page, _SOURCE_AT)
-        path = os.fsdecode(self._page[_PATH_AT : _PATH_AT + size])
+        began_ns, size, is_version = _SOURCE.unpack_from(self._page, _SOURCE_AT)
+        name = bytes(self._page[_NAME_AT : _NAME_AT + size])
         # Another update may have begun, and even ended, meanwhile.
-        return WeightSource(epoch, path, began_ns) if self.epoch() == epoch else None
+        if self.epoch() != epoch:
+            return None
+        if is_version:
+            version = name.decode("utf-8", errors="surrogatepass")
+            return WeightSource(epoch, None, self.began_ns(), version)
+        return WeightSource(epoch, os.fsdecode(name), began_ns)
 
     def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
         """Publish the measured cost of an embedding: seconds that the tower takes for a row, and whether a

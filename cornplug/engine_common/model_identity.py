@@ -6,6 +6,8 @@ one identity in both engines.
 An engine whose weights are replaced from another folder while it runs goes on with the settings that it
 started with, whatever the folder's config says. So its identity is of those settings and the new weights: a
 fresh engine of that folder shares with it where its own settings come out the same.
+
+Weights that a trainer named are in no file: their identity is of the start and that name.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES
 from cornplug.checkpoints.hub_cache import read_json
+from cornplug.checkpoints.safetensors_digest import folder_fingerprint
 from cornplug.engine_common import engine_state, resolved_config
 from cornplug.errors import CheckpointError
-from cornplug.identity import overridden
+from cornplug.identity import of_trainer, overridden
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,8 @@ class EngineModel:
     loaded an older version. None if unknown."""
     epochs: Mapping[str, int] = field(default_factory=dict)
     """`model_type` -> how often this engine's releases have changed the results; 0 if absent."""
+    weight_version: str | None = None
+    """The name that a trainer gave the weights which replaced the checkpoint's; None for the checkpoint's."""
 
     def __post_init__(self) -> None:
         try:
@@ -129,9 +134,21 @@ class EngineModel:
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
         whole = TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
         try:
-            return replace(whole, videos=self._video_identity(name, overrides))
+            whole = replace(whole, videos=self._named(self._video_identity(name, overrides)))
         except CheckpointError as e:
-            return replace(whole, why_no_videos=e.reason)
+            whole = replace(whole, why_no_videos=e.reason)
+        return self._named(whole)
+
+    def _named(self, tower: TowerIdentity) -> TowerIdentity:
+        """That of the trainer's weights: an encoder service has the checkpoint's."""
+        if self.weight_version is None:
+            return tower
+        return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
+
+    def _of_trainer(self, identity: bytes) -> bytes:
+        if self.weight_version is None:
+            return identity
+        return of_trainer(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
 
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
         """Identity of videos. Raises CheckpointError where this engine shares images alone."""
@@ -164,7 +181,7 @@ class EngineModel:
                 "settings": dict(self.length_settings),
                 "generation": self.checkpoint.generation,
             }
-        fingerprint = self.checkpoint.fingerprint("language_model")
+        fingerprint = self._of_trainer(self.checkpoint.fingerprint("language_model"))
         self._refuse_later_files()
         return fingerprint, spec
 
@@ -204,7 +221,7 @@ class StartedModel:
     def now(self, describe: Callable[[], EngineModel]) -> EngineModel:
         """The model with the weights of this epoch; `describe` describes that of the start.
 
-        Raises CheckpointError: "weights_updated" where no folder is known to hold them, and as
+        Raises CheckpointError: "weights_updated" where nothing is known to name them, and as
         `with_weights_of` and `describe`.
         """
         state = engine_state.current()
@@ -215,6 +232,8 @@ class StartedModel:
                 self._model = model
             return model
         source = state.source()
+        if source is not None and source.version is not None:
+            return self.with_version(source.version)
         if source is None or source.path is None:
             raise _unknown("the weights were replaced")
         return self.with_weights(source.path, source.began_ns)
@@ -224,6 +243,14 @@ class StartedModel:
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         return with_weights_of(self._model, path, began_ns)
+
+    def with_version(self, version: str) -> EngineModel:
+        """The model with weights that a trainer named. Raises CheckpointError("weights_updated")."""
+        if self._model is None:
+            raise _unknown("this process has not described the model that it started with")
+        if self._model.checkpoint.base:
+            raise _unknown("a part of this model lies in another checkpoint")
+        return replace(self._model, weight_version=version)
 
 
 def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel:

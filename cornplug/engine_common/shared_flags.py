@@ -56,6 +56,11 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
         "engine.page_tokens",
         "Tokens of one shared KV page, a multiple of 16; equal on all servers that share (default: 64).",
     ),
+    "--cornplug-trust-weight-version": (
+        "engine.trust_weight_version",
+        "'true' to share again after an update of weights that came with a weight_version, which the trainer "
+        "gives to no other weights in any run (default: 'false': nothing is shared after it).",
+    ),
 }
 """flag -> (setting, help)"""
 

@@ -3,7 +3,8 @@
 A checkpoint on disk identifies an engine's weights until a caller replaces them in place (sleep, reload, an
 RL update). Weights that came over the wire cannot be fingerprinted, so sharing ends in all processes of the
 engine until it restarts: reason "weights_updated". Weights that were read from another checkpoint begin a new
-epoch, in which the engine shares under that checkpoint's identity.
+epoch, in which the engine shares under that checkpoint's identity; so do weights that a trainer named, where
+`engine.trust_weight_version` says that such a name is of one state of the weights alone.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from __future__ import annotations
 import logging
 
 from cornplug.engine_common import engine_state
+
+_UNNAMED = "default"
+"""Both engines' version of weights that no trainer has named."""
 
 
 def replaced() -> bool:
@@ -41,3 +45,19 @@ def end_sharing(why: str, log: logging.Logger) -> None:
     if not state.unknown():
         log.warning("cornplug: %s; this engine shares nothing until restart", why)
     state.note_replaced()
+
+
+def unusable_version(version: object, before: object) -> str:
+    """The reason why a trainer's version may not name the weights that it updated; "" if it may.
+
+    `before` is the engine's version until then.
+    """
+    if not isinstance(version, str) or not version.strip():
+        return "no weight_version came with the update"
+    if version == _UNNAMED:
+        return f"{_UNNAMED!r} is the version of weights that no trainer named"
+    if version == before:
+        return f"weight_version {version!r} is that of the weights before"
+    if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.LONGEST_VERSION_BYTES:
+        return "the weight_version is too long"
+    return ""

@@ -27,6 +27,7 @@ from cornplug.sglang_hooks.compat import Hook, logger
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, started_model
 
 _CALL: Final = "update_weights_from_disk"
+_trained: Final[set[bool]] = set()
 
 
 def _asked(manager: Any, obj: Any, request: Any = None) -> None:
@@ -47,20 +48,33 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         why = excluded or _unlike(manager, recv_req, result, path, began_ns)
     finally:
         # Every rank votes, whatever happened on it: the others wait.
-        _forget()
+        forget()
         _settle(manager.tp_cpu_group, epoch, path, began_ns, why)
     return result
 
 
 def _excluded(manager: Any, recv_req: Any) -> str:
-    """The reason why the weights of this server cannot be followed; "" for none."""
+    """The reason why the weights that the request names cannot be followed; "" for none."""
+    if recv_req.load_format not in READS_SAFETENSORS:
+        return f"load format {recv_req.load_format!r}"
+    if _trained:
+        return "a trainer's tensors were loaded before, of which some may stay"
+    return excluded_server(manager)
+
+
+def note_trained() -> None:
+    """From here on this rank holds tensors that came from no folder."""
+    _trained.add(True)
+
+
+def excluded_server(manager: Any) -> str:
+    """The reason why new weights of this server cannot be followed; "" for none."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
     found = {
         "the weights were unknown before": engine_state.current().unknown(),
-        f"load format {recv_req.load_format!r}": recv_req.load_format not in READS_SAFETENSORS,
         # Replicas, stages and hosts have votes of their own.
         "data or pipeline parallelism, or several hosts": max(
             settings.dp_size, settings.pp_size, settings.nnodes
@@ -94,7 +108,7 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
     return "" if compared else "no tensor could be compared"
 
 
-def _forget() -> None:
+def forget() -> None:
     """Forget what was computed with, or named by, the weights before."""
     from sglang.srt.managers import mm_schedule
 

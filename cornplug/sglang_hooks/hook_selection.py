@@ -20,7 +20,7 @@ _ROOM: Final = "cornplug.sglang_hooks"
 _MODULES: Final = {
     # While SGLang resolves its settings, in the main process alone.
     "resolution": ("kv.hicache_config",),
-    "weights": ("model.weight_updates", "disk_updates"),
+    "weights": ("model.weight_updates", "disk_updates", "trainer_updates"),
     "loaded": ("model.loaded_weights",),
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
     "idle_backups": ("kv.idle_hooks",),

@@ -48,7 +48,7 @@ def _install() -> None:
     from cornplug.vllm_connector import connector_config, flags
     from cornplug.vllm_connector.ec import mm_identifiers
     from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
-    from cornplug.vllm_connector.model import loaded_weights, reloads, weight_updates
+    from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
@@ -59,6 +59,7 @@ def _install() -> None:
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
     kv = engine_alarm, keys_ahead, provenance, resets
-    for seams in (flags, connector_config, mm_identifiers, *kv, loaded_weights, reloads, weight_updates):
+    weights = loaded_weights, reloads, weight_transfers, weight_updates
+    for seams in (flags, connector_config, mm_identifiers, *kv, *weights):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)

@@ -138,13 +138,13 @@ def test_engine_state_epoch_is_odd_while_weights_are_replaced() -> None:
     engine_state.begin()
     state, child = engine_state.current(), Child()
     try:
-        assert state.source() == (0, None, state.began_ns())
+        assert state.source() == (0, None, state.began_ns(), None)
         odd = state.begin_update()
         assert (odd, state.begin_update(), state.source()) == (1, 1, None)
         assert child.tell("") is True
         state.end_update(odd, "/a folder/é", 7)
         assert child.tell("") is False
-        assert (state.epoch(), state.source()) == (2, (2, "/a folder/é", 7))
+        assert (state.epoch(), state.source()) == (2, (2, "/a folder/é", 7, None))
         child.tell("replace")
         assert (state.replaced(), state.unknown(), state.source()) == (True, True, None)
         state.end_update(state.begin_update(), "/b", 8)

@@ -1,7 +1,10 @@
-"""Weights that are replaced from a checkpoint while an engine runs: it shares again, as that checkpoint."""
+"""Weights that are replaced while an engine runs, from a checkpoint or by a trainer that names them: it
+shares again, as that checkpoint or under that name."""
 
 from __future__ import annotations
 
+import base64
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from integration.stack import PREAMBLE, forget_prefixes
+from safetensors.torch import load_file
 
 from devkit import checkpoints
 from devkit.engines import EngineServer, VllmServer, data_url, photos, wait_until
@@ -42,10 +46,10 @@ def store(folder: Path) -> Iterator[StoreProcess]:
         yield store
 
 
-def sharing(store: StoreProcess, model: Path, name: str) -> SglangServer:
+def sharing(store: StoreProcess, model: Path, name: str, *flags: str) -> SglangServer:
     env = {"CORNPLUG_STORE_AUTOSTART": "false", "CORNPLUG_STORE_LOAD_WHEN": "always"}
     return SglangServer(
-        model, "--cornplug-app", name, "--cornplug-store", str(store.socket),
+        model, "--cornplug-app", name, "--cornplug-store", str(store.socket), *flags,
         log=store.socket.parent / f"{name}.log", env=env,
     )  # fmt: skip
 
@@ -121,6 +125,60 @@ def test_sglang_whose_weights_were_updated_shares_as_the_new_checkpoint(
         assert look(fresh) == seen_expected
         assert look(fresh, system="Be brief.") == otherwise
         wait_for_image(fresh)
+
+
+def train(server: SglangServer, path: Path, version: str | None) -> None:
+    """Update a server's weights from tensors, in two buckets; the version comes with the last."""
+
+    def call(what: str, body: dict[str, Any]) -> None:
+        answer = httpx.post(f"{server.url}/{what}", json=body, timeout=120, trust_env=False)
+        assert answer.json()["success"], answer.text
+
+    tensors = [row for file in sorted(path.glob("*.safetensors")) for row in load_file(file).items()]
+    middle = len(tensors) // 2
+    forget_prefixes(server)
+    call("begin_weight_update", {})
+    for bucket, named in ((tensors[:middle], None), (tensors[middle:], version)):
+        sent = base64.b64encode(pickle.dumps(bucket)).decode()
+        call("update_weights_from_tensor", {"serialized_named_tensors": [sent], "weight_version": named})
+    call("end_weight_update", {})
+
+
+@pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
+@pytest.mark.support("Weights", "an update by a trainer that names it: shares again", engine="sglang")
+def test_sglang_servers_whose_trainer_named_their_weights_share(
+    store: StoreProcess, models: dict[str, Path], folder: Path
+) -> None:
+    with SglangServer(models["new"], log=folder / "stock-trained.log") as stock:
+        expected, seen_expected = answer(stock)[0], look(stock)
+    trusting = ("--cornplug-trust-weight-version", "true")
+    one = sharing(store, models["old"], "one", *trusting)
+    two = sharing(store, models["old"], "two", *trusting)
+    with together(one, two):
+        assert answer(one)[0] != expected
+        old_entries = store.stat().entries
+        train(one, models["new"], "run/1")
+        assert answer(one) == (expected, 0), "no page of the checkpoint, old or new"
+        assert look(one) == seen_expected
+        wait_until(
+            lambda: store.stat().entries > old_entries + SHAREABLE // 64 - 2, deadline_s=30, what="new pages"
+        )
+        store.settle()
+
+        train(two, models["new"], "run/1")
+        tokens, stored = answer(two)
+        assert tokens == expected
+        assert stored >= 0.9 * SHAREABLE, "the pages of the server that was given the same version"
+        assert look(two) == seen_expected
+
+        train(two, models["new"], "run/2")
+        assert answer(two) == (expected, 0), "no page of another version"
+        train(one, models["new"], None)
+        assert answer(one) == (expected, 0), "no page of weights without a name"
+        train(one, models["old"], "run/3")
+        train(one, models["new"], "run/1")
+        tokens, stored = answer(one)
+        assert (tokens, stored >= 0.9 * SHAREABLE) == (expected, True)
 
 
 def vllm(folder: Path, model: Path, name: str, *flags: str) -> VllmServer:

@@ -26,6 +26,7 @@ ALL = [
     "--cornplug-store-deadline", "0.2", "--cornplug-encoder-deadline", "3", "--cornplug-page-tokens", "128",
     "--cornplug-save", "second", "--cornplug-store-disk", "/nvme/store",
     "--cornplug-store-far", "file:///share,valkey://far:6379/0",
+    "--cornplug-trust-weight-version", "true",
 ]  # fmt: skip
 
 
@@ -92,6 +93,7 @@ def test_flags_all_reach_their_settings() -> None:
     assert config.encoder.socket == Path("/run/e.sock")
     assert (config.store.deadline_s, config.encoder.deadline_s) == (0.2, 3.0)
     assert (config.engine.page_tokens, config.engine.save) == (128, "second")
+    assert config.engine.trust_weight_version is True
     assert config.store.far == ("file:///share", "valkey://far:6379/0")
 
 

@@ -22,11 +22,12 @@ from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
-from cornplug.vllm_connector.model import loaded_weights, reloads, weight_updates
+from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
 KV = (engine_alarm, keys_ahead, provenance, resets)
-WRAPPING = (flags, connector_config, mm_identifiers, *KV, loaded_weights, reloads, weight_updates)
+WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
+WRAPPING = (flags, connector_config, mm_identifiers, *KV, *WEIGHTS)
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (
     ("vllm._custom_ops", "swap_blocks_batch"),

@@ -1,5 +1,6 @@
 """The calls of SGLang that replace a server's weights in place; each ends sharing (`weights_guard`).
-That from a checkpoint does so only where it fails (`disk_updates.py`).
+That from a checkpoint does so only where it fails (`disk_updates.py`), and where the trainer's version is
+trusted those by tensors, too (`trainer_updates.py`).
 
 Every process that takes part learns of it before the first byte changes: the scheduler of each rank
 by the request itself, the tokenizer when it passes the request on.
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.engine_common import weights_guard
+from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
 # Methods of the scheduler that users call by `Engine.collective_rpc` and that leave the weights alone.
@@ -18,21 +20,44 @@ _HARMLESS_RPC: Final = frozenset({"save_remote_model", "save_sharded_model"})
 _WEIGHTS_TAG: Final = "weights"
 
 
+def trusts_versions() -> bool:
+    """Whether a trainer's version may name this server's weights."""
+    return activation.is_on() and activation.config().engine.trust_weight_version
+
+
+def changes_model(recv_req: Any) -> bool:
+    """Whether a request is for the model itself; requests without a selector are for all."""
+    return bool(getattr(recv_req, "selector", "all") != "draft")
+
+
 def _update(_self: Any, recv_req: Any) -> None:
-    # A draft model's weights are in no identity; requests without a selector are for all.
-    if getattr(recv_req, "selector", "all") != "draft":
-        weights_guard.note_replaced(type(recv_req).__name__.removesuffix("ReqInput"), logger)
+    # A draft model's weights are in no identity.
+    if changes_model(recv_req):
+        _lose(type(recv_req).__name__.removesuffix("ReqInput"))
+
+
+def _lose(by: str) -> None:
+    """End sharing, or stop it until a trainer names the weights."""
+    if trusts_versions():
+        weights_guard.begin_update(by, logger)
+    else:
+        weights_guard.note_replaced(by, logger)
 
 
 def _release(_self: Any, recv_req: Any) -> None:
+    if loses_weights(recv_req):
+        _lose("release_memory_occupation")
+
+
+def loses_weights(recv_req: Any) -> bool:
+    """Whether a release of memory gives up the weights."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings = resolved_view(get_server_args())
     # Without the saver nothing is given up; with the backup the same bytes come back.
     lost = settings.enable_memory_saver and not settings.enable_weights_cpu_backup
-    if lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags):
-        weights_guard.note_replaced("release_memory_occupation", logger)
+    return bool(lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags))
 
 
 def _check(_self: Any, recv_req: Any) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.model_identity import declares_quantization
@@ -25,11 +25,22 @@ from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_f
 
 RELOAD: Final = "reload_weights"
 """The workers' method."""
+TRANSFER: Final = "_cornplug_transfer"
+"""Attribute of an engine core: the update by a trainer that has no name yet (`weight_transfers`)."""
 _LOADED: Final = "_cornplug_loaded"
-"""Attribute of an engine core: (epoch, folder, time) of weights that all ranks hold, while blocks may hold KV
-of others."""
+"""Attribute of an engine core: `Loaded`, while blocks may hold KV of other weights."""
 _VOTE_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
+
+
+class Loaded(NamedTuple):
+    """Weights that all ranks hold: of a folder, or by the name that a trainer gave them."""
+
+    epoch: int
+    name: str
+    began_ns: int = 0
+    """As `EngineState.end_update`."""
+    is_version: bool = False
 
 
 def reload(
@@ -54,24 +65,36 @@ def reload(
         if why:
             weights_guard.end_sharing(f"weights replaced by {RELOAD}: {why}", compat.logger)
     if not why:
-        setattr(core, _LOADED, (epoch, path, began_ns))
-        _settle(core)
+        hold(core, Loaded(epoch, path, began_ns))
     return result
 
 
 def begin(core: Any, by: str) -> int:
     """The epoch in which the call `by` takes an engine core's weights away."""
     setattr(core, _LOADED, None)
+    setattr(core, TRANSFER, None)
     return weights_guard.begin_update(by, compat.logger)
 
 
+def hold(core: Any, loaded: Loaded) -> None:
+    """Let the engine share under these weights, at once or after the next reset of its prefix cache."""
+    setattr(core, _LOADED, loaded)
+    _settle(core)
+
+
 def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The reason why the weights of this engine cannot be followed; "" for none."""
+    """The reason why the weights that the call names cannot be followed; "" for none."""
+    if not _from_files(args, kwargs):
+        return "tensors that come from no checkpoint"
+    return excluded_engine(core)
+
+
+def excluded_engine(core: Any) -> str:
+    """The reason why new weights of this engine cannot be followed; "" for none."""
     config, state = core.vllm_config, engine_state.current()
     model, parallel = config.model_config, config.parallel_config
     found = {
         "the weights were unknown before": state.unknown(),
-        "tensors that come from no checkpoint": not _from_files(args, kwargs),
         # Replicas and hosts have votes of their own.
         "data parallelism, several engines of a process, or several hosts": not state.one_core()
         or parallel.data_parallel_size > 1
@@ -112,16 +135,18 @@ def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
 
 def _settle(core: Any) -> None:
     """Let the engine share under its new weights, unless a block holds KV of others."""
-    loaded = getattr(core, _LOADED, None)
+    loaded: Loaded | None = getattr(core, _LOADED, None)
     if loaded is None:
         return
-    epoch, path, began_ns = loaded
     if not _no_block_is_used(core):
         compat.logger.info("cornplug: this engine shares again after a reset of its prefix cache")
         return
     setattr(core, _LOADED, None)
-    engine_state.current().end_update(epoch, path, began_ns)
-    compat.logger.info("cornplug: this engine shares again, with the weights of %s", path)
+    if loaded.is_version:
+        engine_state.current().end_named_update(loaded.epoch, loaded.name)
+    else:
+        engine_state.current().end_update(loaded.epoch, loaded.name, loaded.began_ns)
+    compat.logger.info("cornplug: this engine shares again, with the weights %s", loaded.name)
 
 
 def _no_block_is_used(core: Any) -> bool:

@@ -1,7 +1,8 @@
 """The calls of vLLM that replace an engine's weights in place.
 
 Each ends sharing (`weights_guard`), but for a reload from a checkpoint, and for a sleep before it: after a
-reload the engine shares again (`reloads`).
+reload the engine shares again (`reloads`), and where a trainer's version is trusted after a transfer that it
+named (`weight_transfers`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from cornplug.engine_common import lora_digests, weights_guard
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.model import reloads
+from cornplug.vllm_connector.model import reloads, weight_transfers
 
 # Workers' methods that users call and that leave the weights alone. Any other name may be a
 # trainer's own (`--worker-extension-cls`), and a callable could do anything to the model.
@@ -59,6 +60,8 @@ def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args:
     if getattr(core, "scheduler", None) is not None:
         if method == reloads.RELOAD:
             return reloads.reload(original, core, method, *args, **kwargs)
+        if weight_transfers.names(method, core.vllm_config):
+            return weight_transfers.transfer(original, core, method, *args, **kwargs)
         _called(method)
     return original(core, method, *args, **kwargs)
 
@@ -71,7 +74,9 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
     """In the API process, which names images and takes handles."""
-    if method != reloads.RELOAD:
+    if weight_transfers.names(method, llm.vllm_config):
+        weights_guard.begin_update(method, compat.logger)
+    elif method != reloads.RELOAD:
         _called(method)
     return original(llm, method, *args, **kwargs)
 

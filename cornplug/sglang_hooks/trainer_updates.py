@@ -1,0 +1,218 @@
+"""SGLang's updates of a server's weights by a trainer that names them: the server shares again after it.
+
+    tokenizer, each rank    the epoch is odd: no process shares
+    each rank               a session (begin_weight_update to end_weight_update) of any number of calls, or
+                            one update_weights_from_ipc
+    each rank               the session is over: has nothing computed before, votes on its version
+    first rank              all votes are yes and of one version: names it, and the epoch is even
+
+Calls of one session are parts of one state, which has a name at the end of it alone: whichever call brings
+the version, and also `/update_weight_version` after it. Calls that name two versions name none.
+
+KV of the weights before is gone where nothing was computed since SGLang's last flush. Else the epoch stays
+odd until the next flush. A call that fails ends sharing until restart. Only where
+`engine.trust_weight_version`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Final
+
+import torch
+
+from cornplug.engine_common import engine_state, weights_guard
+from cornplug.identity import digest
+from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.disk_updates import excluded_server, forget, note_trained
+from cornplug.sglang_hooks.model.weight_updates import changes_model, loses_weights, trusts_versions
+
+
+@dataclass
+class _Update:
+    """One update of this rank's weights, which no version has named yet."""
+
+    epoch: int
+    before: str
+    """SGLang's version of the weights until then."""
+    versions: frozenset[str]
+    """Those that its calls gave."""
+    failed: bool = False
+    is_over: bool = False
+    waits_for_flush: bool = False
+
+    def version(self) -> str | None:
+        """The version that names it; None where there is not one."""
+        return next(iter(self.versions)) if len(self.versions) == 1 else None
+
+
+@dataclass
+class _Rank:
+    """The state of this rank's process."""
+
+    update: _Update | None = None
+    flushed_at: int | None = None
+    """SGLang's count of forward passes at its last flush."""
+
+
+_rank: Final = _Rank()
+
+
+def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around a rank's calls that replace weights."""
+    if not (trusts_versions() and changes_model(recv_req)):
+        return original(manager, recv_req)
+    update = _begun(recv_req)
+    result = _watched(original, manager, recv_req, update)
+    if given := getattr(recv_req, "weight_version", None):
+        update.versions |= {given}
+    if result.success and getattr(recv_req, "flush_cache", False):
+        _rank.flushed_at = manager.scheduler.forward_ct
+    if manager._session is None:
+        _over(manager, update)
+    return result
+
+
+def _ended(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
+    """Around the end of a session."""
+    update = _rank.update
+    if update is None or not trusts_versions():
+        return original(manager, recv_req)
+    result = _watched(original, manager, recv_req, update)
+    _over(manager, update)
+    return result
+
+
+def _begun(recv_req: Any) -> _Update:
+    """The update that a call is part of."""
+    note_trained()
+    epoch = weights_guard.begin_update(type(recv_req).__name__.removesuffix("ReqInput"), logger)
+    if _rank.update is None or _rank.update.is_over:
+        _rank.update = _Update(epoch, _version_now(), frozenset())
+    return _rank.update
+
+
+def _watched(original: Callable[..., Any], manager: Any, recv_req: Any, update: _Update) -> Any:
+    """The result of a call. One that fails may have replaced a part, and ends sharing.
+
+    It may fail on one rank alone, which votes all the same: the others wait.
+    """
+    done = False
+    try:
+        result = original(manager, recv_req)
+        done = result.success
+    finally:
+        if not done:
+            update.failed = True
+            weights_guard.end_sharing(f"{type(recv_req).__name__} failed", logger)
+    return result
+
+
+def _version_now() -> str:
+    from sglang.srt.runtime_context import get_serving
+
+    return str(get_serving().weight_version)
+
+
+def _over(manager: Any, update: _Update) -> None:
+    """After the last call of an update, and when it is named later."""
+    update.is_over = True
+    _settle(manager, update, is_empty=_is_empty(manager, update))
+
+
+def _is_empty(manager: Any, update: _Update) -> bool:
+    """Whether this rank holds no KV of the weights before.
+
+    One more flush where nothing was computed since the last: it costs nothing, and drops what SGLang may have
+    fetched in between for requests that wait.
+    """
+    nothing_new = _rank.flushed_at == manager.scheduler.forward_ct
+    return bool(update.version() and nothing_new and manager.flush_cache(empty_cache=False))
+
+
+def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
+    """Let the ranks vote, and the first one say what came of it."""
+    excluded = "a call failed" if update.failed else excluded_server(manager)
+    why = weights_guard.unusable_version(update.version(), update.before)
+    if len(update.versions) > 1:
+        why = f"its calls gave {len(update.versions)} versions"
+    if is_empty:
+        forget()
+    name = int.from_bytes(digest("cornplug-version-vote-v1", repr(update.version()).encode())[:7])
+    vote = torch.tensor([not excluded, not why, is_empty, name, -name], dtype=torch.int64)
+    torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=manager.tp_cpu_group)
+    may, named, empty, least, most = vote.tolist()
+    update.waits_for_flush = False
+    if not may or least != -most:
+        _rank.update = None
+        why = excluded or ("not on every rank" if not may else "the ranks saw different versions")
+        weights_guard.end_sharing(f"weights replaced by a trainer: {why}", logger)
+    elif not named:
+        logger.warning("cornplug: nothing is shared until an update is named: %s", why)
+    elif not empty:
+        update.waits_for_flush = True
+        logger.info("cornplug: this engine shares again after /flush_cache")
+    else:
+        _rank.update = None
+        if torch.distributed.get_rank(manager.tp_cpu_group) == 0:
+            engine_state.current().end_named_update(update.epoch, str(update.version()))
+            logger.info("cornplug: this engine shares again, with the trainer's weights %s", update.version())
+
+
+def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Before SGLang makes what flushes for `/flush_cache`.
+
+    Another part of this room hooks `Scheduler.flush_cache`, and SGLang hooks a function once a process.
+    """
+    return (_wrapper,), {**kwargs, "flush_cache": partial(_flushed, kwargs["flush_cache"])}
+
+
+def _flushed(flush: Any, *args: Any, **kwargs: Any) -> Any:
+    done, scheduler = flush(*args, **kwargs), flush.__self__
+    if done:
+        _rank.flushed_at = scheduler.forward_ct
+        update = _rank.update
+        if update is not None and update.waits_for_flush:
+            _settle(scheduler.weight_updater, update, is_empty=True)
+    return done
+
+
+def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
+    """Around `/update_weight_version`: it names an update that ended without a version, or goes on."""
+    result = original(scheduler, recv_req)
+    update = _rank.update
+    if update is None or update.waits_for_flush:
+        return result
+    if update.is_over:
+        update.versions = frozenset({recv_req.new_version})
+        _over(scheduler.weight_updater, update)
+    else:
+        update.versions |= {recv_req.new_version}
+    return result
+
+
+def _released(_self: Any, recv_req: Any) -> None:
+    """Weights that lie nowhere any more are not named later."""
+    if loses_weights(recv_req):
+        _rank.update = None
+
+
+_SCHEDULER: Final = "sglang.srt.managers.scheduler.Scheduler"
+_UPDATER: Final = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+_FLUSHES: Final = "sglang.srt.managers.scheduler_components.flush_wrapper.SchedulerFlushWrapper"
+_CHANGES: Final = (
+    "begin_weight_update",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+)
+
+HOOKS: tuple[Hook, ...] = (
+    *(Hook(f"{_UPDATER}.{name}", "around", _changed) for name in _CHANGES),
+    Hook(f"{_UPDATER}.end_weight_update", "around", _ended),
+    Hook(f"{_UPDATER}.release_memory_occupation", "before", _released),
+    Hook(f"{_FLUSHES}.__init__", "before", _wrapper_made),
+    Hook(f"{_SCHEDULER}.handle_update_weight_version", "around", _named),
+)
