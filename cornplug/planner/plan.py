@@ -32,10 +32,11 @@ class EngineSettings(PlanRecord):
 
     max_model_len: int
     max_batch: int
-    """Requests that decode together."""
+    """Requests that decode together, in each attention-DP group."""
     chunk_tokens: int
-    """Prompt tokens of one iteration."""
+    """Prompt tokens of one iteration, in each attention-DP group."""
     kv_tokens: int
+    """Of each attention-DP group."""
     kv_bytes: int
     """Of the KV cache, one rank."""
     memory_share: float
@@ -89,6 +90,10 @@ class ReplicaGroup(PlanRecord):
     gpu: str
     tp: int
     pp: int
+    dp: int = 1
+    """Attention-DP groups of a replica: each has `tp` GPUs, and requests and KV of its own."""
+    expert_parallel: bool = False
+    """Whole experts on each of the tp * dp GPUs."""
     share: float
     """Of a GPU; 1 for whole ones."""
     quantisation: str
@@ -114,6 +119,11 @@ class ReplicaGroup(PlanRecord):
     """Source of its times; "roofline ..." is an estimate, never a measurement."""
     since: float | None = None
     """Unix time at which its replicas were started, for the minimum dwell."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica, one a GPU."""
+        return self.tp * self.pp * self.dp
 
 
 class RouteStage(PlanRecord):
@@ -207,6 +217,7 @@ class TimesCorrection(PlanRecord):
     gpu: str
     tp: int
     pp: int
+    dp: int = 1
     share: float
     quantisation: str
     prefill: float = 1.0

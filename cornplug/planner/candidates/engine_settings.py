@@ -35,7 +35,7 @@ def engine_settings(
         memory_share=kv_memory.engine_share(
             footprint.gpu,
             engine=footprint.engine,
-            ranks=footprint.tp * footprint.pp,
+            ranks=footprint.ranks,
             share=footprint.share,
             chunk_tokens=footprint.chunk_tokens,
             max_batch=footprint.max_batch,
@@ -43,7 +43,7 @@ def engine_settings(
         ),
         prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
         weights_bytes=component_shapes.weights_bytes(
-            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp
+            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp, dp=footprint.dp
         ),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],

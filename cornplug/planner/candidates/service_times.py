@@ -30,6 +30,7 @@ def service_times(
         engine=footprint.engine,
         tp=footprint.tp,
         pp=footprint.pp,
+        dp=footprint.dp,
         share=footprint.share,
         quantisation=footprint.quantisation,
         role=service.tasks,

@@ -15,13 +15,10 @@ from pydantic import Field, ValidationError, model_validator
 
 from cornplug.planner.inputs.components import (
     Component,
-    GeneratorShape,
-    LLMShape,
     MeasuredProfile,
     Profile,
     RooflineProfile,
     ThroughputProfile,
-    TowerShape,
 )
 from cornplug.planner.inputs.field_types import (
     Count,
@@ -44,6 +41,7 @@ from cornplug.planner.inputs.field_types import (
     wrong,
 )
 from cornplug.planner.inputs.gpu_catalog import GpuSpec, NodeClass
+from cornplug.planner.inputs.shape_tables import GeneratorShape, LLMShape, TowerShape
 from cornplug.planner.inputs.slo import Job, PercentileBounds, Slo
 
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]

@@ -106,6 +106,8 @@ def _group(
         gpu=footprint.gpu.name,
         tp=footprint.tp,
         pp=footprint.pp,
+        dp=footprint.dp,
+        expert_parallel=footprint.expert_parallel,
         share=footprint.share,
         quantisation=footprint.quantisation,
         replicas=replicas,

@@ -68,11 +68,11 @@ def proof(of: OptimalityProof) -> str:
     return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, none beyond {bound}"
 
 
-def shape(tp: int, pp: int, share: float) -> str:
-    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2"."""
+def shape(tp: int, pp: int, share: float, dp: int = 1) -> str:
+    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    return f"TP{tp}" + (f"·PP{pp}" if pp > 1 else "")
+    return f"TP{tp}" + (f"·PP{pp}" if pp > 1 else "") + (f"·DP{dp}" if dp > 1 else "")
 
 
 def mark(profile: str) -> str:

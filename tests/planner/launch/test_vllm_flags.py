@@ -71,6 +71,7 @@ def test_vllm_flags_every_case_is_accepted_by_vllm(case: Case, checkpoint: str) 
         made = engine_args(command)
         group = next(g for g in plan(case).groups if g.name == command.group)
         assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (group.tp, group.pp)
+        assert (made.data_parallel_size, made.enable_expert_parallel) == (group.dp, group.expert_parallel)
         assert (made.max_model_len, made.max_num_seqs, made.max_num_batched_tokens) == (8192, 128, 4096)
         assert not any("${" in word for word in (*command.argv, *command.env.values()))
         if group.tp <= 2 and case.speculative == "none":
