@@ -27,6 +27,16 @@ class PlannedNodes(PlanRecord):
     hosts: list[str] = Field(default_factory=list)
 
 
+class PlannedHour(PlanRecord):
+    """An hour of the day: the plan's machines that its load needs."""
+
+    hour: int
+    """From its beginning, 0 to 23."""
+    nodes: dict[str, int]
+    """Class of nodes -> how many; the rest of `Plan.nodes` could be given back."""
+    cost_per_hour: float
+
+
 class EngineSettings(PlanRecord):
     """Decisions that become flags; None where the engine's own default stands."""
 
@@ -235,6 +245,8 @@ class Plan(PlanRecord):
     nodes: list[PlannedNodes]
     groups: list[ReplicaGroup]
     routes: list[PlanRoute]
+    hours: list[PlannedHour] = Field(default_factory=list)
+    """Of a day, where the input has rates by hour."""
     latency_forecasts: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)

@@ -23,7 +23,35 @@ from cornplug.planner.inputs.field_types import (
     Share,
     wrong,
 )
-from cornplug.planner.inputs.shape_tables import GeneratorShape, LLMShape, TowerShape
+from cornplug.planner.inputs.llm_shape import LLMShape
+
+
+class TowerShape(InputTable):
+    """Size of a vision or audio tower, projector included."""
+
+    kind: Literal["tower"] = "tower"
+    """Follows from the component's kind."""
+    layers: Count
+    """Blocks of the tower."""
+    hidden: Count
+    """Its width."""
+    intermediate: Count
+    """Width of its MLP."""
+    parameters: Positive
+    """All weights, of the projector too."""
+    patches_per_token: Count = 1
+    """Patches that the tower computes for one token that the LLM sees (Qwen2-VL: 4)."""
+
+
+class GeneratorShape(InputTable):
+    """Size of a model that makes images or speech."""
+
+    kind: Literal["generator"] = "generator"
+    """Follows from the component's kind."""
+    parameters: Positive
+    """All weights."""
+    flops_per_unit: Positive
+    """Floating-point operations for one unit (an image, a second of speech)."""
 
 
 class ThroughputProfile(InputTable):
