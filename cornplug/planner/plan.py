@@ -102,6 +102,8 @@ class ReplicaGroup(PlanRecord):
     pp: int
     dp: int = 1
     """Attention-DP groups of a replica: each has `tp` GPUs, and requests and KV of its own."""
+    dcp: int = 1
+    """Decode context parallelism: GPUs of a group that divide a request's KV among them."""
     expert_parallel: bool = False
     """Whole experts on each of the tp * dp GPUs."""
     share: float
@@ -228,6 +230,7 @@ class TimesCorrection(PlanRecord):
     tp: int
     pp: int
     dp: int = 1
+    dcp: int = 1
     share: float
     quantisation: str
     prefill: float = 1.0

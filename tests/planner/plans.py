@@ -44,6 +44,7 @@ class Case:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    dcp: int = 1
     expert_parallel: bool = False
     share: float = 1.0
     quantisation: str = "none"
@@ -91,6 +92,9 @@ def _options() -> Iterator[Case]:
         for dp, expert_parallel in ((4, False), (8, True)):
             yield replace(Case(engine=engine), dp=dp, expert_parallel=expert_parallel, mla=True)  # type: ignore[arg-type]
         yield replace(Case(engine=engine), tp=2, dp=4, expert_parallel=True, replicas=2, classes=True)  # type: ignore[arg-type]
+        if engine == "vllm":
+            yield Case(tp=8, dcp=8, mla=True, caches=True)
+            yield Case(tp=8, dcp=2)
         yield replace(Case("P+D", engine), decode_tp=4)  # type: ignore[arg-type]
         yield replace(Case("P+D", engine), decode_gpu="B200")  # type: ignore[arg-type]
         yield replace(Case("P+D", engine), decode_gpu="B200", mla=True)  # type: ignore[arg-type]
@@ -178,8 +182,8 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
     return ReplicaGroup(
         name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
         components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
-        tp=tp, pp=case.pp, dp=case.dp, expert_parallel=case.expert_parallel, quantisation=case.quantisation,
-        settings=settings,
+        tp=tp, pp=case.pp, dp=case.dp, dcp=case.dcp, expert_parallel=case.expert_parallel,
+        quantisation=case.quantisation, settings=settings,
         kv=kv.model_copy(update={"element_bytes": 1}) if case.fp8_kv else kv, **common,
     )  # fmt: skip
 

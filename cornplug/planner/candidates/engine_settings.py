@@ -23,7 +23,9 @@ def engine_settings(
 ) -> EngineSettings:
     llm = service.llm
     assert llm is not None, "settings are of an engine"
-    kv_rank_bytes = component_shapes.kv_bytes_per_token(shape, tp=footprint.tp, pp=footprint.pp)
+    kv_rank_bytes = component_shapes.kv_bytes_per_token(
+        shape, tp=footprint.tp, pp=footprint.pp, dcp=footprint.dcp
+    )
     speculates = llm.speculative if llm.acceptance else "none"
     context = llm.max_model_len or shape.max_context
     return EngineSettings(

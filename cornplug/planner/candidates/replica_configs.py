@@ -46,6 +46,8 @@ class ReplicaConfig:
     dp: int = 1
     """Groups of `tp` GPUs that each have the attention's weights, requests and KV of their own."""
     expert_parallel: bool = False
+    dcp: int = 1
+    """GPUs of a group that divide a request's KV among them."""
 
     @property
     def gpus(self) -> float:
@@ -70,6 +72,7 @@ class ReplicaConfig:
     def name(self) -> str:
         """The configuration's name, without the service: a replica keeps it when its role changes."""
         parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+        parallel += f"dcp{self.dcp}" if self.dcp > 1 else ""
         parallel += (f"dp{self.dp}" if self.dp > 1 else "") + ("ep" if self.expert_parallel else "")
         part = f"x{self.share:g}" if self.share < 1 else ""
         quantised = "" if self.quantisation == "none" else f":{self.quantisation}"
@@ -100,14 +103,15 @@ def footprints(
         _tensor_parallel(service),
         main.pp,
         main.dp,
+        main.dcp,
         main.shares,
         main.quantisations_for(service.tasks),
         settings,
     )
-    for engine, node, tp, pp, dp, share, quantisation, workload in choices:
+    for engine, node, tp, pp, dp, dcp, share, quantisation, workload in choices:
         expert_parallel = main.expert_parallel and tp * dp > 1
         footprint = ReplicaConfig(
-            engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload, dp, expert_parallel
+            engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload, dp, expert_parallel, dcp
         )
         reason = _reason_against(footprint, rules) or _reason_against_groups(footprint, service)
         if reason:
@@ -144,13 +148,34 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
 
 
 def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
-    """Against expert and attention data parallelism."""
+    """Against expert, attention data and decode context parallelism."""
     shape = service.components[0].shape
     if f.dp > 1 and f.pp > 1:
         return "attention data parallelism is planned without pipeline stages"
     if f.dp > 1 and ("G" in service.tasks or not {"P", "D"} <= set(service.tasks)):
         return "attention data parallelism is planned for engines that prefill and decode"
+    if f.dcp > 1 and (reason := _reason_against_dcp(f, service)):
+        return reason
     experts = shape.experts if isinstance(shape, LLMShape) else None
     if f.expert_parallel and experts and experts % (f.tp * f.dp):
         return f"{experts} experts cannot be dealt out evenly to {f.tp * f.dp} GPUs"
+    return None
+
+
+def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
+    """As vLLM's `ModelConfig.verify_with_parallel_config` has it; the rest is not planned."""
+    main = service.components[0]
+    if f.engine != "vllm" or "G" in service.tasks or not {"P", "D"} <= set(service.tasks):
+        return "decode context parallelism is planned for vLLM's engines that prefill and decode"
+    if main.acceptance and main.speculative != "none":
+        return "decode context parallelism is planned without speculation"
+    if f.tp % f.dcp:
+        return f"decode context parallelism divides tp: {f.tp} GPUs have no {f.dcp} parts"
+    shape = main.shape
+    if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
+        return None
+    if f.dcp * shape.kv_heads > f.tp:
+        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
+    if shape.heads // shape.kv_heads % f.dcp:
+        return f"{shape.heads // shape.kv_heads} heads share a KV head: {f.dcp} ranks cannot divide them"
     return None

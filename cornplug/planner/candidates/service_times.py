@@ -31,6 +31,7 @@ def service_times(
         tp=footprint.tp,
         pp=footprint.pp,
         dp=footprint.dp,
+        dcp=footprint.dcp,
         share=footprint.share,
         quantisation=footprint.quantisation,
         role=service.tasks,

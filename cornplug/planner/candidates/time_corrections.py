@@ -10,25 +10,33 @@ from cornplug.planner.candidates.services import Service
 from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
-Place = tuple[str, str, str, int, int, int, float, str]
-"""Service, engine, GPU, TP, PP, DP, share, quantisation: replicas with one profile."""
+Place = tuple[str, str, str, int, int, int, int, float, str]
+"""Service, engine, GPU, TP, PP, DP, DCP, share, quantisation: replicas with one profile."""
 
 
 def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
-    return of.service, of.engine, of.gpu, of.tp, of.pp, of.dp, of.share, of.quantisation
+    return of.service, of.engine, of.gpu, of.tp, of.pp, of.dp, of.dcp, of.share, of.quantisation
 
 
 def place(service: Service, config: ReplicaConfig) -> Place:
     """Of a service's replicas on a footprint."""
     f = config
-    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.share, f.quantisation
+    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.share, f.quantisation
 
 
 def at_place(at: Place) -> TimesCorrection:
     """One that corrects nothing."""
-    service, engine, gpu, tp, pp, dp, share, quantisation = at
+    service, engine, gpu, tp, pp, dp, dcp, share, quantisation = at
     return TimesCorrection(
-        service=service, engine=engine, gpu=gpu, tp=tp, pp=pp, dp=dp, share=share, quantisation=quantisation
+        service=service,
+        engine=engine,
+        gpu=gpu,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        dcp=dcp,
+        share=share,
+        quantisation=quantisation,
     )
 
 

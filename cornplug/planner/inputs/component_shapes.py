@@ -138,16 +138,19 @@ def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: in
     return shape.expert_parameters * _BYTES[quantisation] * layers / (tp * dp)
 
 
-def kv_bytes_per_token(shape: LLMShape, *, tp: int = 1, pp: int = 1, element_bytes: int = 2) -> int:
+def kv_bytes_per_token(
+    shape: LLMShape, *, tp: int = 1, pp: int = 1, dcp: int = 1, element_bytes: int = 2
+) -> int:
     """Of one rank: 2 L n d B, with heads spread over ranks and repeated beyond their number.
 
-    Latent attention (MLA): L (r_kv + d_rope) B, the same on every rank.
+    Latent attention (MLA): L (r_kv + d_rope) B, the same on every rank. Of ranks with the same, decode
+    context parallelism gives each a `dcp`-th of a request's tokens.
     """
     layers = math.ceil(shape.layers / pp)
     if shape.mla_rank is not None:
-        return layers * shape.mla_rank * element_bytes
+        return math.ceil(layers * shape.mla_rank * element_bytes / dcp)
     heads = math.ceil(shape.kv_heads / min(tp, shape.kv_heads))
-    return 2 * layers * heads * shape.head_dim * element_bytes
+    return math.ceil(2 * layers * heads * shape.head_dim * element_bytes / dcp)
 
 
 def _counted(checkpoint: Checkpoint, *parts: Part) -> int | None:

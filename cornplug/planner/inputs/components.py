@@ -149,6 +149,7 @@ _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "tp": (1, 2, 4, 8),
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 4, 8),
+    "dcp": (1, 2, 4, 8),
     "shares": (0.25, 0.5, 1.0),
 }
 TP_DEGREES: Final = tuple(map(int, _SIZES["tp"]))
@@ -202,6 +203,9 @@ class Component(InputTable):
     """Attention data-parallel degrees among which the plan chooses, of a mixture of experts: a replica has
     dp groups of tp GPUs, each with the attention's weights, requests and KV of its own; experts are spread
     over all tp * dp."""
+    dcp: list[Count] = Field(default=[1], json_schema_extra=_chain("dcp"))
+    """Decode context-parallel degrees among which the plan chooses, on vLLM: so many of a group's tp GPUs
+    divide each request's KV where they would repeat it, with MLA or where tp is more than KV heads."""
     expert_parallel: Flag = False
     """Each GPU of a replica holds whole experts, not a part of each. The degree is tp * dp."""
     shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
@@ -265,6 +269,11 @@ class Component(InputTable):
             if self.kind != "llm" and getattr(self, key) is not None:
                 yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Leave it out.")
         yield from self.parallelism_errors()
+        if any(degree > 1 for degree in self.dcp):
+            if self.kind != "llm":
+                yield wrong("dcp", f"{self.kind} {self.name!r} has no KV", "Leave it out.")
+            elif "vllm" not in self.engines:
+                yield wrong("dcp", "it is planned on vLLM only", 'Add "vllm" to engines, or leave it out.')
         for key, allowed in _SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):

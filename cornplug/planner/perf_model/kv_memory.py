@@ -41,6 +41,7 @@ def kv_tokens(
     tp: int,
     pp: int,
     dp: int = 1,
+    dcp: int = 1,
     share: float,
     quantisation: str,
     chunk_tokens: int,
@@ -72,7 +73,7 @@ def kv_tokens(
         free -= _vllm_step(shape, tp, pp * dp, chunk_tokens, max_batch)
     if dp > 1:
         free -= gathered_bytes(shape, chunk_tokens, dp=dp)
-    tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, element_bytes=element_bytes)
+    tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp, element_bytes=element_bytes)
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
 
 

@@ -39,6 +39,7 @@ class ProfilePlace:
     tp: int
     pp: int
     dp: int
+    dcp: int
     share: float
     quantisation: str
     chunk_tokens: int
@@ -55,6 +56,7 @@ def hardware(
     tp: int,
     pp: int,
     dp: int = 1,
+    dcp: int = 1,
     share: float,
     quantisation: str,
     role: str,
@@ -66,8 +68,8 @@ def hardware(
 ) -> CellHardware | None:
     """Times and memory of one replica in `role`, letters out of "EPDG"; None: no profile fits this cell.
 
-    With attention data parallelism they are those of one of its `dp` groups, from a roofline only: tables and
-    throughputs were measured without.
+    With attention data parallelism they are those of one of its `dp` groups. With it, and with decode context
+    parallelism, only a roofline tells them: tables and throughputs were measured without.
 
     Args:
         component: the LLM of a role with P or D, else the encoder or generator itself.
@@ -80,7 +82,7 @@ def hardware(
         ConfigError: a measured table cannot be read, or has no rows for the cell it is given for.
     """
     place = ProfilePlace(
-        gpu, engine, tp, pp, dp, share, quantisation, chunk_tokens, max_batch, context_tokens
+        gpu, engine, tp, pp, dp, dcp, share, quantisation, chunk_tokens, max_batch, context_tokens
     )
     for profile in component.profiles:
         if isinstance(profile, ThroughputProfile):
@@ -156,6 +158,7 @@ def _llm(
             tp=place.tp,
             pp=place.pp,
             dp=place.dp,
+            dcp=place.dcp,
             share=place.share,
             quantisation=place.quantisation,
             chunk_tokens=place.chunk_tokens,
@@ -183,6 +186,7 @@ def _estimated(
         tp=place.tp,
         pp=place.pp,
         dp=place.dp,
+        dcp=place.dcp,
         quantisation=place.quantisation,
         chunk_tokens=place.chunk_tokens,
         max_batch=place.max_batch,
@@ -221,7 +225,7 @@ def _isolated(
     if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, place):
         return None
     if isinstance(profile, MeasuredProfile):
-        if not _is_for(profile, replace(place, pp=profile.pp, dp=1), quantisation):
+        if not _is_for(profile, replace(place, pp=profile.pp, dp=1, dcp=1), quantisation):
             return None
         profile = profile_tables.loaded(profile, place.engine)
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
@@ -294,7 +298,7 @@ def is_for(
 
 def _is_for(profile: ThroughputProfile | MeasuredProfile, place: ProfilePlace, quantisation: str) -> bool:
     there = is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
-    return there and place.dp == 1
+    return there and place.dp == place.dcp == 1
 
 
 def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: ProfilePlace) -> bool:

@@ -35,6 +35,7 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
+from cornplug.planner.perf_model import context_parallel
 from cornplug.planner.perf_model.device_efficiency import (
     EXPERTS_S,
     LAYER_S,
@@ -112,6 +113,7 @@ def llm_steps(
     tp: int,
     pp: int,
     dp: int = 1,
+    dcp: int = 1,
     quantisation: str,
     chunk_tokens: int,
     max_batch: int,
@@ -131,6 +133,7 @@ def llm_steps(
     read = _weights_read(shape, quantisation, tp=tp, pp=pp, dp=dp)
     layers = shape.layers / pp
     latency_s = device.latency_s(layers, tp, dp=dp, experts=experts)
+    gather_s = layers * device.all_reduce_s * log2(dcp)
     ranks = tp * dp if component.expert_parallel else 1
 
     def stage(tokens: float, attended: float) -> float:
@@ -144,7 +147,12 @@ def llm_steps(
         return device.seconds(flops / tp, read(tokens), sent) + latency_s
 
     def prefill(tokens: float) -> float:
-        return stage(tokens, tokens if context_tokens is None else context_tokens)
+        seconds = stage(tokens, tokens if context_tokens is None else context_tokens)
+        if dcp == 1 or context_tokens is None or context_tokens <= tokens:
+            return seconds
+        earlier = context_tokens - tokens
+        sent = context_parallel.prefill_bytes(shape, tokens, earlier, layers=layers, tp=tp, pp=pp, dcp=dcp)
+        return seconds + sent / device.link + gather_s
 
     drafted, draft_layers = DRAFTS[component.speculative if component.acceptance else "none"]
     tokens_out = sum(component.acceptance**i for i in range(drafted + 1))
@@ -153,6 +161,9 @@ def llm_steps(
         each = max(requests / pp, 1.0)
         verify = pp * stage(each * (drafted + 1), 0.0)
         draft = drafted * draft_layers / shape.layers * pp * stage(each, 0.0)
+        if dcp > 1:
+            sent = context_parallel.attention_bytes(shape, each, layers=layers, tp=tp, dcp=dcp)
+            verify += pp * (sent / device.link + gather_s)
         return (verify + draft) / tokens_out
 
     def common(tokens: float) -> float:
@@ -167,7 +178,9 @@ def llm_steps(
     return EngineStepTimes(
         prefill=curve,
         decode=_sampled(decode, max_batch),
-        kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp) / device.bytes / tokens_out,
+        kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp)
+        / device.bytes
+        / tokens_out,
         request_overhead_s=profile.request_overhead_s,
         pipeline=pp,
         group=_group_prefill(curve, common, dp) if dp > 1 else None,

@@ -107,6 +107,7 @@ def _group(
         tp=footprint.tp,
         pp=footprint.pp,
         dp=footprint.dp,
+        dcp=footprint.dcp,
         expert_parallel=footprint.expert_parallel,
         share=footprint.share,
         quantisation=footprint.quantisation,

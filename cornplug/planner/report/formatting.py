@@ -71,11 +71,12 @@ def proof(of: OptimalityProof) -> str:
     return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, none beyond {bound}"
 
 
-def shape(tp: int, pp: int, share: float, dp: int = 1) -> str:
-    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8"."""
+def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1) -> str:
+    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    return f"TP{tp}" + (f"·PP{pp}" if pp > 1 else "") + (f"·DP{dp}" if dp > 1 else "")
+    degrees = {"PP": pp, "DP": dp, "DCP": dcp}
+    return f"TP{tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
 
 
 def mark(profile: str) -> str:

@@ -78,3 +78,31 @@ def test_replica_configs_attention_dp_names_reason_against(changes: dict[str, An
     found, dropped = _footprints(**{"dp": [8], "tp": [1], **changes})
     assert not found
     assert reason in next(iter(dropped))
+
+
+LATENT = {**MIXTURE, "mla_rank": 576}
+
+
+def test_replica_configs_context_parallel_divides_repeated_kv_only() -> None:
+    found, _ = _footprints(dcp=[1, 2, 4, 8], tp=[4, 8], shape=LATENT)
+    assert found == {"tp4", "tp8", *(f"tp4dcp{n}" for n in (2, 4)), *(f"tp8dcp{n}" for n in (2, 4, 8))}
+    # Four KV heads: tp = 8 has each twice.
+    assert _footprints(dcp=[2, 4], tp=[4, 8])[0] == {"tp8dcp2"}
+    assert _footprints(dcp=[2], dp=[4], tp=[2], shape=LATENT)[0] == {"tp2dcp2dp4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tasks": "D"}, "for vLLM's engines that prefill and decode"),
+        ({"engines": ["sglang", "vllm"], "tp": [1]}, "for vLLM's engines"),
+        ({"speculative": "mtp", "acceptance": 0.7}, "without speculation"),
+        ({"tp": [1]}, "1 GPUs have no 2 parts"),
+        ({"tp": [4], "shape": MIXTURE}, "tp = 4 repeats the KV of 4 heads less than 2 times"),
+        ({"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}}, "tp = 8 repeats the KV of 8 heads less"),
+    ],
+)
+def test_replica_configs_context_parallel_names_reason_against(changes: dict[str, Any], reason: str) -> None:
+    found, dropped = _footprints(**{"dcp": [2], "tp": [8], "shape": LATENT, **changes})
+    assert not found
+    assert any(reason in said for said in dropped)

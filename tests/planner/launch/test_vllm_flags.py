@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
@@ -71,6 +72,7 @@ def test_vllm_flags_every_case_is_accepted_by_vllm(case: Case, checkpoint: str) 
         made = engine_args(command)
         group = next(g for g in plan(case).groups if g.name == command.group)
         assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (group.tp, group.pp)
+        assert made.decode_context_parallel_size == group.dcp
         assert (made.data_parallel_size, made.enable_expert_parallel) == (group.dp, group.expert_parallel)
         assert (made.max_model_len, made.max_num_seqs, made.max_num_batched_tokens) == (8192, 128, 4096)
         assert not any("${" in word for word in (*command.argv, *command.env.values()))
@@ -238,3 +240,13 @@ def test_vllm_flags_cpu_core_binds_threads() -> None:
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert "CUDA_VISIBLE_DEVICES" not in command.env
     assert command.cores == (0, 1)
+
+
+@pytest.mark.parametrize("gpu", ["H100", "B200", "L4", "A100-80"])
+def test_vllm_flags_backend_of_context_parallel_mla_supports_it(gpu: str) -> None:
+    (command,) = engines(Case(tp=8, dcp=8, mla=True, gpu=gpu))
+    backend = AttentionBackendEnum[engine_args(command).attention_backend].get_path()
+    module, _, name = backend.rpartition(".")
+    text = Path(*[str(Path(vllm.__file__).parent), *module.split(".")[1:]]).with_suffix(".py").read_text()
+    assert name in text
+    assert "supports_dcp: bool = True" in text, "read, as its kernels need a GPU to be imported"

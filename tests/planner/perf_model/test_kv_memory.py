@@ -113,3 +113,19 @@ def test_kv_memory_mla_on_eight_gpus_holds_more_with_attention_dp(engine: str) -
     assert 8 * dp8 > 3 * tp8
     assert dp8 * 61 * 576 * 2 < 131.3 * 2**30 - component_shapes.weights_bytes(DEEPSEEK_V3, "fp8", dp=8)
     assert _tokens(DEEPSEEK_V3, H200, tp=8, dp=1, **cell) == tp8
+
+
+def test_kv_bytes_per_token_context_parallel_divides_repeated_kv() -> None:
+    def bytes_of(shape: LLMShape, **degrees: int) -> int:
+        return component_shapes.kv_bytes_per_token(shape, **degrees)
+
+    assert bytes_of(DEEPSEEK_V3, tp=8) == 61 * 576 * 2
+    assert bytes_of(DEEPSEEK_V3, tp=8, dcp=8) == 61 * 576 * 2 / 8
+    # Four KV heads on eight ranks: each is there twice, and then once.
+    assert bytes_of(QWEN2_7B, tp=8) == bytes_of(QWEN2_7B, tp=4) == 28 * 2 * 128 * 2
+    assert bytes_of(QWEN2_7B, tp=8, dcp=2) * 8 == bytes_of(QWEN2_7B)
+
+
+def test_kv_memory_mla_context_parallel_holds_as_many_times_more() -> None:
+    one, eight = (_tokens(DEEPSEEK_V3, H200, tp=8, dcp=n, quantisation="fp8") for n in (1, 8))
+    assert eight == pytest.approx(8 * one, rel=1e-3)
