@@ -27,15 +27,26 @@ class PlannedNodes(PlanRecord):
     hosts: list[str] = Field(default_factory=list)
 
 
+class PlannedHour(PlanRecord):
+    """An hour of the day: the plan's machines that its load needs."""
+
+    hour: int
+    """From its beginning, 0 to 23."""
+    nodes: dict[str, int]
+    """Class of nodes -> how many; the rest of `Plan.nodes` could be given back."""
+    cost_per_hour: float
+
+
 class EngineSettings(PlanRecord):
     """Decisions that become flags; None where the engine's own default stands."""
 
     max_model_len: int
     max_batch: int
-    """Requests that decode together."""
+    """Requests that decode together, in each attention-DP group."""
     chunk_tokens: int
-    """Prompt tokens of one iteration."""
+    """Prompt tokens of one iteration, in each attention-DP group."""
     kv_tokens: int
+    """Of each attention-DP group."""
     kv_bytes: int
     """Of the KV cache, one rank."""
     memory_share: float
@@ -89,6 +100,12 @@ class ReplicaGroup(PlanRecord):
     gpu: str
     tp: int
     pp: int
+    dp: int = 1
+    """Attention-DP groups of a replica: each has `tp` GPUs, and requests and KV of its own."""
+    dcp: int = 1
+    """Decode context parallelism: GPUs of a group that divide a request's KV among them."""
+    expert_parallel: bool = False
+    """Whole experts on each of the tp * dp GPUs."""
     share: float
     """Of a GPU; 1 for whole ones."""
     quantisation: str
@@ -114,6 +131,11 @@ class ReplicaGroup(PlanRecord):
     """Source of its times; "roofline ..." is an estimate, never a measurement."""
     since: float | None = None
     """Unix time at which its replicas were started, for the minimum dwell."""
+
+    @property
+    def ranks(self) -> int:
+        """Processes of one replica, one a GPU."""
+        return self.tp * self.pp * self.dp
 
 
 class RouteStage(PlanRecord):
@@ -207,6 +229,8 @@ class TimesCorrection(PlanRecord):
     gpu: str
     tp: int
     pp: int
+    dp: int = 1
+    dcp: int = 1
     share: float
     quantisation: str
     prefill: float = 1.0
@@ -224,6 +248,8 @@ class Plan(PlanRecord):
     nodes: list[PlannedNodes]
     groups: list[ReplicaGroup]
     routes: list[PlanRoute]
+    hours: list[PlannedHour] = Field(default_factory=list)
+    """Of a day, where the input has rates by hour."""
     latency_forecasts: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)

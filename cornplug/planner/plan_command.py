@@ -20,6 +20,7 @@ from cornplug.planner.inputs import json_schema, toml_reader
 from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.pipeline.decide import decide
+from cornplug.planner.pipeline.hours_of_day import with_hours
 from cornplug.planner.plan import Plan
 from cornplug.planner.report import explanation, load_test, plan_folder, progress
 from cornplug.planner.report import terminal as summary
@@ -86,10 +87,11 @@ def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool
     """The plan with its reasons, progress shown on `console`."""
     with progress.shown(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
+        plan = with_hours(decision)
         if not reasons:
-            return decision.plan
+            return plan
         found = explanation.explain(plan_input, decision, work=reasons, progress=line.phase)
-        return decision.plan.model_copy(update={"explanation": found})
+        return plan.model_copy(update={"explanation": found})
 
 
 def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:

@@ -43,6 +43,9 @@ class Case:
     gpu: str = "H100"
     tp: int = 1
     pp: int = 1
+    dp: int = 1
+    dcp: int = 1
+    expert_parallel: bool = False
     share: float = 1.0
     quantisation: str = "none"
     speculative: Literal["none", "mtp", "eagle3"] = "none"
@@ -86,6 +89,12 @@ def _options() -> Iterator[Case]:
             yield replace(one, gpu="cpu-core")
             yield replace(one, gpu="cpu-core", tp=2, caches=True)
             yield replace(one, workload="offline", tp=2)
+        for dp, expert_parallel in ((4, False), (8, True)):
+            yield replace(Case(engine=engine), dp=dp, expert_parallel=expert_parallel, mla=True)  # type: ignore[arg-type]
+        yield replace(Case(engine=engine), tp=2, dp=4, expert_parallel=True, replicas=2, classes=True)  # type: ignore[arg-type]
+        if engine == "vllm":
+            yield Case(tp=8, dcp=8, mla=True, caches=True)
+            yield Case(tp=8, dcp=2)
         yield replace(Case("P+D", engine), decode_tp=4)  # type: ignore[arg-type]
         yield replace(Case("P+D", engine), decode_gpu="B200")  # type: ignore[arg-type]
         yield replace(Case("P+D", engine), decode_gpu="B200", mla=True)  # type: ignore[arg-type]
@@ -173,7 +182,8 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
     return ReplicaGroup(
         name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
         components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
-        tp=tp, pp=case.pp, quantisation=case.quantisation, settings=settings,
+        tp=tp, pp=case.pp, dp=case.dp, dcp=case.dcp, expert_parallel=case.expert_parallel,
+        quantisation=case.quantisation, settings=settings,
         kv=kv.model_copy(update={"element_bytes": 1}) if case.fp8_kv else kv, **common,
     )  # fmt: skip
 
@@ -188,7 +198,7 @@ def _placed(case: Case, groups: list[ReplicaGroup]) -> tuple[list[ReplicaGroup],
         if case.hosts > 1 and number:
             node, first = node + 1, 0
         places = []
-        needed = group.tp * group.pp
+        needed = group.ranks
         for replica in range(group.replicas):
             if needed > 8:
                 node, first = (node + 1, 0) if first else (node, 0)
@@ -205,7 +215,7 @@ def _placed(case: Case, groups: list[ReplicaGroup]) -> tuple[list[ReplicaGroup],
             first += needed
         placed.append(group.model_copy(update={"placement": places}))
     used = max(
-        place[0] + max(group.tp * group.pp // 8, 1)
+        place[0] + max(group.ranks // 8, 1)
         for group in placed
         for place in group.placement
         if group.nodes == "nodes"

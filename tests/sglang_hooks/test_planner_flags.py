@@ -74,9 +74,11 @@ def test_planner_lines_are_parsed_by_sglang(case: Any) -> None:
     for command in engines(case):
         made = record(command)
         group = next(g for g in plans.plan(case).groups if g.name == command.group)
-        assert (made.tp_size, made.pp_size) == (group.tp, group.pp)
-        assert (made.context_length, made.max_running_requests) == (8192, 128)
-        assert made.chunked_prefill_size == 4096
+        assert (made.tp_size, made.pp_size) == (group.tp * group.dp, group.pp)
+        assert (made.attn_dp_size, made.dp_size) == (group.dp, 1)
+        assert made.ep_size == (group.tp * group.dp if group.expert_parallel else 1)
+        assert (made.context_length, made.max_running_requests) == (8192, 128 * group.dp)
+        assert made.chunked_prefill_size == 4096 * group.dp
         assert not any("${" in word for word in (*command.argv, *command.env.values()))
 
 
@@ -193,6 +195,7 @@ RESOLVED = [
     Case("E+P+D", "sglang", caches=True, classes=True),
     Case(engine="sglang", speculative="mtp"),
     Case(engine="sglang", share=0.5, replicas=2),
+    Case(engine="sglang", dp=2),
 ]
 
 

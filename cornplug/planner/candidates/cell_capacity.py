@@ -211,7 +211,7 @@ class CellBuilder:
             )
             for of in users.values()
         )
-        return min(max(ceil(busy / self.rules.max_utilisation), 1), MOST_TOGETHER)
+        return min(max(ceil(busy / config.footprint.dp / self.rules.max_utilisation), 1), MOST_TOGETHER)
 
     def _context_tokens(self, users: Users) -> int:
         """Typical prompt of a service's users: their mean, by rate."""

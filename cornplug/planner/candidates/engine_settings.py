@@ -23,7 +23,9 @@ def engine_settings(
 ) -> EngineSettings:
     llm = service.llm
     assert llm is not None, "settings are of an engine"
-    kv_rank_bytes = component_shapes.kv_bytes_per_token(shape, tp=footprint.tp, pp=footprint.pp)
+    kv_rank_bytes = component_shapes.kv_bytes_per_token(
+        shape, tp=footprint.tp, pp=footprint.pp, dcp=footprint.dcp
+    )
     speculates = llm.speculative if llm.acceptance else "none"
     context = llm.max_model_len or shape.max_context
     return EngineSettings(
@@ -35,7 +37,7 @@ def engine_settings(
         memory_share=kv_memory.engine_share(
             footprint.gpu,
             engine=footprint.engine,
-            ranks=footprint.tp * footprint.pp,
+            ranks=footprint.ranks,
             share=footprint.share,
             chunk_tokens=footprint.chunk_tokens,
             max_batch=footprint.max_batch,
@@ -43,7 +45,7 @@ def engine_settings(
         ),
         prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
         weights_bytes=component_shapes.weights_bytes(
-            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp
+            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp, dp=footprint.dp
         ),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],

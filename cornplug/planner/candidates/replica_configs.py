@@ -1,4 +1,4 @@
-"""Replica configurations that could run a service: engine x nodes x TP x PP x share x quantisation x chunk.
+"""Replica configurations that could run a service: engine, nodes, TP, PP, DP, share, quantisation, chunk.
 
 Speed and memory are not considered here; `cells.py` asks the profiles. Impossible configurations
 are left out, and counted with their reason for the report.
@@ -43,23 +43,37 @@ class ReplicaConfig:
     quantisation: Quantisation
     workload: Workload
     """The urgency that its chunk and batch are set for."""
+    dp: int = 1
+    """Groups of `tp` GPUs that each have the attention's weights, requests and KV of their own."""
+    expert_parallel: bool = False
+    dcp: int = 1
+    """GPUs of a group that divide a request's KV among them."""
 
     @property
     def gpus(self) -> float:
-        return self.tp * self.pp * self.share
+        return self.tp * self.pp * self.dp * self.share
+
+    @property
+    def ranks(self) -> int:
+        """Processes of the replica, one a GPU."""
+        return self.tp * self.pp * self.dp
 
     @property
     def chunk_tokens(self) -> int:
+        """Of each attention-DP group."""
         return CHUNK_TOKENS[self.workload]
 
     @property
     def max_batch(self) -> int:
+        """Of each attention-DP group."""
         return MAX_BATCH[self.workload]
 
     @property
     def name(self) -> str:
         """The configuration's name, without the service: a replica keeps it when its role changes."""
         parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+        parallel += f"dcp{self.dcp}" if self.dcp > 1 else ""
+        parallel += (f"dp{self.dp}" if self.dp > 1 else "") + ("ep" if self.expert_parallel else "")
         part = f"x{self.share:g}" if self.share < 1 else ""
         quantised = "" if self.quantisation == "none" else f":{self.quantisation}"
         return f"{self.nodes.name}:{self.engine}:{parallel}{part}{quantised}:{self.workload}"
@@ -88,13 +102,18 @@ def footprints(
         nodes,
         _tensor_parallel(service),
         main.pp,
+        main.dp,
+        main.dcp,
         main.shares,
         main.quantisations_for(service.tasks),
         settings,
     )
-    for engine, node, tp, pp, share, quantisation, workload in choices:
-        footprint = ReplicaConfig(engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload)
-        reason = _reason_against(footprint, rules)
+    for engine, node, tp, pp, dp, dcp, share, quantisation, workload in choices:
+        expert_parallel = main.expert_parallel and tp * dp > 1
+        footprint = ReplicaConfig(
+            engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload, dp, expert_parallel, dcp
+        )
+        reason = _reason_against(footprint, rules) or _reason_against_groups(footprint, service)
         if reason:
             dropped[f"{service.name}: {reason}"] += 1
         else:
@@ -111,16 +130,52 @@ def _tensor_parallel(service: Service) -> list[int]:
 
 
 def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
-    if f.share < 1 and (f.tp > 1 or f.pp > 1):
+    if f.share < 1 and f.ranks > 1:
         return "a part of a GPU has no parallel ranks"
     if f.share < 1 and not rules.colocate:
         return "rules.colocate is off"
+    if f.dp > 1 and f.tp * f.dp > f.nodes.gpus:
+        return f"attention data parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
     if f.tp > f.nodes.gpus:
         return f"tensor parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
-    if f.tp > TP_WITHOUT_NVLINK and not f.gpu.nvlink:
+    if f.tp * f.dp > TP_WITHOUT_NVLINK and not f.gpu.nvlink:
         return f"{f.gpu.name} has no NVLink: tensor parallelism ends at {TP_WITHOUT_NVLINK}"
     if f.gpus > f.nodes.gpus and f.gpus % f.nodes.gpus:
-        return f"{f.tp * f.pp} GPUs do not fill whole nodes of {f.nodes.name}"
+        return f"{f.ranks} GPUs do not fill whole nodes of {f.nodes.name}"
     if f.quantisation == "fp8" and not f.gpu.fp8_tflops:
         return f"{f.gpu.name} does not compute in fp8"
+    return None
+
+
+def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
+    """Against expert, attention data and decode context parallelism."""
+    shape = service.components[0].shape
+    if f.dp > 1 and f.pp > 1:
+        return "attention data parallelism is planned without pipeline stages"
+    if f.dp > 1 and ("G" in service.tasks or not {"P", "D"} <= set(service.tasks)):
+        return "attention data parallelism is planned for engines that prefill and decode"
+    if f.dcp > 1 and (reason := _reason_against_dcp(f, service)):
+        return reason
+    experts = shape.experts if isinstance(shape, LLMShape) else None
+    if f.expert_parallel and experts and experts % (f.tp * f.dp):
+        return f"{experts} experts cannot be dealt out evenly to {f.tp * f.dp} GPUs"
+    return None
+
+
+def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
+    """As vLLM's `ModelConfig.verify_with_parallel_config` has it; the rest is not planned."""
+    main = service.components[0]
+    if f.engine != "vllm" or "G" in service.tasks or not {"P", "D"} <= set(service.tasks):
+        return "decode context parallelism is planned for vLLM's engines that prefill and decode"
+    if main.acceptance and main.speculative != "none":
+        return "decode context parallelism is planned without speculation"
+    if f.tp % f.dcp:
+        return f"decode context parallelism divides tp: {f.tp} GPUs have no {f.dcp} parts"
+    shape = main.shape
+    if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
+        return None
+    if f.dcp * shape.kv_heads > f.tp:
+        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
+    if shape.heads // shape.kv_heads % f.dcp:
+        return f"{shape.heads // shape.kv_heads} heads share a KV head: {f.dcp} ranks cannot divide them"
     return None

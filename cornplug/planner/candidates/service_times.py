@@ -30,6 +30,8 @@ def service_times(
         engine=footprint.engine,
         tp=footprint.tp,
         pp=footprint.pp,
+        dp=footprint.dp,
+        dcp=footprint.dcp,
         share=footprint.share,
         quantisation=footprint.quantisation,
         role=service.tasks,

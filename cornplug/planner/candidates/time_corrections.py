@@ -10,25 +10,33 @@ from cornplug.planner.candidates.services import Service
 from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
-Place = tuple[str, str, str, int, int, float, str]
-"""Service, engine, GPU, TP, PP, share, quantisation: replicas with one profile."""
+Place = tuple[str, str, str, int, int, int, int, float, str]
+"""Service, engine, GPU, TP, PP, DP, DCP, share, quantisation: replicas with one profile."""
 
 
 def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
-    return of.service, of.engine, of.gpu, of.tp, of.pp, of.share, of.quantisation
+    return of.service, of.engine, of.gpu, of.tp, of.pp, of.dp, of.dcp, of.share, of.quantisation
 
 
 def place(service: Service, config: ReplicaConfig) -> Place:
     """Of a service's replicas on a footprint."""
     f = config
-    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.share, f.quantisation
+    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.share, f.quantisation
 
 
 def at_place(at: Place) -> TimesCorrection:
     """One that corrects nothing."""
-    service, engine, gpu, tp, pp, share, quantisation = at
+    service, engine, gpu, tp, pp, dp, dcp, share, quantisation = at
     return TimesCorrection(
-        service=service, engine=engine, gpu=gpu, tp=tp, pp=pp, share=share, quantisation=quantisation
+        service=service,
+        engine=engine,
+        gpu=gpu,
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        dcp=dcp,
+        share=share,
+        quantisation=quantisation,
     )
 
 
@@ -47,11 +55,6 @@ def corrected(hardware: CellHardware, correction: TimesCorrection | None) -> Cel
         return hardware
     steps = hardware.steps
     if steps is not None:
-        steps = replace(
-            steps,
-            prefill=steps.prefill.scaled(correction.prefill),
-            decode=steps.decode.scaled(correction.decode),
-            kv_token_s=steps.kv_token_s * correction.decode,
-        )
+        steps = steps.corrected(correction.prefill, correction.decode)
     encode = hardware.encode and hardware.encode.scaled(correction.prefill)
     return replace(hardware, steps=steps, encode=encode)

@@ -38,7 +38,11 @@ def _resolved(component: Component, components: Mapping[str, Component]) -> Comp
         "shape": shape_of(component, components),
         "fingerprint": fingerprint_of(component, components),
     }
-    return component.model_copy(update=known)
+    found = component.model_copy(update=known)
+    for error in found.parallelism_errors():
+        said = error.context or {}
+        raise ConfigError(f"components[{component.name}].{said['key']}", said["problem"], said["remedy"])
+    return found
 
 
 def shape_of(
@@ -108,29 +112,45 @@ def checkpoint_of(component: Component, components: Mapping[str, Component]) -> 
 
 
 def weights_bytes(
-    shape: LLMShape | TowerShape | GeneratorShape, quantisation: str, *, tp: int = 1, pp: int = 1
+    shape: LLMShape | TowerShape | GeneratorShape, quantisation: str, *, tp: int = 1, pp: int = 1, dp: int = 1
 ) -> int:
-    """Of the fullest rank. Embeddings keep 16 bits under any quantisation, and so do towers."""
+    """Of the fullest rank. Embeddings keep 16 bits under any quantisation, and so do towers.
+
+    With attention data parallelism each group of `tp` ranks has all weights but the experts', which all
+    tp * dp ranks share.
+    """
     if isinstance(shape, TowerShape):
         return math.ceil(shape.parameters * 2 / tp)
     each = _BYTES[quantisation]
     if isinstance(shape, GeneratorShape):
         return math.ceil(shape.parameters * each / (tp * pp))
-    body = (shape.parameters - shape.embedding_parameters) * each
+    own = shape.parameters - shape.embedding_parameters
+    if dp > 1:
+        own -= shape.expert_parameters * (1 - 1 / dp)
+    body = own * each
     layers = math.ceil(shape.layers / pp) / shape.layers
     return math.ceil((body * layers + shape.embedding_parameters * 2) / tp)
 
 
-def kv_bytes_per_token(shape: LLMShape, *, tp: int = 1, pp: int = 1, element_bytes: int = 2) -> int:
+def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int) -> float:
+    """Of the routed experts that a rank of the fullest pipeline stage holds; 0: their number is not known."""
+    layers = math.ceil(shape.layers / pp) / shape.layers
+    return shape.expert_parameters * _BYTES[quantisation] * layers / (tp * dp)
+
+
+def kv_bytes_per_token(
+    shape: LLMShape, *, tp: int = 1, pp: int = 1, dcp: int = 1, element_bytes: int = 2
+) -> int:
     """Of one rank: 2 L n d B, with heads spread over ranks and repeated beyond their number.
 
-    Latent attention (MLA): L (r_kv + d_rope) B, the same on every rank.
+    Latent attention (MLA): L (r_kv + d_rope) B, the same on every rank. Of ranks with the same, decode
+    context parallelism gives each a `dcp`-th of a request's tokens.
     """
     layers = math.ceil(shape.layers / pp)
     if shape.mla_rank is not None:
-        return layers * shape.mla_rank * element_bytes
+        return math.ceil(layers * shape.mla_rank * element_bytes / dcp)
     heads = math.ceil(shape.kv_heads / min(tp, shape.kv_heads))
-    return 2 * layers * heads * shape.head_dim * element_bytes
+    return math.ceil(2 * layers * heads * shape.head_dim * element_bytes / dcp)
 
 
 def _counted(checkpoint: Checkpoint, *parts: Part) -> int | None:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
+    Flag,
     InputPath,
     InputTable,
     Kind,
@@ -21,43 +23,7 @@ from cornplug.planner.inputs.field_types import (
     Share,
     wrong,
 )
-
-
-class LLMShape(InputTable):
-    """A language model's size. A checkpoint's config.json has it, too."""
-
-    kind: Literal["llm"] = "llm"
-    """Follows from the component's kind."""
-    layers: Count
-    """num_hidden_layers of config.json."""
-    hidden: Count
-    """hidden_size of config.json."""
-    heads: Count
-    """num_attention_heads of config.json."""
-    kv_heads: Count
-    """num_key_value_heads of config.json."""
-    head_dim: Count
-    """Width of one head: hidden / heads where config.json does not say it."""
-    parameters: Positive
-    """All weights, of experts too."""
-    active_parameters: Positive | None = None
-    """Weights that one token passes through. Left out: all of them."""
-    mla_rank: Count | None = None
-    """kv_lora_rank + qk_rope_head_dim of a model with latent attention (MLA)."""
-    max_context: Count = 32_768
-    """Tokens of the longest request that the model takes."""
-    embedding_parameters: NonNegative = 0.0
-    """Of all, those of embeddings and head: quantisation leaves them alone."""
-
-    @model_validator(mode="after")
-    def _parts_of_the_whole(self) -> Self:
-        if self.kv_heads > self.heads:
-            raise wrong("kv_heads", f"{self.kv_heads} of {self.heads} heads", "Write at most as many.")
-        for key in ("active_parameters", "embedding_parameters"):
-            part = getattr(self, key)
-            if part is not None and part > self.parameters:
-                raise wrong(key, f"{part:g} of {self.parameters:g} parameters", "Write at most as many.")
-        return self
+from cornplug.planner.inputs.llm_shape import LLMShape
 
 
 class TowerShape(InputTable):
@@ -182,6 +148,8 @@ Profile = Annotated[ThroughputProfile | MeasuredProfile | RooflineProfile, Field
 _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "tp": (1, 2, 4, 8),
     "pp": (1, 2, 4, 8),
+    "dp": (1, 2, 4, 8),
+    "dcp": (1, 2, 4, 8),
     "shares": (0.25, 0.5, 1.0),
 }
 TP_DEGREES: Final = tuple(map(int, _SIZES["tp"]))
@@ -231,6 +199,15 @@ class Component(InputTable):
     """Tensor-parallel degrees among which the plan chooses."""
     pp: list[Count] = Field(default=[1], json_schema_extra=_chain("pp"))
     """Pipeline-parallel degrees among which the plan chooses."""
+    dp: list[Count] = Field(default=[1], json_schema_extra=_chain("dp"))
+    """Attention data-parallel degrees among which the plan chooses, of a mixture of experts: a replica has
+    dp groups of tp GPUs, each with the attention's weights, requests and KV of its own; experts are spread
+    over all tp * dp."""
+    dcp: list[Count] = Field(default=[1], json_schema_extra=_chain("dcp"))
+    """Decode context-parallel degrees among which the plan chooses, on vLLM: so many of a group's tp GPUs
+    divide each request's KV where they would repeat it, with MLA or where tp is more than KV heads."""
+    expert_parallel: Flag = False
+    """Each GPU of a replica holds whole experts, not a part of each. The degree is tp * dp."""
     shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
@@ -291,8 +268,37 @@ class Component(InputTable):
         for key in ("prefill_quantisations", "decode_quantisations"):
             if self.kind != "llm" and getattr(self, key) is not None:
                 yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Leave it out.")
+        yield from self.parallelism_errors()
+        if any(degree > 1 for degree in self.dcp):
+            if self.kind != "llm":
+                yield wrong("dcp", f"{self.kind} {self.name!r} has no KV", "Leave it out.")
+            elif "vllm" not in self.engines:
+                yield wrong("dcp", "it is planned on vLLM only", 'Add "vllm" to engines, or leave it out.')
         for key, allowed in _SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):
                 remedy = _CHAIN.format(allowed=", ".join(f"{a:g}" for a in allowed))
                 yield wrong(key, f"{chosen} is not of the chain 1/4, 1/2, 1, 2, 4, 8", remedy)
+
+    def parallelism_errors(self) -> Iterator[PydanticCustomError]:
+        """Reasons why no replica can have the expert and attention data parallelism that are asked for.
+
+        A shape that only a checkpoint says is checked when it is read.
+        """
+        key = "dp" if any(degree > 1 for degree in self.dp) else "expert_parallel"
+        if key == "expert_parallel" and not self.expert_parallel:
+            return
+        if self.kind != "llm":
+            yield wrong(key, f"{self.kind} {self.name!r} has no experts", "Leave it out.")
+        elif isinstance(self.shape, LLMShape) and self.shape.active_parameters is None:
+            yield wrong(
+                key,
+                f"{self.name!r} is dense: it has no experts to spread",
+                "Leave it out. Replicas are a dense model's data parallelism.",
+            )
+        elif isinstance(self.shape, LLMShape) and self.shape.experts is None:
+            yield wrong(
+                key,
+                f"the experts of {self.name!r} are not known",
+                "Write experts and experts_per_token in its shape.",
+            )

@@ -43,7 +43,8 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
         _if(_is("speculative", "eagle3"), {"required": ["speculative_model"]}),
     ],
     "RequestSpec": [
-        {"oneOf": [{"required": ["rate"]}, {"required": ["job"]}]},
+        {"oneOf": [{"required": [key]} for key in ("rate", "rate_by_hour", "job")]},
+        {"properties": {"rate_by_hour": {"contains": {"exclusiveMinimum": 0}}}},
         {"dependentSchemas": {"trace": {"properties": {"prompt": False, "output": False}}}},
     ],
     "PercentileBounds": [{"anyOf": _BOUNDS}],
@@ -103,7 +104,7 @@ def plan_schema() -> dict[str, Any]:
     tables = cast(dict[str, dict[str, Any]], schema["$defs"])
     for name, rules in _RULES.items():
         tables[name]["allOf"] = rules
-    tables["RequestSpec"]["required"].remove("rate")  # `job` gives it
+    tables["RequestSpec"]["required"].remove("rate")  # `job` or `rate_by_hour` gives it
     for table in tables.values():
         if table["properties"].get("kind", {}).get("const") in ("throughput", "table", "roofline"):
             table["required"] = ["kind", *table.get("required", ())]

@@ -37,6 +37,19 @@ class RequestClass:
         return self.request.rate * self.request.peak
 
     @property
+    def by_hour(self) -> bool:
+        """Whether its rate is known by hours of the day."""
+        return self.request.rate_by_hour is not None
+
+    def share_at(self, hour: int) -> float:
+        """The part of `rate` that an hour of the day brings; 1 where hours are not known.
+
+        A rate that was observed in place of the input's scales the whole day.
+        """
+        hours = self.request.rate_by_hour
+        return 1.0 if hours is None else hours[hour] / max(hours)
+
+    @property
     def online(self) -> bool:
         return self.app.workload == "online"
 

@@ -9,14 +9,13 @@ under a field is its description in `cornplug plan schema` and in docs/plan-inpu
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
 from cornplug.planner.inputs.components import (
     Component,
     GeneratorShape,
-    LLMShape,
     MeasuredProfile,
     Profile,
     RooflineProfile,
@@ -41,10 +40,11 @@ from cornplug.planner.inputs.field_types import (
     Share,
     Whole,
     Workload,
-    wrong,
 )
 from cornplug.planner.inputs.gpu_catalog import GpuSpec, NodeClass
-from cornplug.planner.inputs.slo import Job, PercentileBounds, Slo
+from cornplug.planner.inputs.llm_shape import LLMShape
+from cornplug.planner.inputs.request_tables import RampGeneration, RequestMedia, RequestSpec, SharedPrefix
+from cornplug.planner.inputs.slo import PercentileBounds, Slo
 
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
@@ -89,107 +89,6 @@ __all__ = [
 ]
 
 # Applications -------------------------------------------------------------------------------
-
-
-class RequestMedia(InputTable):
-    """Items that an encoder turns into tokens of the prompt."""
-
-    encoder: Name
-    """A component of kind "encoder"."""
-    items: Length = 1
-    """Media of one request."""
-    tokens: Length
-    """Tokens an item adds to the prompt."""
-    hit_rate: Share | None = None
-    """Of items whose embedding is in the cache, where it is known; else from the next two."""
-    catalogue: Count | None = None
-    """Different items that come again, drawn by a Zipf law."""
-    zipf: Positive = 0.8
-    """Exponent of that law: the larger, the more requests are for the same few items."""
-
-
-class SharedPrefix(InputTable):
-    """Tokens at the head of a prompt that other requests begin with, too."""
-
-    tokens: Count
-    """Length of the shared part."""
-    hit_rate: Share | None = None
-    """Of requests whose prefix is in a cache, where it is known; else from the next two."""
-    distinct: Count = 1
-    """Different prefixes, drawn by a Zipf law."""
-    zipf: Positive = 0.8
-    """Exponent of that law."""
-
-
-class RampGeneration(InputTable):
-    """Images or speech made from the answer."""
-
-    generator: Name
-    """A component of kind "generator"."""
-    units: Length = 1
-    """Units of one request: images, seconds of speech."""
-
-
-class RequestSpec(InputTable):
-    """Requests of one kind: a request class is planned for as a whole."""
-
-    name: Name
-    """Unique in its application."""
-    rate: Positive
-    """Requests a second, on average. A class has this or `job`."""
-    job: Job | None = None
-    """So many requests by a deadline: `job = { requests = 500000, deadline_hours = 8 }`. The report says when
-    it is done, and for how many dollars."""
-    peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """The plan is made for rate x peak."""
-    growth_per_minute: NonNegative = 0.0
-    """Share by which its rate may grow within a minute. Until further replicas have read their weights and
-    started, those that run must carry it; with 0, no reserve is kept for that. Online only."""
-    burst: Positive = 1.0
-    """Squared coefficient of variation of the times between arrivals; 1: Poisson."""
-    prompt: Length = 512
-    """Text tokens, the shared prefix among them."""
-    output: Length = 128
-    """Tokens of the answer."""
-    trace: InputPath | None = None
-    """File of prompt and output lengths together, in place of `prompt` and `output`."""
-    trace_format: Literal["azure", "mooncake", "csv"] = "csv"
-    """Azure's CSV, Mooncake's JSON lines, or a CSV of at_s, prompt_tokens, output_tokens."""
-    media: list[RequestMedia] = Field(default_factory=list)
-    """Images, audio or video of a request."""
-    prefix: SharedPrefix | None = None
-    """Head of the prompt that other requests have, too."""
-    generates: RampGeneration | None = None
-    """Work of a generator after the answer."""
-    slo: Slo | None = None
-    """Left out: the application's."""
-    weight: Positive = 1.0
-    """Of one request in the goodput."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rate_of_job(cls, table: Any) -> Any:
-        """The table with the job's rate; a wrong job is told of by its own table."""
-        if not isinstance(table, dict) or table.get("job") is None:
-            return table
-        try:
-            rate = Job.model_validate(table["job"]).rate
-        except ValidationError:
-            rate = 1.0
-        if table.get("rate", rate) != rate:
-            raise wrong("rate", "the job says how many requests there are, and by when", "Leave out rate.")
-        return {**table, "rate": rate}
-
-    @model_validator(mode="after")
-    def _lengths_from_one_place(self) -> Self:
-        duplicates = sorted({"prompt", "output"} & self.model_fields_set)
-        if self.trace is not None and duplicates:
-            raise wrong(
-                duplicates[0],
-                "the trace gives lengths, too",
-                f"Leave out {' and '.join(duplicates)}, or trace.",
-            )
-        return self
 
 
 class Application(InputTable):

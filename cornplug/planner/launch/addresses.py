@@ -107,7 +107,7 @@ def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
 
 def _spans(group: ReplicaGroup, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
     """(node's number, its GPUs) of each process of a replica: whole nodes where one is not enough."""
-    needed = group.tp * group.pp
+    needed = group.ranks
     if needed <= gpus:
         yield node, range(first, first + needed)
         return

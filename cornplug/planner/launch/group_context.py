@@ -190,7 +190,12 @@ def _admits(plan: Plan, group: ReplicaGroup) -> bool:
 
 
 def _shares_kv(group: ReplicaGroup) -> bool:
-    """Whether the group's engine can share KV: see README, Limits."""
+    """Whether the group's engine can share KV: see README, Limits.
+
+    No run has shown it with attention-DP groups, and the connector refuses context parallelism.
+    """
+    if group.dp > 1 or group.dcp > 1:
+        return False
     if group.kv is not None and group.kv.element_bytes < 2:
         return False
     if group.engine == "vllm":

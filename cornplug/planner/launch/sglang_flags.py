@@ -56,11 +56,17 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:
-    flags = []
-    if site.group.tp > 1:
-        flags += ["--tp-size", str(site.group.tp)]
-    if site.group.pp > 1:
-        flags += ["--pp-size", str(site.group.pp)]
+    """SGLang's TP counts all GPUs of its experts, so those of all attention-DP groups."""
+    group, flags = site.group, []
+    tp = group.tp * group.dp
+    if tp > 1:
+        flags += ["--tp-size", str(tp)]
+    if group.pp > 1:
+        flags += ["--pp-size", str(group.pp)]
+    if group.dp > 1:
+        flags += ["--attn-dp-size", str(group.dp), "--load-balance-method", "total_requests"]
+    if group.expert_parallel:
+        flags += ["--ep-size", str(tp)]
     if site.ranks > 1:
         flags += ["--nnodes", str(site.ranks), "--node-rank", str(site.rank)]
         flags += ["--dist-init-addr", site.master]
@@ -70,10 +76,11 @@ def _parallel(site: ReplicaAddress) -> list[str]:
 def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
     # Chunks are whole pages, and ours and those of transfers have at most 128 tokens.
     page = kv_transfer.LEAST_PAGE_TOKENS
-    chunk = max(settings.chunk_tokens // page, 1) * page
+    # SGLang divides chunk and requests by the attention-DP groups.
+    chunk = max(settings.chunk_tokens // page, 1) * page * group.dp
     flags = [
         "--context-length", str(settings.max_model_len),
-        "--max-running-requests", str(settings.max_batch),
+        "--max-running-requests", str(settings.max_batch * group.dp),
         "--chunked-prefill-size", str(chunk),
     ]  # fmt: skip
     if not is_cpu(group) and context.role != "P":
@@ -147,7 +154,7 @@ def _schedule(group: ReplicaGroup, settings: EngineSettings, context: GroupConte
             flags += ["--enable-mixed-chunk"]
     if context.limits_queue and context.role == "PD" and context.ttft_s is not None and group.capacity:
         simulated = QUEUE_MARGIN * group.queue.requests if group.queue else 0
-        most = max(math.ceil(max(group.capacity.values()) * context.ttft_s), simulated, 1)
+        most = max(math.ceil(max(group.capacity.values()) / group.dp * context.ttft_s), simulated, 1)
         flags += ["--max-queued-requests", str(most)]
     return flags
 

@@ -86,6 +86,13 @@ def _parallel(site: ReplicaAddress) -> list[str]:
         flags += ["--tensor-parallel-size", str(group.tp)]
     if group.pp > 1:
         flags += ["--pipeline-parallel-size", str(group.pp)]
+    if group.dp > 1:
+        # One server for all groups: it sends each request to the least busy.
+        flags += ["--data-parallel-size", str(group.dp)]
+    if group.dcp > 1:
+        flags += ["--decode-context-parallel-size", str(group.dcp)]
+    if group.expert_parallel:
+        flags += ["--enable-expert-parallel"]
     if site.ranks > 1:
         address, _, port = site.master.rpartition(":")
         flags += ["--nnodes", str(site.ranks), "--node-rank", str(site.rank)]
@@ -158,8 +165,9 @@ def _admission(group: ReplicaGroup, settings: EngineSettings, context: GroupCont
     flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
     rate = settings.prefill_tokens_s
     if context.limits_queue and context.role != "D" and context.ttft_s is not None and rate:
-        simulated = QUEUE_MARGIN * group.queue.prompt_tokens if group.queue else 0
-        most = max(math.ceil(context.ttft_s * rate), settings.max_model_len, simulated)
+        # Of all attention-DP groups: the server counts before it divides requests among them.
+        simulated = QUEUE_MARGIN * group.queue.prompt_tokens * group.dp if group.queue else 0
+        most = max(math.ceil(context.ttft_s * rate * group.dp), settings.max_model_len, simulated)
         flags += ["--max-num-queued-tokens", str(most)]
     if context.admits:
         flags += ["--middleware", "cornplug.vllm_connector.admission.Admission"]

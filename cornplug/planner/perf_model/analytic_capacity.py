@@ -39,14 +39,14 @@ def screen(
     replica = ReplicaLoad(station, sizes, max(map(_sigmas, bound.each)))
 
     def meets(rate: float) -> bool:
-        state = replica.at(rate / station.replicas)
+        state = replica.at(rate / station.schedulers)
         return state is not None and all(
             _meets(station, state, one, rate, burst, sizes) for one in bound.each
         )
 
     if replica.isolated_latency_s == 0:
         return math.inf
-    return _largest(meets, 0.02 / replica.isolated_latency_s * station.replicas)
+    return _largest(meets, 0.02 / replica.isolated_latency_s * station.schedulers)
 
 
 def _meets(
@@ -86,10 +86,11 @@ def _on_time(
     service_s = float(state.service.mean())
     if service_s == 0:
         return bound.of(state.own / seconds) <= 1
-    servers, cv2 = station.replicas, float(state.service.var()) / service_s**2
+    servers, cv2 = station.schedulers, float(state.service.var()) / service_s**2
     if station.router == "random":
         # Each replica has its own queue, of arrivals thinned at random.
-        servers, rate, burst = 1, rate / station.replicas, 1 + (burst - 1) / station.replicas
+        servers, rate = station.groups, rate / station.replicas
+        burst = 1 + (burst - 1) / station.replicas
     if rate * service_s >= servers:
         return False
     waits, mean = _waits(station.router, servers, rate, service_s)

@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 import numpy as np
 
 from cornplug.planner.perf_model.analytic_state import AnalyticState
+from cornplug.planner.perf_model.groups_in_step import SharedIterations, shared_iterations
 from cornplug.planner.perf_model.queueing import wait_mean
 from cornplug.planner.perf_model.request_costs import (
     Floats,
@@ -42,6 +43,8 @@ class _Balance:
     """That hold a part of one prompt."""
     pace: float
     """Tokens a second of one request that decodes."""
+    in_step: SharedIterations | None = None
+    """With attention-DP groups."""
 
 
 class ReplicaLoad:
@@ -51,7 +54,7 @@ class ReplicaLoad:
         """`sigmas`: standard deviations above the mean for which there must be room."""
         self._station = station
         # A router that knows the load evens out decoding: the fluctuations are those of all replicas.
-        self._spread = sigmas / (1 if station.router == "random" else station.replicas) ** 0.5
+        self._spread = sigmas / (station.groups if station.router == "random" else station.schedulers) ** 0.5
         decodes, prefills = "D" in station.tasks, "P" in station.tasks
         self._encode = encode_s(of, station)
         self._isolated = self._encode + prefill_s(of, station)
@@ -117,6 +120,10 @@ class ReplicaLoad:
             self._beside(self._packed, self._shared, balance.decoding, token_s),
             fill,
         )
+        wait_s = token_s
+        if balance.in_step is not None:
+            service = service * balance.in_step.longer
+            wait_s += balance.in_step.busy * (float(service.mean()) - token_s)
         if rate * service.mean() >= 1:
             return None
         lifetimes = self._steps / balance.pace
@@ -127,7 +134,7 @@ class ReplicaLoad:
         count, each_s = self._interruptions(service, balance, token_s)
         return AnalyticState(
             service=service,
-            own=self._own(service, fill, token_s),
+            own=self._own(service, fill, wait_s),
             token_s=decoding_s,
             tpot_mean=1 / balance.pace,
             interruptions=count * (rate * lifetimes + self._waiting(rate, service)),
@@ -144,12 +151,15 @@ class ReplicaLoad:
         mean_s = float(service.mean())
         variable = float((service**2).mean()) / mean_s**2
         longer = max(mean_s - balance.iterations * token_s, 0.0)
-        return 1 / variable, longer * variable
+        if balance.in_step is None:
+            return 1 / variable, longer * variable
+        return self._station.groups / balance.in_step.groups / variable, longer * variable
 
     def _waiting(self, rate: float, service: Floats) -> float:
         """Prompts that wait at one replica; they follow a prompt at once, and so interrupt it first."""
         mean_s = float(service.mean())
-        servers = 1 if self._station.router == "random" else self._station.replicas
+        station = self._station
+        servers = station.groups if station.router == "random" else station.schedulers
         wait_s = wait_mean(servers, servers * rate, mean_s, service_cv2=float(service.var()) / mean_s**2)
         return rate * wait_s
 
@@ -181,7 +191,12 @@ class ReplicaLoad:
             return None
         service_s, iterations = _between(isolated_latency_s, packed_s, fill), _between(own, shared, fill)
         pace = (1 - rate * service_s) / token_s + rate * iterations
-        return _Balance(decoding, fill, service_s, iterations, pace)
+        if self._station.groups == 1:
+            return _Balance(decoding, fill, service_s, iterations, pace)
+        groups = self._station.groups
+        in_step = shared_iterations(rate * service_s, groups, self._side_by_side)
+        pace = (1 - in_step.busy) / token_s + groups * rate * iterations / in_step.groups
+        return _Balance(decoding, fill, service_s, iterations, pace, in_step)
 
     def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
         """How full iterations are with waiting requests; None: overloaded even with full ones.
@@ -229,6 +244,14 @@ class ReplicaLoad:
         return bool(mean + self._spread * variance**0.5 <= self._station.kv_tokens)
 
     # Parts ----------------------------------------------------------------------------------
+
+    @property
+    def _side_by_side(self) -> float:
+        """A mean prompt's iteration with one in each attention-DP group, times that of a lone one."""
+        steps = self._station.steps
+        assert steps is not None
+        tokens = min(self._mean_size, self._largest)
+        return steps.prefill(tokens) / steps.alone(tokens)
 
     @property
     def _overhead_s(self) -> float:

@@ -40,6 +40,8 @@ def kv_tokens(
     engine: Engine,
     tp: int,
     pp: int,
+    dp: int = 1,
+    dcp: int = 1,
     share: float,
     quantisation: str,
     chunk_tokens: int,
@@ -50,14 +52,15 @@ def kv_tokens(
 ) -> int:
     """Tokens for which every rank has room, in whole blocks; 0 where the model itself does not fit.
 
-    `share` of each GPU is this replica's. `extra_bytes`: of one rank, for towers in the same engine.
+    With attention data parallelism they are those of one of its `dp` groups. `share` of each GPU is this
+    replica's. `extra_bytes`: of one rank, for towers in the same engine.
     """
-    spent = weights_bytes(shape, quantisation, tp=tp, pp=pp) + extra_bytes
+    spent = weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp) + extra_bytes
     whole = gpu.memory_gib * GIB
     free = whole * engine_share(
         gpu,
         engine=engine,
-        ranks=tp * pp,
+        ranks=tp * pp * dp,
         share=share,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
@@ -67,8 +70,10 @@ def kv_tokens(
     if gpu.generation == "cpu":
         free = whole * share - _CPU_BYTES * share
     elif engine == "vllm":
-        free -= _vllm_step(shape, tp, pp, chunk_tokens, max_batch)
-    tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, element_bytes=element_bytes)
+        free -= _vllm_step(shape, tp, pp * dp, chunk_tokens, max_batch)
+    if dp > 1:
+        free -= gathered_bytes(shape, chunk_tokens, dp=dp)
+    tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp, element_bytes=element_bytes)
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
 
 
@@ -102,7 +107,13 @@ def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
     return int(chunk_tokens * shape.hidden * 2 * (4 + 12 / tp))
 
 
-def _vllm_step(shape: LLMShape, tp: int, pp: int, chunk_tokens: int, max_batch: int) -> int:
+def gathered_bytes(shape: LLMShape, chunk_tokens: int, *, dp: int) -> int:
+    """Of a layer's experts: the tokens of all `dp` groups, before and after them, at 16 bits."""
+    return 2 * dp * chunk_tokens * shape.hidden * 2
+
+
+def _vllm_step(shape: LLMShape, tp: int, others: int, chunk_tokens: int, max_batch: int) -> int:
+    """`others`: groups of `tp` ranks of a replica."""
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
-    ranks = _NCCL_BYTES if tp * pp > 1 else 0
+    ranks = _NCCL_BYTES if tp * others > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)

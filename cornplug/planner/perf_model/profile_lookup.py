@@ -38,6 +38,8 @@ class ProfilePlace:
     engine: str
     tp: int
     pp: int
+    dp: int
+    dcp: int
     share: float
     quantisation: str
     chunk_tokens: int
@@ -53,6 +55,8 @@ def hardware(
     engine: str,
     tp: int,
     pp: int,
+    dp: int = 1,
+    dcp: int = 1,
     share: float,
     quantisation: str,
     role: str,
@@ -64,6 +68,9 @@ def hardware(
 ) -> CellHardware | None:
     """Times and memory of one replica in `role`, letters out of "EPDG"; None: no profile fits this cell.
 
+    With attention data parallelism they are those of one of its `dp` groups. With it, and with decode context
+    parallelism, only a roofline tells them: tables and throughputs were measured without.
+
     Args:
         component: the LLM of a role with P or D, else the encoder or generator itself.
         engine: "vllm" or "sglang"; of a separate tower or generator, the name of its server.
@@ -74,7 +81,9 @@ def hardware(
     Raises:
         ConfigError: a measured table cannot be read, or has no rows for the cell it is given for.
     """
-    place = ProfilePlace(gpu, engine, tp, pp, share, quantisation, chunk_tokens, max_batch, context_tokens)
+    place = ProfilePlace(
+        gpu, engine, tp, pp, dp, dcp, share, quantisation, chunk_tokens, max_batch, context_tokens
+    )
     for profile in component.profiles:
         if isinstance(profile, ThroughputProfile):
             found = _throughput(profile, place, role)
@@ -148,6 +157,8 @@ def _llm(
             engine="sglang" if place.engine == "sglang" else "vllm",
             tp=place.tp,
             pp=place.pp,
+            dp=place.dp,
+            dcp=place.dcp,
             share=place.share,
             quantisation=place.quantisation,
             chunk_tokens=place.chunk_tokens,
@@ -174,6 +185,8 @@ def _estimated(
         profile,
         tp=place.tp,
         pp=place.pp,
+        dp=place.dp,
+        dcp=place.dcp,
         quantisation=place.quantisation,
         chunk_tokens=place.chunk_tokens,
         max_batch=place.max_batch,
@@ -212,7 +225,7 @@ def _isolated(
     if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, place):
         return None
     if isinstance(profile, MeasuredProfile):
-        if not _is_for(profile, replace(place, pp=profile.pp), quantisation):
+        if not _is_for(profile, replace(place, pp=profile.pp, dp=1, dcp=1), quantisation):
             return None
         profile = profile_tables.loaded(profile, place.engine)
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
@@ -284,7 +297,8 @@ def is_for(
 
 
 def _is_for(profile: ThroughputProfile | MeasuredProfile, place: ProfilePlace, quantisation: str) -> bool:
-    return is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
+    there = is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
+    return there and place.dp == place.dcp == 1
 
 
 def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: ProfilePlace) -> bool:

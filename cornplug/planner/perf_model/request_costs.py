@@ -61,7 +61,7 @@ def encode_s(sizes: RequestCosts, station: Station) -> Floats:
 def prefill_s(sizes: RequestCosts, station: Station) -> Floats:
     if station.steps is None or "P" not in station.tasks:
         return np.zeros_like(sizes.prompts)
-    prefill = station.steps.prefill
+    prefill = station.steps.alone
     if not station.chunked:
         return prefill.on(sizes.computed)
     whole, rest = np.divmod(sizes.computed, float(station.chunk_tokens))

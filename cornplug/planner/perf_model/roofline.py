@@ -8,13 +8,22 @@ attention. These are estimates: a plan says so of every cell that rests on one.
 Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline`
 lets the others count towards the first token). A decode iteration gives all b requests a token
 while b / pp of them pass through each stage, so it takes pp stages at b / pp.
+
+Attention data parallelism (DeepSeek-AI 2024, "DeepSeek-V3", 3.4): dp groups of tp ranks compute in step,
+each with requests of its own. Times are a group's where all have as many tokens. A rank
+then has the same work as with tp alone: the experts of dp times the tokens, divided among dp times the ranks.
+In place of the second all-reduce of a layer all groups' tokens are gathered before the experts, and their
+results reduced and scattered after them, as both engines do without a further library.
+
+Expert parallelism: a rank computes the experts that it holds. With random routing the fullest of G ranks
+has m + sqrt(2 m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import log2
+from math import log, log2, sqrt
 from typing import Final
 
 from cornplug.planner.inputs import component_shapes
@@ -26,6 +35,7 @@ from cornplug.planner.inputs.schema import (
     RooflineProfile,
     TowerShape,
 )
+from cornplug.planner.perf_model import context_parallel
 from cornplug.planner.perf_model.device_efficiency import (
     EXPERTS_S,
     LAYER_S,
@@ -34,7 +44,12 @@ from cornplug.planner.perf_model.device_efficiency import (
     PCIE,
     compute_efficiency,
 )
-from cornplug.planner.simulator.step_times import EngineStepTimes, PiecewiseCurve
+from cornplug.planner.simulator.step_times import (
+    EngineStepTimes,
+    GroupPrefill,
+    PiecewiseCurve,
+    in_group_s,
+)
 
 DRAFTS: Final = {"none": (0, 0), "mtp": (1, 1), "eagle3": (3, 2)}
 """Kind of speculation -> tokens drafted in an iteration, and layers that drafting one costs.
@@ -79,9 +94,13 @@ class DevicePeaks:
         """Of one iteration, its layers' latencies apart."""
         return max(flops / self.flops, nbytes / self.bytes) + sent / self.link + self.overhead_s
 
-    def latency_s(self, layers: float, tp: int, *, experts: bool = False) -> float:
-        """Of an iteration's layers, whatever their work: kernels in a row, and two all-reduces each."""
-        each = LAYER_S + (EXPERTS_S if experts else 0.0) + 2 * self.all_reduce_s * log2(tp)
+    def latency_s(self, layers: float, tp: int, *, dp: int = 1, experts: bool = False) -> float:
+        """Of an iteration's layers, whatever their work: kernels in a row, and two all-reduces each.
+
+        The second, after the experts, is among the ranks of all `dp` groups.
+        """
+        reduced = self.all_reduce_s * (log2(tp) + log2(tp * dp))
+        each = LAYER_S + (EXPERTS_S if experts else 0.0) + reduced
         return layers * each
 
 
@@ -93,12 +112,14 @@ def llm_steps(
     *,
     tp: int,
     pp: int,
+    dp: int = 1,
+    dcp: int = 1,
     quantisation: str,
     chunk_tokens: int,
     max_batch: int,
     context_tokens: int | None = None,
 ) -> EngineStepTimes:
-    """Iteration times of a language model on one replica.
+    """Iteration times of a language model on one replica; with attention data parallelism, of each group.
 
     Args:
         component: for its speculation: with acceptance a and k drafted tokens an iteration yields
@@ -109,20 +130,29 @@ def llm_steps(
     experts = shape.active_parameters is not None
     efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
     device = DevicePeaks.of(gpu, profile, quantisation, efficiency)
-    weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp)
+    read = _weights_read(shape, quantisation, tp=tp, pp=pp, dp=dp)
     layers = shape.layers / pp
-    latency_s = device.latency_s(layers, tp, experts=experts)
+    latency_s = device.latency_s(layers, tp, dp=dp, experts=experts)
+    gather_s = layers * device.all_reduce_s * log2(dcp)
+    ranks = tp * dp if component.expert_parallel else 1
 
     def stage(tokens: float, attended: float) -> float:
         attention = 2 * layers * shape.heads * shape.head_dim * tokens * attended
         flops = 2 * _multiplied(shape) * tokens / pp + attention
-        sent = _all_reduced(layers, shape.hidden, tokens, tp)
+        if ranks > 1:
+            flops += 2 * _routed(shape) * _uneven(tokens * dp, shape, ranks) * tokens / pp
+        sent = _all_reduced(layers, shape.hidden, tokens, tp, dp)
         if pp > 1:
             sent += tokens * shape.hidden * _ACTIVATION_BYTES
-        return device.seconds(flops / tp, weights * _touched(shape, tokens), sent) + latency_s
+        return device.seconds(flops / tp, read(tokens), sent) + latency_s
 
     def prefill(tokens: float) -> float:
-        return stage(tokens, tokens if context_tokens is None else context_tokens)
+        seconds = stage(tokens, tokens if context_tokens is None else context_tokens)
+        if dcp == 1 or context_tokens is None or context_tokens <= tokens:
+            return seconds
+        earlier = context_tokens - tokens
+        sent = context_parallel.prefill_bytes(shape, tokens, earlier, layers=layers, tp=tp, pp=pp, dcp=dcp)
+        return seconds + sent / device.link + gather_s
 
     drafted, draft_layers = DRAFTS[component.speculative if component.acceptance else "none"]
     tokens_out = sum(component.acceptance**i for i in range(drafted + 1))
@@ -131,14 +161,29 @@ def llm_steps(
         each = max(requests / pp, 1.0)
         verify = pp * stage(each * (drafted + 1), 0.0)
         draft = drafted * draft_layers / shape.layers * pp * stage(each, 0.0)
+        if dcp > 1:
+            sent = context_parallel.attention_bytes(shape, each, layers=layers, tp=tp, dcp=dcp)
+            verify += pp * (sent / device.link + gather_s)
         return (verify + draft) / tokens_out
 
+    def common(tokens: float) -> float:
+        routed = _routed(shape) * (1 + (_uneven(tokens * dp, shape, ranks) if ranks > 1 else 0.0))
+        sent = (
+            _all_reduced(layers, shape.hidden, tokens, tp, dp)
+            - _all_reduced(layers, shape.hidden, tokens, tp) / 2
+        )
+        return 2 * routed * tokens / tp / device.flops + sent / device.link
+
+    curve = _sampled(prefill, chunk_tokens + max_batch)
     return EngineStepTimes(
-        prefill=_sampled(prefill, chunk_tokens + max_batch),
+        prefill=curve,
         decode=_sampled(decode, max_batch),
-        kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp) / device.bytes / tokens_out,
+        kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp)
+        / device.bytes
+        / tokens_out,
         request_overhead_s=profile.request_overhead_s,
         pipeline=pp,
+        group=_group_prefill(curve, common, dp) if dp > 1 else None,
     )
 
 
@@ -185,9 +230,50 @@ def _touched(shape: LLMShape, tokens: float) -> float:
     return 1 - idle ** max(tokens, 1.0) if idle > 0 else 1.0
 
 
-def _all_reduced(layers: float, hidden: int, tokens: float, tp: int) -> float:
-    """Bytes that a rank sends for the two all-reduces of each layer: a ring's 2 (tp - 1) / tp."""
-    return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
+def _weights_read(
+    shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int
+) -> Callable[[float], float]:
+    """Tokens of one group's iteration -> bytes of weights that a rank reads.
+
+    With attention data parallelism: all but the experts, and of those the share that any group's token is
+    sent to, 1 - (1 - k / E)^tokens.
+    """
+    weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
+    if dp == 1 or shape.experts is None or shape.experts_per_token is None:
+        return lambda tokens: weights * _touched(shape, tokens)
+    experts = component_shapes.expert_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
+    idle = 1 - shape.experts_per_token / shape.experts
+    return lambda tokens: weights - experts * idle ** max(tokens * dp, 1.0)
+
+
+def _group_prefill(prefill: PiecewiseCurve, common: Callable[[float], float], dp: int) -> GroupPrefill:
+    shared = PiecewiseCurve.through((0.0, *prefill.x), (0.0, *map(common, prefill.x)))
+    alone = [in_group_s(prefill, shared, x, x / dp) for x in prefill.x]
+    return GroupPrefill(shared, PiecewiseCurve.through(prefill.x, alone))
+
+
+def _routed(shape: LLMShape) -> float:
+    """Weights of routed experts that a token is multiplied by; 0: their number is not known."""
+    if shape.experts is None or shape.experts_per_token is None:
+        return 0.0
+    return shape.expert_parameters * shape.experts_per_token / shape.experts
+
+
+def _uneven(tokens: float, shape: LLMShape, ranks: int) -> float:
+    """Tokens of the fullest of `ranks` beyond those of an even division, as a part of those."""
+    mean = tokens * (shape.experts_per_token or 1) / ranks
+    return min(sqrt(2 * log(ranks) / mean), ranks - 1)
+
+
+def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1) -> float:
+    """Bytes that a rank sends for the two all-reduces of each layer: a ring's 2 (tp - 1) / tp.
+
+    The second is of all groups' tokens, among all tp * dp ranks.
+    """
+    if dp == 1:
+        return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES
+    each = (tp - 1) / tp + (tp * dp - 1) / tp
+    return layers * 2 * each * hidden * tokens * _ACTIVATION_BYTES
 
 
 def _sampled(

@@ -56,7 +56,7 @@ def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int 
     One replica is simulated: with a queue at each, replicas do not help each other.
     """
     one = replace(station, replicas=1)
-    count = min(max(1000, 3 * _in_flight(station, samples)), MOST_JOBS)
+    count = min(max(1000, 3 * station.groups * _in_flight(station, samples)), MOST_JOBS)
     jobs = [StationJob(0.0, 0, request, (StationVisit(0),)) for request in _shuffled(samples, count, seed)]
     seconds = simulate([one], jobs, seed=seed).stage_s[:, 0]
     # Requests without work here (cached embeddings, the only token computed) say nothing of time.
@@ -75,7 +75,7 @@ def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
 
 
 def _in_flight(station: Station, samples: Sequence[SampledRequest]) -> int:
-    """Requests that decode together at most."""
+    """Requests that decode together at most, in one group."""
     if "D" not in station.tasks or "G" in station.tasks:
         return 1
     held = sum(d.prompt_tokens + d.output_tokens for d in samples) / len(samples)
@@ -124,7 +124,7 @@ class _LoadTest:
         scale = station.replicas / replicas
         longest = max(_JOBS[one.percentile] for one in bound.each)
         least = longest * (1 if "D" in station.tasks else _MORE_WHERE_NOTHING_DECODES)
-        count = int(min(max(least, needed / scale, 25 * replicas), MOST_JOBS))
+        count = int(min(max(least, needed / scale, 25 * replicas * station.groups), MOST_JOBS))
         return cls(
             replace(station, replicas=replicas),
             scale,

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from itertools import groupby
+from typing import NamedTuple
 
 from cornplug.planner.latency_forecast import JobForecast
 from cornplug.planner.plan import OptimalityProof, Plan, ReplicaGroup
@@ -68,11 +71,12 @@ def proof(of: OptimalityProof) -> str:
     return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, none beyond {bound}"
 
 
-def shape(tp: int, pp: int, share: float) -> str:
-    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2"."""
+def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1) -> str:
+    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    return f"TP{tp}" + (f"·PP{pp}" if pp > 1 else "")
+    degrees = {"PP": pp, "DP": dp, "DCP": dcp}
+    return f"TP{tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
 
 
 def mark(profile: str) -> str:
@@ -100,6 +104,41 @@ def paid_gpus(plan: Plan) -> list[str]:
             of = f"{n.idle_gpus:g} of the {n.count * n.gpus} GPUs of {n.name}"
             found.append(f"{of} are paid for and idle: they are free for other work.")
     return found
+
+
+class DayPart(NamedTuple):
+    """Hours that follow one another and need the same machines."""
+
+    hours: str
+    """"00 to 07 h"."""
+    runs: str
+    given_back: str
+    cost_per_hour: float
+
+
+def day_parts(plan: Plan) -> list[DayPart]:
+    """The plan's day; hours with the same machines are one part."""
+    parts = []
+    for _, same in groupby(plan.hours, key=lambda h: h.nodes):
+        of = list(same)
+        runs = {name: n for name, n in of[0].nodes.items() if n}
+        back = {n.name: n.count - runs.get(n.name, 0) for n in plan.nodes if n.count > runs.get(n.name, 0)}
+        hours = f"{of[0].hour:02d} to {of[-1].hour + 1:02d} h"
+        parts.append(DayPart(hours, _machines(runs), _machines(back), of[0].cost_per_hour))
+    return parts
+
+
+def day_cost(plan: Plan) -> str:
+    """A sentence on the dollars of a day."""
+    day = sum(h.cost_per_hour for h in plan.hours)
+    whole = plan.cost_per_hour * len(plan.hours)
+    if whole - day < 0.005:
+        return f"A day costs ${whole:,.2f}: every hour needs all machines."
+    return f"A day costs ${day:,.2f} where machines are given back, ${whole:,.2f} where all are kept."
+
+
+def _machines(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} × {name}" for name, n in counts.items()) or NONE
 
 
 def headline(plan: Plan) -> str:

@@ -52,6 +52,8 @@ def _environment() -> Environment:
         "mark": formatting.mark,
         "replicas": formatting.replicas,
         "paid_gpus": formatting.paid_gpus,
+        "day_parts": formatting.day_parts,
+        "day_cost": formatting.day_cost,
         "px": _px,
     }
     made.globals |= {

@@ -44,7 +44,7 @@ def parts(plan: Plan, nodes: PlannedNodes) -> list[GpuPart]:
 
 def _gpus(g: ReplicaGroup, of_node: int, node: int, first: int) -> Iterator[tuple[int, int]]:
     """The replica's GPUs: beyond the node's last one, the next node's."""
-    for n in range(g.tp * g.pp):
+    for n in range(g.ranks):
         more, gpu = divmod(first + n, of_node)
         yield node + more, gpu
 

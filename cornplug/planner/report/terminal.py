@@ -36,6 +36,8 @@ def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     yield "What users will see", _forecast(plan)
     if any(f.job for f in plan.latency_forecasts):
         yield "Jobs", _jobs(plan)
+    if plan.hours:
+        yield "Hours of the day", _hours(plan)
     if plan.caches:
         yield "Caches", _caches(plan)
     if plan.reservations:
@@ -61,7 +63,7 @@ def _groups(plan: Plan) -> Group:
             Text(g.service),
             Text(g.engine),
             Text(f"{g.gpu} ({g.nodes})"),
-            formatting.shape(g.tp, g.pp, g.share),
+            formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp),
             Text("bf16" if g.quantisation == "none" else g.quantisation),
             formatting.percent(g.utilisation),
             Text(mark, style="yellow" if mark == "ESTIMATE" else "green"),
@@ -112,6 +114,15 @@ def _jobs(plan: Plan) -> Table:
             job = Text(formatting.job(f.job))
             table.add_row(Text(f"{f.app}/{f.request}"), job, Text(said, style=_STYLES[style]))
     return table
+
+
+def _hours(plan: Plan) -> Group:
+    table = _table("hours", "needed", "could be given back", "cost", right=frozenset({"cost"}))
+    for part in formatting.day_parts(plan):
+        table.add_row(
+            part.hours, Text(part.runs), Text(part.given_back), formatting.dollars(part.cost_per_hour)
+        )
+    return Group(table, Text(formatting.day_cost(plan), style="dim"))
 
 
 def _caches(plan: Plan) -> Table:

@@ -203,8 +203,8 @@ def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
         return seconds
     chunk = station.chunk_tokens if station.chunked else request.computed_tokens
     whole, rest = divmod(request.computed_tokens, chunk)
-    seconds += whole * station.steps.prefill(chunk) if whole else 0.0
-    return seconds + (station.steps.prefill(rest) if rest else 0.0)
+    seconds += whole * station.steps.alone(chunk) if whole else 0.0
+    return seconds + (station.steps.alone(rest) if rest else 0.0)
 
 
 def isolated_decode_s(station: Station, request: SampledRequest) -> float:

@@ -36,6 +36,13 @@ class Station:
     router: Literal["least_work", "join_shortest_queue", "power_of_two", "random"] = "least_work"
     chunked: bool = True
     """False: no prompt is split; one longer than `chunk_tokens` is an iteration by itself."""
+    groups: int = 1
+    """Attention-DP groups of a replica: steps, KV, batch and chunk are those of one."""
+
+    @property
+    def schedulers(self) -> int:
+        """Queues of all replicas."""
+        return self.replicas * self.groups
 
     def __post_init__(self) -> None:
         for tasks, times in (("PD", self.steps), ("E", self.encode), ("G", self.generate)):
@@ -44,7 +51,7 @@ class Station:
                 raise ConfigError(f"{self.name}.{needed}", f'missing for tasks "{self.tasks}"', "Give it.")
         if not self.tasks or self.tasks != "".join(t for t in "EPDG" if t in self.tasks):
             raise ConfigError(f"{self.name}.tasks", f'"{self.tasks}"', 'Write some of "EPDG", in this order.')
-        for field in ("replicas", "max_batch", "chunk_tokens", "max_patches"):
+        for field in ("replicas", "groups", "max_batch", "chunk_tokens", "max_patches"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{self.name}.{field}", f"{getattr(self, field)}", "Write 1 or more.")
 

@@ -65,8 +65,25 @@ class PiecewiseCurve:
 
 
 @dataclass(frozen=True)
+class GroupPrefill:
+    """Prefill of one attention-DP group where the others have fewer tokens than it."""
+
+    common: PiecewiseCurve
+    """Mean tokens of all groups -> s: the part of `EngineStepTimes.prefill` in which groups work together,
+    on experts, and what they send each other for it."""
+    alone: PiecewiseCurve
+    """Prompt tokens of the iteration, the other groups having none -> s."""
+
+    def scaled(self, factor: float) -> GroupPrefill:
+        return GroupPrefill(self.common.scaled(factor), self.alone.scaled(factor))
+
+
+@dataclass(frozen=True)
 class EngineStepTimes:
-    """One iteration of a language model's engine, on one replica (all its TP ranks)."""
+    """One iteration of a language model's engine, on one replica (all its TP ranks).
+
+    With attention data parallelism: of one group, all others having as many tokens.
+    """
 
     prefill: PiecewiseCurve
     """Prompt tokens of the iteration -> s."""
@@ -78,28 +95,58 @@ class EngineStepTimes:
     pipeline: int = 1
     """Stages of pipeline parallelism. `prefill` is then the time between iterations (one stage's),
     so that rates are right; a prompt's last tokens still have the other stages before them."""
+    group: GroupPrefill | None = None
+    """With attention data parallelism."""
+
+    @property
+    def alone(self) -> PiecewiseCurve:
+        """`prefill` of a replica that does nothing else."""
+        return self.prefill if self.group is None else self.group.alone
 
     def drain_s(self, prompt_tokens: int) -> float:
         """From the end of a prompt's last iteration, of so many tokens, to its first token."""
         return (self.pipeline - 1) * self.prefill(prompt_tokens) if self.pipeline > 1 else 0.0
 
-    def step_s(self, prompt_tokens: int, requests: int, kv_tokens: int = 0) -> float:
-        """Seconds of an iteration that computes both; 0 for an empty one."""
+    def step_s(
+        self, prompt_tokens: int, requests: int, kv_tokens: int = 0, *, mean: float | None = None
+    ) -> float:
+        """Seconds of an iteration that computes both; 0 for an empty one.
+
+        `mean`: tokens of both kinds, of all attention-DP groups.
+        """
         decode = self.decode(requests) + self.kv_token_s * kv_tokens if requests else 0.0
         if not prompt_tokens:
             return decode
         if not requests:
-            return self.prefill(prompt_tokens)
-        return max(self.prefill(prompt_tokens + requests), decode) * self.mixed_factor
+            return self._prefill_s(prompt_tokens, mean)
+        return max(self._prefill_s(prompt_tokens + requests, mean), decode) * self.mixed_factor
+
+    def _prefill_s(self, tokens: int, mean: float | None) -> float:
+        if self.group is None or mean is None:
+            return self.prefill(tokens)
+        return in_group_s(self.prefill, self.group.common, tokens, mean)
+
+    def corrected(self, prefill: float, decode: float) -> EngineStepTimes:
+        """With a factor on the times of each kind of iteration."""
+        return replace(
+            self,
+            prefill=self.prefill.scaled(prefill),
+            decode=self.decode.scaled(decode),
+            kv_token_s=self.kv_token_s * decode,
+            group=self.group and self.group.scaled(prefill),
+        )
 
     def scaled(self, factor: float) -> EngineStepTimes:
         """The times of a slower replica (factor > 1); times off the device stay."""
-        return replace(
-            self,
-            prefill=self.prefill.scaled(factor),
-            decode=self.decode.scaled(factor),
-            kv_token_s=self.kv_token_s * factor,
-        )
+        return self.corrected(factor, factor)
+
+
+def in_group_s(prefill: PiecewiseCurve, common: PiecewiseCurve, tokens: float, mean: float) -> float:
+    """Seconds of a group's iteration of so many tokens where all groups have `mean` on average.
+
+    Never under the time that all would take with `mean` each: the weights are read whatever their number.
+    """
+    return max(prefill(tokens) - common(tokens) + common(mean), prefill(mean))
 
 
 @dataclass(frozen=True)

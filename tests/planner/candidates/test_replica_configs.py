@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -29,3 +30,79 @@ def test_replica_configs_tp_divides_heads(heads: int | None, tp: set[int]) -> No
     nodes = node_classes(plan_input.pool, gpus, price_table())
     found = footprints(service, nodes, gpus, plan_input.rules, ("online",), Counter())
     assert {f.tp for f in found} == tp
+
+
+MIXTURE = {**SHAPE, "heads": 32, "active_parameters": 1e9, "experts": 64, "experts_per_token": 8}
+
+
+def _footprints(tasks: str = "PD", gpu: str = "H200", **component: Any) -> tuple[set[str], Counter[str]]:
+    llm = {"name": "moe", "kind": "llm", "shape": MIXTURE, "engines": ["vllm"], **component}
+    plan_input = PlanInput.model_validate(
+        {
+            "components": [llm],
+            "applications": [{"name": "a", "llm": "moe", "requests": [{"name": "r", "rate": 1}]}],
+            "pool": [{"name": "n", "gpu": gpu, "gpus": 8, "price_per_hour": 1.0}],
+        }
+    )
+    dropped: Counter[str] = Counter()
+    gpus = gpu_table()
+    nodes = node_classes(plan_input.pool, gpus, price_table())
+    service = Service(tasks, plan_input.components[0])
+    found = footprints(service, nodes, gpus, plan_input.rules, ("online",), dropped)
+    return {f.name.split(":")[2] for f in found}, dropped
+
+
+def test_replica_configs_attention_dp_stays_inside_node() -> None:
+    found, dropped = _footprints(dp=[1, 8])
+    assert found == {"tp1", "tp2", "tp4", "tp8", "tp1dp8"}
+    assert list(dropped) == ["moe/PD: attention data parallelism stays inside a node (n has 8 GPUs)"]
+    assert _footprints(dp=[4], tp=[1, 2], expert_parallel=True)[0] == {"tp1dp4ep", "tp2dp4ep"}
+
+
+def test_replica_configs_without_degrees_are_as_before() -> None:
+    assert _footprints()[0] == {"tp1", "tp2", "tp4", "tp8"}
+    assert _footprints(expert_parallel=True)[0] == {"tp1", "tp2ep", "tp4ep", "tp8ep"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tasks": "D"}, "for engines that prefill and decode"),
+        ({"pp": [2]}, "without pipeline stages"),
+        ({"gpu": "L40S"}, "L40S has no NVLink"),
+        ({"shares": [0.5]}, "a part of a GPU has no parallel ranks"),
+        ({"expert_parallel": True, "shape": {**MIXTURE, "experts": 60}}, "60 experts cannot be dealt out"),
+    ],
+)
+def test_replica_configs_attention_dp_names_reason_against(changes: dict[str, Any], reason: str) -> None:
+    found, dropped = _footprints(**{"dp": [8], "tp": [1], **changes})
+    assert not found
+    assert reason in next(iter(dropped))
+
+
+LATENT = {**MIXTURE, "mla_rank": 576}
+
+
+def test_replica_configs_context_parallel_divides_repeated_kv_only() -> None:
+    found, _ = _footprints(dcp=[1, 2, 4, 8], tp=[4, 8], shape=LATENT)
+    assert found == {"tp4", "tp8", *(f"tp4dcp{n}" for n in (2, 4)), *(f"tp8dcp{n}" for n in (2, 4, 8))}
+    # Four KV heads: tp = 8 has each twice.
+    assert _footprints(dcp=[2, 4], tp=[4, 8])[0] == {"tp8dcp2"}
+    assert _footprints(dcp=[2], dp=[4], tp=[2], shape=LATENT)[0] == {"tp2dcp2dp4"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tasks": "D"}, "for vLLM's engines that prefill and decode"),
+        ({"engines": ["sglang", "vllm"], "tp": [1]}, "for vLLM's engines"),
+        ({"speculative": "mtp", "acceptance": 0.7}, "without speculation"),
+        ({"tp": [1]}, "1 GPUs have no 2 parts"),
+        ({"tp": [4], "shape": MIXTURE}, "tp = 4 repeats the KV of 4 heads less than 2 times"),
+        ({"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}}, "tp = 8 repeats the KV of 8 heads less"),
+    ],
+)
+def test_replica_configs_context_parallel_names_reason_against(changes: dict[str, Any], reason: str) -> None:
+    found, dropped = _footprints(**{"dcp": [2], "tp": [8], "shape": LATENT, **changes})
+    assert not found
+    assert any(reason in said for said in dropped)

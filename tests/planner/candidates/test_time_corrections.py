@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from planner.made_inputs import two_apps
 
-from cornplug.planner.candidates.time_corrections import by_place, corrected, merged
+from cornplug.planner.candidates.time_corrections import by_place, corrected, merged, place
 from cornplug.planner.pipeline.formulate import formulate
 from cornplug.planner.plan import TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware, EngineStepTimes, PiecewiseCurve
@@ -56,8 +56,7 @@ def test_formulate_correction_lowers_capacity_of_its_footprint_only() -> None:
     assert changed
     at = set(by_place([correction("H100", 1, 1, "fp8")]))
     for name in changed:
-        spec, f = plain.cells[name], plain.cells[name].footprint
-        place = spec.service.name, f.engine, f.gpu.name, f.tp, f.pp, f.share, f.quantisation
-        assert place in at
+        spec = plain.cells[name]
+        assert place(spec.service, spec.footprint) in at
         for u, rate in slower.cells[name].cell.capacity.items():
             assert rate < spec.cell.capacity[u]

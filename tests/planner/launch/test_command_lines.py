@@ -33,6 +33,11 @@ def test_commands_of_whole_plans_match_golden() -> None:
         "E+P+D on SGLang, two hosts": Case("E+P+D", "sglang", hosts=2),
         "E+P+D on vLLM, two hosts": Case("E+P+D", hosts=2, caches=True),
         "P+D on vLLM": Case("P+D", gpu="H100", mla=True),
+        "mixture of experts on vLLM, attention-DP and EP": Case(dp=8, expert_parallel=True, mla=True),
+        "mixture of experts on SGLang, attention-DP and EP": Case(
+            engine="sglang", tp=2, dp=4, expert_parallel=True, mla=True
+        ),
+        "MLA on vLLM, context parallel": Case(tp=8, dcp=8, mla=True, caches=True),
         "monolith on cores": Case(gpu="cpu-core", caches=True),
     }
     made = {

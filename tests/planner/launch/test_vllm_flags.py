@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import vllm
 from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
@@ -28,6 +29,12 @@ pytestmark = pytest.mark.integration
 
 VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan", "SECRET_FILE": "/etc/cornplug/secret"}
 VALUES |= {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}
+MIXTURE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "torch_dtype": "bfloat16",
+    "hidden_size": 512, "intermediate_size": 512, "moe_intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 16,
+    "num_experts_per_tok": 2, "vocab_size": 1024, "max_position_embeddings": 4096,
+}  # fmt: skip
 VLLM = [case for case in matrix() if case.engine == "vllm"]
 
 
@@ -64,16 +71,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize("case", VLLM, ids=lambda case: case.id)
 def test_vllm_flags_every_case_is_accepted_by_vllm(case: Case, checkpoint: str) -> None:
     """By the parser, and where our small model allows it by all of vLLM's checks of one flag against
-    another: it has two heads, 4096 positions, and nothing to speculate with."""
+    another: it has two heads, 4096 positions, no experts, and nothing to speculate with."""
     for command in engines(case):
         if command.replica:  # the first one's line, but for its ports and GPUs
             continue
         made = engine_args(command)
         group = next(g for g in plan(case).groups if g.name == command.group)
         assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (group.tp, group.pp)
+        assert made.decode_context_parallel_size == group.dcp
+        assert (made.data_parallel_size, made.enable_expert_parallel) == (group.dp, group.expert_parallel)
         assert (made.max_model_len, made.max_num_seqs, made.max_num_batched_tokens) == (8192, 128, 4096)
         assert not any("${" in word for word in (*command.argv, *command.env.values()))
-        if group.tp <= 2 and case.speculative == "none":
+        if group.tp <= 2 and case.speculative == "none" and not case.expert_parallel:
             made.model, made.max_model_len = checkpoint, 4096
             assert made.create_engine_config().scheduler_config.max_num_batched_tokens == 4096
 
@@ -237,3 +246,36 @@ def test_vllm_flags_cpu_core_binds_threads() -> None:
     assert command.env["VLLM_CPU_OMP_THREADS_BIND"] == "0|1"
     assert "CUDA_VISIBLE_DEVICES" not in command.env
     assert command.cores == (0, 1)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(dp=8, expert_parallel=True),
+        Case(tp=2, dp=4, expert_parallel=True),
+        Case(tp=8, dcp=4),
+        Case(tp=4, dcp=2, dp=2),
+    ],
+    ids=lambda case: case.id,
+)
+def test_vllm_flags_degrees_pass_checks_of_mixture(case: Case, tmp_path: Path) -> None:
+    """By all of vLLM's checks against a model: Qwen3-MoE's config.json with eight heads and two KV heads."""
+    (tmp_path / "config.json").write_text(json.dumps(MIXTURE))
+    (command,) = engines(case)
+    made = engine_args(command)
+    made.model, made.max_model_len, made.skip_tokenizer_init = str(tmp_path), 4096, True
+    parallel = made.create_engine_config().parallel_config
+    assert parallel.data_parallel_size == case.dp
+    assert parallel.decode_context_parallel_size == case.dcp
+    assert parallel.enable_expert_parallel == case.expert_parallel
+    assert parallel.world_size_across_dp == case.tp * case.dp
+
+
+@pytest.mark.parametrize("gpu", ["H100", "B200", "L4", "A100-80"])
+def test_vllm_flags_backend_of_context_parallel_mla_supports_it(gpu: str) -> None:
+    (command,) = engines(Case(tp=8, dcp=8, mla=True, gpu=gpu))
+    backend = AttentionBackendEnum[engine_args(command).attention_backend].get_path()
+    module, _, name = backend.rpartition(".")
+    text = Path(*[str(Path(vllm.__file__).parent), *module.split(".")[1:]]).with_suffix(".py").read_text()
+    assert name in text
+    assert "supports_dcp: bool = True" in text, "read, as its kernels need a GPU to be imported"

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
+from cornplug.planner.inputs import component_shapes
 from cornplug.planner.inputs.schema import GpuSpec, LLMShape
 from cornplug.planner.perf_model.kv_memory import engine_share, kv_tokens
+from cornplug.planner.starter.known_models import known_models
 
 A40 = GpuSpec(name="A40", memory_gib=48.3e9 / 2**30, bandwidth_gb_s=696, bf16_tflops=150)
 H100 = GpuSpec(name="H100", memory_gib=80, bandwidth_gb_s=3350, bf16_tflops=989, generation="hopper")
@@ -84,3 +86,46 @@ def test_kv_memory_cpu_core_holds_small_models_only() -> None:
     tiny = LLMShape(layers=2, hidden=64, heads=2, kv_heads=2, head_dim=32, parameters=2e5)
     assert _tokens(tiny, core) * 512 == pytest.approx(4 * 2**30 - 0.5e9, rel=1e-2)
     assert _tokens(QWEN2_7B, core) == 0
+
+
+H200 = GpuSpec(
+    name="H200", memory_gib=131.3, bandwidth_gb_s=4800, bf16_tflops=989, fp8_tflops=1978, generation="hopper"
+)
+DEEPSEEK_V3 = known_models()["deepseek-ai/DeepSeek-V3"].llm
+
+
+def test_weights_bytes_attention_dp_spreads_experts_only() -> None:
+    # 58 layers of 256 experts of three matrices of 7168 x 2048, a byte each.
+    experts = 58 * 256 * 3 * 7168 * 2048
+    assert pytest.approx(experts, rel=1e-3) == DEEPSEEK_V3.expert_parameters
+    whole, spread = (component_shapes.weights_bytes(DEEPSEEK_V3, "fp8", dp=dp) for dp in (1, 8))
+    assert whole - spread == pytest.approx(experts * 7 / 8, rel=1e-3)
+    assert component_shapes.weights_bytes(DEEPSEEK_V3, "fp8", tp=2, dp=4) < spread
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_kv_memory_mla_on_eight_gpus_holds_more_with_attention_dp(engine: str) -> None:
+    """TP repeats MLA's vector on every GPU; each attention-DP group keeps its own requests'."""
+    cell = {"engine": engine, "quantisation": "fp8", "chunk_tokens": 4096}
+    tp8 = _tokens(DEEPSEEK_V3, H200, tp=8, **cell)
+    dp8 = _tokens(DEEPSEEK_V3, H200, dp=8, **cell)
+    assert 0 < dp8 < tp8, "a group has the attention's weights whole"
+    assert 8 * dp8 > 3 * tp8
+    assert dp8 * 61 * 576 * 2 < 131.3 * 2**30 - component_shapes.weights_bytes(DEEPSEEK_V3, "fp8", dp=8)
+    assert _tokens(DEEPSEEK_V3, H200, tp=8, dp=1, **cell) == tp8
+
+
+def test_kv_bytes_per_token_context_parallel_divides_repeated_kv() -> None:
+    def bytes_of(shape: LLMShape, **degrees: int) -> int:
+        return component_shapes.kv_bytes_per_token(shape, **degrees)
+
+    assert bytes_of(DEEPSEEK_V3, tp=8) == 61 * 576 * 2
+    assert bytes_of(DEEPSEEK_V3, tp=8, dcp=8) == 61 * 576 * 2 / 8
+    # Four KV heads on eight ranks: each is there twice, and then once.
+    assert bytes_of(QWEN2_7B, tp=8) == bytes_of(QWEN2_7B, tp=4) == 28 * 2 * 128 * 2
+    assert bytes_of(QWEN2_7B, tp=8, dcp=2) * 8 == bytes_of(QWEN2_7B)
+
+
+def test_kv_memory_mla_context_parallel_holds_as_many_times_more() -> None:
+    one, eight = (_tokens(DEEPSEEK_V3, H200, tp=8, dcp=n, quantisation="fp8") for n in (1, 8))
+    assert eight == pytest.approx(8 * one, rel=1e-3)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import log
+
 import pytest
 
 from cornplug.planner.inputs.schema import (
@@ -13,7 +15,7 @@ from cornplug.planner.inputs.schema import (
     TowerShape,
 )
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.perf_model.device_efficiency import EXPERTS_S, LAYER_S
+from cornplug.planner.perf_model.device_efficiency import EXPERTS_S, LAYER_S, NVLINK
 from cornplug.planner.simulator.step_times import EngineStepTimes
 
 H100 = GpuSpec(
@@ -40,6 +42,20 @@ MINIMAX_M2 = LLMShape(
 )  # fmt: skip
 LAYERS_S = 32 * LAYER_S + RooflineProfile().step_overhead_s
 """Of an iteration of LLAMA_8B, whatever its work."""
+MIXTURE = LLMShape(
+    layers=10, hidden=1000, heads=16, kv_heads=16, head_dim=64, parameters=1e9, active_parameters=0.3e9,
+    experts=64, experts_per_token=8,
+)  # fmt: skip
+"""0.8e9 of its parameters are experts', a token passes through 0.1e9 of them."""
+BEFORE_DEGREES = {
+    (1, 1): (0.034621286970996756, 0.0018523705003533092),
+    (1, 2): (0.017521324966979862, 0.0021528368173388732),
+    (2, 1): (0.019189273115128008, 0.0016006667316581361),
+    (2, 2): (0.009805318039045484, 0.0018963961864472143),
+    (8, 1): (0.007727762723226446, 0.0015243889051367563),
+    (8, 2): (0.004074562843094704, 0.0018165657132784702),
+}
+"""(TP, PP) -> prefill and decode of `MIXTURE` on an H100, by the last version without DP and EP."""
 MIXTRAL = LLAMA_8B.model_copy(update={"parameters": 46.7e9, "active_parameters": 12.9e9})
 
 
@@ -50,6 +66,7 @@ def steps(
     quantisation: str = "none",
     tp: int = 1,
     pp: int = 1,
+    dp: int = 1,
     **component: object,
 ) -> EngineStepTimes:
     return roofline.llm_steps(
@@ -59,6 +76,7 @@ def steps(
         RooflineProfile(),
         tp=tp,
         pp=pp,
+        dp=dp,
         quantisation=quantisation,
         chunk_tokens=8192,
         max_batch=256,
@@ -168,3 +186,52 @@ def test_roofline_generator_time_is_flops() -> None:
     shape = GeneratorShape(parameters=20e9, flops_per_unit=4e15)
     curve = roofline.generate(shape, H100, RooflineProfile(), tp=1, quantisation="none")
     assert curve(2) == pytest.approx(2 * 4e15 / (0.5 * 989e12), rel=0.01)
+
+
+def test_roofline_attention_dp_reads_all_but_experts_on_each_rank() -> None:
+    each = 10 * (LAYER_S + EXPERTS_S + NVLINK.latency_s * 3) + RooflineProfile().step_overhead_s
+    # A rank has 0.2e9 weights of all, and an eighth of the experts', of which 32 tokens leave some alone.
+    read = 2 * (0.2e9 + 0.1e9 * (1 - (56 / 64) ** 32))
+    sent = 10 * 2 * 7 * 1000 * 4 * 2
+    found = steps(MIXTURE, dp=8, tp=1).decode(4)
+    link = H100.link_gb_s * 1e9 * NVLINK.efficiency
+    assert found == pytest.approx(read / (0.85 * 3350e9) + sent / link + each, rel=1e-9)
+
+
+def test_roofline_attention_dp_multiplies_as_tp_of_one_group_alone() -> None:
+    """The experts of eight times the tokens, on eight times the ranks; what is sent comes on top."""
+    one, eight = steps(MIXTURE).prefill(8192), steps(MIXTURE, dp=8).prefill(8192)
+    sent = 10 * 2 * 7 * 1000 * 8192 * 2 / (H100.link_gb_s * 1e9 * NVLINK.efficiency)
+    assert eight - one == pytest.approx(sent + 10 * 3 * NVLINK.latency_s, rel=1e-6)
+
+
+def test_roofline_lone_group_has_experts_of_all_ranks_to_itself() -> None:
+    """Its own weights multiply on one rank; its experts' part, and what is sent for it, is an eighth."""
+    times = steps(MIXTURE, dp=8)
+    assert times.group is not None
+    link = H100.link_gb_s * 1e9 * NVLINK.efficiency
+    common = 2 * 0.1e9 * 8192 / (0.19 * 989e12) + 10 * 2 * 7 * 1000 * 8192 * 2 / link
+    assert times.group.common(8192) == pytest.approx(common, rel=1e-9)
+    assert times.prefill(8192) - times.alone(8192) == pytest.approx(common * 7 / 8, rel=1e-6)
+    assert times.alone(8192) < times.step_s(8192, 0, mean=4096) < times.step_s(8192, 0, mean=8192)
+    assert times.step_s(8192, 0, mean=8192) == times.prefill(8192)
+    assert times.alone(1) > 0.9 * times.prefill(1), "the weights are read whatever their number"
+
+
+def test_roofline_expert_parallel_waits_for_fullest_rank() -> None:
+    even, uneven = steps(MIXTURE, dp=8), steps(MIXTURE, dp=8, expert_parallel=True)
+    mean = 8192 * 8 * 8 / 8
+    more = 2 * 0.1e9 * 8192 * (2 * log(8) / mean) ** 0.5 / (0.19 * 989e12)
+    assert uneven.prefill(8192) - even.prefill(8192) == pytest.approx(more, rel=1e-6)
+    assert uneven.decode(1) == even.decode(1), "it reads the same weights"
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8])
+@pytest.mark.parametrize("pp", [1, 2])
+def test_roofline_degree_of_one_is_as_without(tp: int, pp: int) -> None:
+    """Bit for bit, also where the number of experts is known."""
+    plain = MIXTURE.model_copy(update={"experts": None, "experts_per_token": None})
+    known, unknown = steps(MIXTURE, tp=tp, pp=pp, dp=1), steps(plain, tp=tp, pp=pp)
+    assert known == unknown
+    assert steps(MIXTURE, tp=1, expert_parallel=True) == steps(plain)
+    assert (known.prefill(8192), known.decode(64)) == BEFORE_DEGREES[tp, pp]

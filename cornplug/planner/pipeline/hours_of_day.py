@@ -1,0 +1,99 @@
+"""Machines that a plan needs in each hour of a day, and so those that could be given back.
+
+A plan carries each request class at the rate of its highest hour. In other hours some of its replicas are
+stopped, and none is started or changes: the pool's model with the plan's replicas as the most of each cell,
+and with the same bounds and reserves. Loads are rounded up to eighths of each class's highest one: a day has
+few different ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import ceil
+from typing import Final
+
+from cornplug.errors import PlanInfeasible, PlanUnfinished
+from cornplug.planner.candidates.cells import CellSpec
+from cornplug.planner.inputs.request_classes import RequestClass
+from cornplug.planner.optimizer.optimization_problem import CurrentState, OptimizationProblem, PoolSolution
+from cornplug.planner.pipeline import current_deployment
+from cornplug.planner.pipeline.decide import PlanDecision
+from cornplug.planner.pipeline.formulate import FormulatedProblem
+from cornplug.planner.pipeline.lose_nodes import with_spare_nodes
+from cornplug.planner.plan import Plan, PlannedHour
+
+HOURS: Final = 24
+_PARTS: Final = 8
+
+Load = tuple[tuple[str, float], ...]
+"""Request class, and the share of its planned rate that an hour brings."""
+
+
+def with_hours(decision: PlanDecision) -> Plan:
+    """The decision's plan with the nodes of each hour; as it is without such rates, or if cost is no aim."""
+    plan, problem, solution = decision.plan, decision.problem, decision.solution
+    if problem.pool.objective != "cost" or not any(c.by_hour for c in problem.classes.values()):
+        return plan
+    loads = [_load(problem.classes, hour) for hour in range(HOURS)]
+    needed = {load: _nodes(problem, solution, dict(load)) for load in dict.fromkeys(loads)}
+    prices = {n.name: n.price_per_hour for n in plan.nodes}
+    hours = [
+        PlannedHour(
+            hour=hour,
+            nodes=needed[load],
+            cost_per_hour=sum(count * prices[name] for name, count in needed[load].items()),
+        )
+        for hour, load in enumerate(loads)
+    ]
+    return plan.model_copy(update={"hours": hours})
+
+
+def _load(classes: Mapping[str, RequestClass], hour: int) -> Load:
+    return tuple((name, ceil(_PARTS * of.share_at(hour) - 1e-9) / _PARTS) for name, of in classes.items())
+
+
+def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[str, float]) -> dict[str, int]:
+    """Class of nodes -> how many of the plan's are needed; all of them where the solver finds no fewer."""
+    every = {name: count for name, count in solution.nodes.items() if count}
+    if all(share == 1 for share in shares.values()):
+        return every
+    if not any(shares.values()):
+        return dict.fromkeys(every, 0)
+    used = {name: _of(spec, shares) for name, spec in problem.cells.items() if solution.replicas.get(name)}
+    used = {name: spec for name, spec in used.items() if spec.cell.capacity}
+    pool = replace(_smaller(problem.pool, solution, shares), cells=tuple(s.cell for s in used.values()))
+    pool = replace(pool, current=current_deployment.limited_to(pool.current, used))
+    try:
+        _, found = with_spare_nodes(
+            replace(problem, pool=pool, cells=used), lambda _phase, _share: None, None, first=False
+        )
+    except (PlanInfeasible, PlanUnfinished):
+        return every
+    return {name: min(found.nodes.get(name, 0), count) for name, count in every.items()}
+
+
+def _of(spec: CellSpec, shares: Mapping[str, float]) -> CellSpec:
+    """The cell for the classes that have requests."""
+    capacity = {name: rate for name, rate in spec.cell.capacity.items() if shares[name]}
+    return replace(spec, cell=replace(spec.cell, capacity=capacity))
+
+
+def _smaller(
+    pool: OptimizationProblem, solution: PoolSolution, shares: Mapping[str, float]
+) -> OptimizationProblem:
+    """The pool of the plan's own machines and replicas, at other rates."""
+    demands = tuple(replace(d, rate=d.rate * shares[d.name]) for d in pool.demands if shares[d.name])
+    known = {d.name for d in demands}
+    return replace(
+        pool,
+        nodes=tuple(
+            replace(n, stock=solution.nodes[n.name]) for n in pool.nodes if solution.nodes.get(n.name)
+        ),
+        demands=demands,
+        variants=tuple(v for v in pool.variants if v.demand in known and v.levels <= solution.levels),
+        levels=tuple(level for level in pool.levels if level.name in solution.levels),
+        current=CurrentState(
+            replicas={name: n for name, n in solution.replicas.items() if n}, horizon_hours=1.0, max_changes=0
+        ),
+    )

@@ -1,0 +1,193 @@
+"""Queue, batch and KV of one scheduler of an engine: of the whole replica, or of one attention-DP group.
+
+An iteration takes waiting prompts by priority, first in first out, up to `chunk_tokens`, less one token
+for each request that decodes. A request is admitted when fewer than `max_batch` are and the KV of its whole
+prompt and output fits the cache beside all reservations. The items of a prompt (tasks with E) are encoded in
+the iteration of its first chunk.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from heapq import heappop, heappush
+
+from cornplug.errors import ConfigError
+from cornplug.planner.inputs.request_classes import SampledRequest
+from cornplug.planner.simulator.replicas import TokenLog, batches_s, isolated_prefill_s
+from cornplug.planner.simulator.stations import QueuePeak, Station
+
+
+class GroupScheduler:
+    def __init__(self, station: Station, log: TokenLog) -> None:
+        assert station.steps is not None
+        self._station, self._steps, self._log = station, station.steps, log
+        self._prefills, self._decodes = "P" in station.tasks, "D" in station.tasks
+        self._weighs = station.router == "least_work" and station.replicas > 1
+        self._decode_s: dict[int, float] = {}
+        self._waiting: deque[tuple[int, SampledRequest]] = deque()
+        self._partial: tuple[int, SampledRequest, int] | None = None
+        """A prompt of which so many tokens are still to be computed."""
+        self.prefilled: list[tuple[int, SampledRequest]] = []
+        """Prompts that the iteration under way ends."""
+        self.running: list[tuple[int, int, SampledRequest]] = []
+        """Heap of (iteration after which it leaves, job, draw)."""
+        self._iteration = 0
+        self.context = 0
+        """Tokens that the running requests attend to."""
+        self._reserved = 0
+        self.work_s = 0.0
+        self._prefilling = self._most_prefilling = self._most_waiting = 0
+        """Prompt tokens of requests whose prefill has not ended, their peak, and that of waiting requests."""
+        self.outstanding = 0
+
+    @property
+    def queue_peak(self) -> QueuePeak:
+        return QueuePeak(self._most_waiting, self._most_prefilling)
+
+    @property
+    def next_leave(self) -> int:
+        """Iterations until the first of its running requests leaves."""
+        return self.running[0][0] - self._iteration
+
+    # Admission ------------------------------------------------------------------------------
+
+    def queue(self, job: int, request: SampledRequest) -> None:
+        """Behind all of its priority or a higher one, as both engines do."""
+        self.outstanding += 1
+        self.work_s += self._prefill_work_s(request) + self._decode_work_s(request)
+        priority, at = self._log.priority, len(self._waiting)
+        while at and priority[self._waiting[at - 1][0]] < priority[job]:
+            at -= 1
+        self._waiting.insert(at, (job, request))
+        self._prefilling += request.prompt_tokens if self._prefills else 0
+        self._most_waiting = max(self._most_waiting, len(self._waiting))
+        self._most_prefilling = max(self._most_prefilling, self._prefilling)
+
+    def admits_next(self, job: int) -> bool:
+        """Whether `job` is the first to wait, and an iteration that began now would take it."""
+        first, request = self._waiting[0]
+        return first == job and self._admissible(request)
+
+    def check_fits(self, request: SampledRequest) -> None:
+        """ConfigError: its KV is more than the whole cache."""
+        if self._needs(request) > self._station.kv_tokens:
+            raise ConfigError(
+                f"{self._station.name}.kv_tokens",
+                f"{self._station.kv_tokens} tokens of KV cannot hold a request of {self._needs(request)}",
+                "Give the replica more memory or GPUs, or shorten the requests (`max` of their lengths).",
+            )
+
+    def _needs(self, request: SampledRequest) -> int:
+        """Tokens of KV: all that it will have here."""
+        return request.prompt_tokens + request.output_tokens if self._decodes else request.prompt_tokens
+
+    def _admissible(self, request: SampledRequest) -> bool:
+        if self._reserved + self._needs(request) > self._station.kv_tokens:
+            return False
+        if not self._decodes:
+            return True
+        admitted = len(self.running) + len(self.prefilled) + (self._partial is not None)
+        room_in_chunk = not self._prefills or len(self.running) < self._station.chunk_tokens
+        return admitted < self._station.max_batch and room_in_chunk
+
+    def _admit(self) -> tuple[int, SampledRequest]:
+        job, request = self._waiting.popleft()
+        self._reserved += self._needs(request)
+        return job, request
+
+    # An iteration ---------------------------------------------------------------------------
+
+    def fill(self) -> tuple[int, float]:
+        """The next iteration's prompt tokens, and the seconds to encode their items."""
+        return self._pack() if self._prefills else self._join()
+
+    def _join(self) -> tuple[int, float]:
+        """Requests whose prompt was computed elsewhere."""
+        while self._waiting and self._admissible(self._waiting[0][1]):
+            self._run(*self._admit())
+        return 0, 0.0
+
+    def _pack(self) -> tuple[int, float]:
+        budget = self._station.chunk_tokens - len(self.running)
+        tokens, encode_s = 0, 0.0
+        while tokens < budget:
+            if self._partial is not None:
+                (job, request, rest), self._partial = self._partial, None
+            elif self._waiting and self._admissible(self._waiting[0][1]):
+                request = self._waiting[0][1]
+                rest = request.computed_tokens
+                if not self._station.chunked and tokens and tokens + rest > budget:
+                    break
+                job, _ = self._admit()
+                if "E" in self._station.tasks:
+                    encode_s += batches_s(self._station, request.patches)
+            else:
+                break
+            take = min(rest, budget - tokens) if self._station.chunked else rest
+            tokens += take
+            self.work_s -= self._prefill_work_s(request) * take / request.computed_tokens
+            if take < rest:
+                self._partial = (job, request, rest - take)
+            else:
+                self.prefilled.append((job, request))
+        return tokens, encode_s
+
+    def _run(self, job: int, request: SampledRequest) -> None:
+        heappush(self.running, (self._iteration + request.output_tokens - 1, job, request))
+        self.context += request.prompt_tokens
+
+    def end(self, iterations: int, now: float) -> list[int]:
+        """Jobs that leave after so many iterations."""
+        left = self._end_decodes(iterations, now)
+        if self.prefilled:
+            left += self._end_prefills(now)
+        self.outstanding -= len(left)
+        return left
+
+    def _end_decodes(self, iterations: int, now: float) -> list[int]:
+        self._iteration += iterations
+        self.context += iterations * len(self.running)
+        left = []
+        while self.running and self.running[0][0] <= self._iteration:
+            _, job, request = heappop(self.running)
+            self.context -= request.prompt_tokens + request.output_tokens - 1
+            self._leave(job, request, now)
+            left.append(job)
+        return left
+
+    def _end_prefills(self, now: float) -> list[int]:
+        left = []
+        for job, request in self.prefilled:
+            self._log.first_token[job] = now
+            self._prefilling -= request.prompt_tokens
+            if self._decodes and request.output_tokens > 1:
+                self._run(job, request)
+            else:
+                self._leave(job, request, now)
+                left.append(job)
+        self.prefilled.clear()
+        return left
+
+    def _leave(self, job: int, request: SampledRequest, now: float) -> None:
+        self._reserved -= self._needs(request)
+        self.work_s -= self._decode_work_s(request)
+        if self._decodes:
+            self._log.last_token[job] = now
+
+    # Times ----------------------------------------------------------------------------------
+
+    def decode_step_s(self, requests: int) -> float:
+        """Of an iteration that gives so many requests one token each, their context apart."""
+        seconds = self._decode_s.get(requests)
+        if seconds is None:
+            seconds = self._decode_s[requests] = self._steps.decode(requests)
+        return seconds
+
+    def _prefill_work_s(self, request: SampledRequest) -> float:
+        return isolated_prefill_s(self._station, request) if self._weighs and self._prefills else 0.0
+
+    def _decode_work_s(self, request: SampledRequest) -> float:
+        if not self._weighs or not self._decodes:
+            return 0.0
+        batch = max(min(self._station.max_batch, self._station.kv_tokens // self._needs(request)), 1)
+        return (request.output_tokens - 1) * self.decode_step_s(batch) / batch

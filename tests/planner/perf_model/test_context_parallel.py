@@ -1,0 +1,54 @@
+"""What decode context parallelism sends and saves, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from cornplug.planner.inputs.gpu_catalog import gpu_table
+from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
+from cornplug.planner.perf_model import roofline
+from cornplug.planner.perf_model.context_parallel import attention_bytes, prefill_bytes
+from cornplug.planner.perf_model.device_efficiency import NVLINK
+from cornplug.planner.simulator.step_times import EngineStepTimes
+
+H200 = gpu_table()["H200"]
+MLA = LLMShape(
+    layers=10, hidden=1000, heads=16, kv_heads=16, head_dim=64, parameters=1e9, mla_rank=72, max_context=65536
+)
+GQA = LLMShape(layers=10, hidden=1000, heads=16, kv_heads=2, head_dim=64, parameters=1e9)
+
+
+def steps(shape: LLMShape, dcp: int, context_tokens: int = 20_000) -> EngineStepTimes:
+    return roofline.llm_steps(
+        Component(name="m", kind="llm"), shape, H200, RooflineProfile(), tp=8, pp=1, dcp=dcp,
+        quantisation="none", chunk_tokens=4096, max_batch=64, context_tokens=context_tokens,
+    )  # fmt: skip
+
+
+def test_attention_bytes_are_queries_and_outputs_of_own_heads_to_each_rank() -> None:
+    # Two heads a rank; two values each way; three other ranks.
+    assert attention_bytes(GQA, 5, layers=10, tp=8, dcp=4) == 10 * 2 * 5 * 2 * 64 * 3 * 2
+    assert attention_bytes(MLA, 5, layers=10, tp=8, dcp=8) == 10 * 2 * 5 * 2 * 72 * 7 * 2
+
+
+def test_prefill_bytes_are_of_earlier_chunks_only() -> None:
+    args = {"layers": 10, "tp": 8, "pp": 1, "dcp": 4}
+    assert prefill_bytes(MLA, 4096, 0, **args) == prefill_bytes(GQA, 4096, 0, **args) == 0
+    assert prefill_bytes(MLA, 4096, 16_000, **args) == 16_000 * 10 * 72 * 2 * 3 / 4
+    assert prefill_bytes(GQA, 4096, 16_000, **args) == attention_bytes(GQA, 4096, layers=10, tp=8, dcp=4)
+
+
+@pytest.mark.parametrize(("shape", "dcp"), [(MLA, 8), (GQA, 4)])
+def test_roofline_context_parallel_reads_a_part_and_sends_for_it(shape: LLMShape, dcp: int) -> None:
+    before, after = steps(shape, 1), steps(shape, dcp)
+    assert after.kv_token_s == pytest.approx(before.kv_token_s / dcp)
+    link = H200.link_gb_s * 1e9 * NVLINK.efficiency
+    rounds = {8: 3, 4: 2}[dcp] * 10 * NVLINK.latency_s
+    sent = attention_bytes(shape, 64, layers=10, tp=8, dcp=dcp) / link
+    assert after.decode(64) - before.decode(64) == pytest.approx(sent + rounds, rel=1e-6)
+    sent = prefill_bytes(shape, 4096, 20_000 - 4096, layers=10, tp=8, pp=1, dcp=dcp) / link
+    assert after.prefill(4096) - before.prefill(4096) == pytest.approx(sent + rounds, rel=1e-6)
+
+
+def test_roofline_context_parallel_short_prompts_send_nothing() -> None:
+    assert steps(MLA, 8, context_tokens=500).prefill(4096) == steps(MLA, 1, context_tokens=500).prefill(4096)
