@@ -77,13 +77,13 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
 
 
 def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
-    """The configuration of an engine that runs no language model; None for one that does, or that vLLM refuses.
+    """The configuration of an engine that runs its encoder only; None for others, and where vLLM refuses it.
 
     vLLM's first model runner goes by the role: an engine that may load embeddings calls the language model,
     which `--mm-encoder-only` leaves out.
     """
     ec = given.ec_transfer_config
-    asked = getattr(given, "mm_encoder_only", False) or (_is_ec(ec) and ec.ec_role == _PRODUCER)
+    asked = given.mm_encoder_only or (_is_ec(ec) and ec.ec_role == _PRODUCER)
     if not asked:
         return None
     fewer = copy.deepcopy(given)
