@@ -14,12 +14,12 @@ def _make_empty_output(original: Callable[..., Any], scheduler_output: Any) -> A
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
     from vllm.v1.outputs import ECConnectorOutput
 
-    from cornplug.vllm_connector.ec_connector import CornplugECConnector
+    from cornplug.vllm_connector.ec.metadata import CornplugECMetadata
 
     output = original(scheduler_output)
-    connector = get_ec_transfer() if has_ec_transfer() else None
-    if not isinstance(connector, CornplugECConnector):
-        return output
+    connector: Any = get_ec_transfer() if has_ec_transfer() else None
+    if not isinstance(getattr(connector, "_connector_metadata", None), CornplugECMetadata):
+        return output  # another connector's step
     acks = connector.build_connector_worker_meta()
     if acks is None:
         return output
