@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.codec import PayloadKind
@@ -37,15 +37,24 @@ class EmbeddingPublisher:
         self._waiting: list[int] = []
         """Bytes of each embedding that waits."""
 
-    def offer(self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0) -> None:
-        """Publish an embedding, shape (rows, hidden), of any device. Returns at once.
+    def offer(
+        self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, patience_s: float = 0.0
+    ) -> None:
+        """Publish an embedding, shape (rows, hidden), of any device. Returns at once, or when others have
+        made room for it.
 
-        `cost_s`: seconds that this engine's tower takes to compute it; 0 where that is not measured."""
+        Args:
+            cost_s: Seconds that this engine's tower takes to compute it; 0 where that is not measured.
+            patience_s: The longest wait for room.
+        """
         import torch
 
         if not self._has_room(embedding.nbytes):
-            self._report("busy", 0)
-            return
+            if patience_s:
+                self.flush(patience_s)
+            if not patience_s or not self._has_room(embedding.nbytes):
+                self._report("busy", 0)
+                return
         mark = None
         if embedding.is_cuda:
             mark = torch.cuda.Event()
@@ -59,6 +68,10 @@ class EmbeddingPublisher:
                 return False
             waiting.append(size)
             return True
+
+    def flush(self, timeout_s: float) -> None:
+        """Wait until all offers so far have been reported."""
+        wait([self._thread.submit(lambda: None)], timeout_s)
 
     def close(self) -> None:
         """Finish the publication under way; drop the queue."""

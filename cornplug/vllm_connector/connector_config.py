@@ -24,6 +24,7 @@ from cornplug.vllm_connector.several_connectors import (
 )
 
 _RECOMPUTE: Final = "recompute"
+_PRODUCER: Final = "ec_producer"
 
 # Raised by vLLM's configuration classes for combinations that they refuse (pydantic's ValidationError is a
 # ValueError).
@@ -59,8 +60,9 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
             setattr(fewer, name, None)
         return original(fewer, *rest, **kwargs)
 
+    alone = _encoder_alone(given, lambda fewer: original(fewer, *rest, **kwargs))
     try:
-        config = original(args, *rest, **kwargs)
+        config = alone or original(args, *rest, **kwargs)
     except _REFUSALS as refused:
         config = _fewer(without, given, refused)
     else:
@@ -71,6 +73,35 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     if by_value:
         _note_by_value(config)
     _settle(config)
+    return config
+
+
+def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
+    """The configuration of an engine that runs its encoder only; None for others, and where vLLM refuses it.
+
+    vLLM's first model runner goes by the role: an engine that may load embeddings calls the language model,
+    which `--mm-encoder-only` leaves out.
+    """
+    ec = given.ec_transfer_config
+    asked = given.mm_encoder_only or (_is_ec(ec) and ec.ec_role == _PRODUCER)
+    if not asked:
+        return None
+    fewer = copy.deepcopy(given)
+    if is_ours(fewer.kv_transfer_config):
+        fewer.kv_transfer_config = None
+    if _is_ec(ec):
+        fewer.ec_transfer_config.ec_role = _PRODUCER
+        if fewer.mm_processor_device == "auto" and fewer.mm_tensor_ipc == "torch_shm":
+            # vLLM would preprocess on a producer's GPU. No consumer may: the pixels would be others.
+            fewer.mm_processor_device = "cpu"
+    try:
+        config = make(fewer)
+    except _REFUSALS:
+        return None
+    if not config.is_mm_encoder_only:
+        return None
+    _left_out[:] = ["this engine runs the encoder only"]
+    compat.logger.info("cornplug: %s: it has no KV to share", _left_out[0])
     return config
 
 

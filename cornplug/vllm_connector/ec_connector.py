@@ -38,12 +38,13 @@ class CornplugECConnector(ECConnectorBase):
         if vllm_config.model_config.multimodal_config is None:
             return
         if role == ECConnectorRole.SCHEDULER:
-            self._scheduler = ECScheduler(vllm_config, run, self._tally)
+            self._scheduler = ECScheduler(vllm_config, run, self._tally, encoder_only=not self.is_consumer)
         else:
             self._worker = ECWorker(
                 run,
                 publishes=vllm_config.parallel_config.rank == 0,
                 device=str(vllm_config.device_config.device),
+                encoder_only=not self.is_consumer,
             )
 
     # -- worker half ------------------------------------------------------------------------
@@ -51,6 +52,13 @@ class CornplugECConnector(ECConnectorBase):
     def start_load_caches(self, encoder_cache: dict[str, torch.Tensor], **kwargs: Any) -> None:
         if self._worker is not None:
             self._worker.load(encoder_cache, self._moves())
+
+    def start_save_caches(self, **kwargs: Any) -> None:
+        # vLLM has an engine that runs its encoder only load nothing.
+        if self._worker is not None and not self.is_consumer:
+            cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
+            self._worker.load(cache, self._moves())
+            self._worker.save_again(cache, self._moves())
 
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         # Profiling runs encode outside a step: no metadata, nothing to share.

@@ -46,7 +46,7 @@ def _install() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     from cornplug.vllm_connector import connector_config, flags
-    from cornplug.vllm_connector.ec import mm_identifiers
+    from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
     from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
     from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
 
@@ -59,7 +59,8 @@ def _install() -> None:
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
     kv = engine_alarm, keys_ahead, provenance, resets
+    ec = encoder_only, mm_identifiers
     weights = loaded_weights, reloads, weight_transfers, weight_updates
-    for seams in (flags, connector_config, mm_identifiers, *kv, *weights):
+    for seams in (flags, connector_config, *ec, *kv, *weights):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)

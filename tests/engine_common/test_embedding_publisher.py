@@ -28,6 +28,24 @@ def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
     assert [store.index._entries[key * 32].cost_s for key in (b"k", b"l", b"m")] == [0.25, 3600.0, 0.0]
 
 
+def test_embedding_publisher_flush_waits_for_offers_and_patience_for_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 1)
+    store, outcomes = MemoryStore(capacity_bytes=1 << 20), list[str]()
+    here: Any = SimpleNamespace(app="test", background_timeout_s=1.0, store=store.connect())
+    offers = EmbeddingPublisher(here, lambda outcome, size: outcomes.append(outcome))
+    for key in (b"k", b"l", b"m"):
+        offers.offer(key * 32, torch.zeros(2, 8), patience_s=20)
+    offers.flush(20)
+    assert outcomes == ["stored"] * 3
+    go = threading.Event()
+    offers._thread.submit(go.wait, 20)
+    offers.flush(0.01)
+    go.set()
+    offers.close()
+
+
 def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 embeddings of a large page are 1.9 GB of an accelerator's memory."""
     monkeypatch.setattr(embedding_publisher, "_MAX_WAITING_BYTES", 10_000)

@@ -3,7 +3,8 @@
     python engine_towers.py OUT.safetensors NAME=CHECKPOINT ...
 
 One process loads one model after another, on the CPU, in float32. Of item i of NAME, it writes
-`NAME/i/FIELD` for what `MediaInputs` sends to the encoder service and `NAME/i/=` for the embedding.
+`NAME/i/FIELD` for what `MediaInputs` sends to the encoder service and `NAME/i/=` for the embedding;
+`NAME:alone/i/=` for that of a model without its language model (`--mm-encoder-only`).
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def known_here(path: str) -> None:
             ModelRegistry.models[name] = _RegisteredModel.from_model_cls(known.load_model_cls())
 
 
-def engine_config(path: str) -> VllmConfig:
+def engine_config(path: str, *, alone: bool = False) -> VllmConfig:
     return EngineArgs(
         model=path,
         dtype="float32",
@@ -62,6 +63,7 @@ def engine_config(path: str) -> VllmConfig:
         enforce_eager=True,
         limit_mm_per_prompt={"image": len(SIZES)},
         mm_processor_cache_gb=0,
+        mm_encoder_only=alone,
     ).create_engine_config()
 
 
@@ -98,6 +100,12 @@ def run(name: str, config: VllmConfig, found: dict[str, torch.Tensor]) -> None:
             found[f"{name}/{i}/="] = embedding.contiguous()
 
 
+def run_alone(name: str, config: VllmConfig, found: dict[str, torch.Tensor]) -> None:
+    with set_current_vllm_config(config):
+        for i, embedding in enumerate(embedded(config, processed(config))):
+            found[f"{name}:alone/{i}/="] = embedding.contiguous()
+
+
 def main(out: str, *cases: str) -> None:
     found: dict[str, torch.Tensor] = {}
     torch.accelerator.empty_cache = lambda: None  # as vLLM's CPU worker has it
@@ -111,6 +119,7 @@ def main(out: str, *cases: str) -> None:
                     init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
                     initialize_model_parallel(1, 1)
             run(name, config, found)
+            run_alone(name, engine_config(path, alone=True), found)
     save_file(found, out)
 
 

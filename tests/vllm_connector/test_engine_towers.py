@@ -58,11 +58,25 @@ def engine(
             [sys.executable, program, out, *named], stdout=lines, stderr=lines, env=os.environ, timeout=500
         )
     assert done.returncode == 0, log.read_text()[-4000:]
-    found: dict[str, dict[str, torch.Tensor]] = {name: {} for name in folders}
+    found: dict[str, dict[str, torch.Tensor]] = {each: {} for name in folders for each in (name, alone(name))}
     for key, tensor in load_file(out).items():
         name, _, rest = key.partition("/")
         found[name][rest] = tensor
     return found
+
+
+def alone(name: str) -> str:
+    """The model as an engine with `--mm-encoder-only` loads it."""
+    return f"{name}:alone"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_vllm_embeddings_without_language_model_are_those_with_it(
+    name: str, engine: dict[str, dict[str, torch.Tensor]]
+) -> None:
+    """To the last bit: so `mm_encoder_only` is in no key."""
+    for number in range(IMAGES):
+        assert torch.equal(engine[alone(name)][f"{number}/="], engine[name][f"{number}/="])
 
 
 def halves(folder: Path) -> tuple[Tower, Projector]:

@@ -18,7 +18,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from cornplug.vllm_connector import connector_config, flags, plugin
-from cornplug.vllm_connector.ec import mm_identifiers
+from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
@@ -26,8 +26,9 @@ from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transf
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
 KV = (engine_alarm, keys_ahead, provenance, resets)
+EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
-WRAPPING = (flags, connector_config, mm_identifiers, *KV, *WEIGHTS)
+WRAPPING = (flags, connector_config, *EC, *KV, *WEIGHTS)
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (
     ("vllm._custom_ops", "swap_blocks_batch"),

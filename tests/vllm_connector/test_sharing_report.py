@@ -44,6 +44,7 @@ for method, draft in ("eagle3", "head"), ("draft_model", "unlike"):
     found = '{"method":"%s","num_speculative_tokens":2,"model":"%s-%s"}' % (method, windowed, draft)
     print(last_line(describe(windowed, ["--speculative-config", found])))
 print(last_line(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
+print(last_line(describe(sys.argv[2], ["--mm-encoder-only"])))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
 print(last_line(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
@@ -67,6 +68,7 @@ AROUND = (
     "windows, EAGLE-3",
     "windows, draft model",
     "states, no prefix caching",
+    "windows, encoder only",
     "windows, odd pages",
     "text, KV off",
     "text, no connector",
@@ -189,6 +191,12 @@ def test_sharing_report_of_states_without_prefix_caching_says_why(said: Mapping[
 
 def test_sharing_report_of_windows_is_shared(said: Mapping[str, Said]) -> None:
     assert (said["windows"]["embeddings"].shared, said["windows"]["KV"].shared) == (True, True)
+
+
+def test_sharing_report_of_encoder_alone_is_embeddings(said: Mapping[str, Said]) -> None:
+    found = said["windows, encoder only"]
+    assert (found["embeddings"].shared, found["KV"].shared) == (True, False)
+    assert found["KV"].why == "this engine runs the encoder only"
 
 
 def test_sharing_report_of_a_draft_beside_windows_says_why(said: Mapping[str, Said]) -> None:

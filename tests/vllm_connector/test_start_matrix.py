@@ -134,12 +134,45 @@ def test_vllm_line_of_stock_is_accepted_with_cornplug(
     with_us = configured(path, line, "--kv-connector", "cornplug")
     assert stock.kv_transfer_config is None
     kv_shared = with_us.kv_transfer_config is not None
-    assert kv_shared is (name not in ("expandable segments", "encoder-decoder"))
+    assert kv_shared is (name not in ("expandable segments", "encoder only", "encoder-decoder"))
     if not kv_shared:
         # As stock, in everything that a connector would have changed.
         assert with_us.scheduler_config.disable_hybrid_kv_cache_manager is (
             stock.scheduler_config.disable_hybrid_kv_cache_manager
         )
+
+
+def test_connector_config_of_encoder_alone_is_a_producer_without_kv(
+    model: Callable[[str], Path],
+) -> None:
+    """vLLM's first runner leaves the language model out for the role, not for the flag; it then calls it."""
+    ours = "--mm-encoder-only", "--kv-connector", "cornplug"
+    config = configured(model("vl"), "--mm-tensor-ipc torch_shm", *ours)
+    assert config.kv_transfer_config is None
+    assert config.ec_transfer_config.ec_role == "ec_producer"
+    assert "encoder" in connector_config.why_not()
+    mm_config = config.model_config.multimodal_config
+    assert mm_config.mm_encoder_only
+    assert not mm_config.enable_mm_embeds
+    # With tensors on the GPU vLLM would let a producer preprocess there, and no consumer does.
+    assert mm_config.mm_processor_kwargs == {"device": "cpu"}
+    asked = "--mm-processor-kwargs", '{"device":"cuda"}'
+    there = configured(model("vl"), "--mm-tensor-ipc torch_shm", *ours, *asked)
+    assert there.model_config.multimodal_config.mm_processor_kwargs == {"device": "cuda"}
+
+
+def test_connector_config_of_producer_by_role_has_no_kv(model: Callable[[str], Path]) -> None:
+    ec = json.dumps({"ec_connector": "CornplugECConnector", "ec_role": "ec_producer"}, separators=(",", ":"))
+    kv = json.dumps({"kv_connector": "CornplugConnector", "kv_role": "kv_both"}, separators=(",", ":"))
+    config = configured(model("vl"), f"--ec-transfer-config {ec} --kv-transfer-config {kv}")
+    assert config.is_mm_encoder_only
+    assert (config.kv_transfer_config, config.ec_transfer_config.ec_role) == (None, "ec_producer")
+
+
+def test_connector_config_of_text_model_ignores_encoder_flag_as_stock(model: Callable[[str], Path]) -> None:
+    config = configured(model("text"), "--mm-encoder-only", "--kv-connector", "cornplug")
+    assert not config.is_mm_encoder_only
+    assert config.kv_transfer_config is not None
 
 
 def connectors(policy: str) -> str:

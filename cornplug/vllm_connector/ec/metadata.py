@@ -28,6 +28,8 @@ class CornplugECMetadata(ECConnectorMetadata):
     arrived: list[ArrivedEmbedding] = field(default_factory=list)
     publish: bool = True
     """Whether embeddings computed here may be offered to others."""
+    again: list[str] = field(default_factory=list)
+    """Identifiers in the engine's own cache that the store lacks, to be offered once more."""
     epoch: int = 0
     """Of the weights that compute this step (`engine_common.weights_guard`)."""
 

@@ -45,7 +45,11 @@ from cornplug.vllm_connector.ec.video_digest import (
     unshared_name,
     video_digest,
 )
-from cornplug.vllm_connector.model.model_config import tower_identity, why_no_videos
+from cornplug.vllm_connector.model.model_config import (
+    processor_arguments,
+    tower_identity,
+    why_no_videos,
+)
 from cornplug.vllm_connector.several_connectors import our_settings
 
 if TYPE_CHECKING:
@@ -98,6 +102,7 @@ class MmIdentifiers:
             alone=ec is None or ec.ec_connector == EC_CONNECTOR,
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
+        self._own_options = processor_arguments(config)
         # vLLM's own hash of a video is the cheaper one: its file's.
         self._why_no_videos = why_no_videos(config)
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
@@ -136,7 +141,7 @@ class MmIdentifiers:
         """
         if self._why_no_videos:
             raise VideoUnshared("videos of this model are not shared here", reason=self._why_no_videos)
-        check_options(self._processor_kwargs)
+        check_options(self._own_options)
         check_options(options)
         media = self._named("video", uuid) if video is None else video_digest(video, metadata)
         return None if media is None else self._name("video", media, uuid, options)

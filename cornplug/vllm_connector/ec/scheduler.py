@@ -39,6 +39,7 @@ from cornplug.errors import (
 from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.ec.lost_embeddings import LostEmbeddings
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
@@ -60,8 +61,12 @@ _IDLE_WAIT_S = 0.005
 class ECScheduler:
     """One per engine core. The engine's thread polls; answers of the service arrive on other threads."""
 
-    def __init__(self, config: VllmConfig, runtime: EngineRuntime, tally: Tally) -> None:
+    def __init__(
+        self, config: VllmConfig, runtime: EngineRuntime, tally: Tally, *, encoder_only: bool = False
+    ) -> None:
         self._run = runtime
+        self._lost = LostEmbeddings(runtime) if encoder_only else None
+        """Of an engine that runs its encoder only: it asks no service, as it is one."""
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
@@ -98,7 +103,11 @@ class ECScheduler:
         for feature in request.mm_features:
             identifier = feature.identifier
             position = feature.mm_position
-            if position.offset + position.length <= computed or self._holds(identifier):
+            if position.offset + position.length <= computed:
+                continue
+            if self._holds(identifier):
+                if self._lost is not None:
+                    self._lost.look(identifier, request.request_id)
                 continue
             item = self._items.get(identifier)
             if item is None:
@@ -148,12 +157,15 @@ class ECScheduler:
             self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=len(item.arrived.data))
         return CornplugECMetadata(
             arrived=[item.arrived for item in items if item.arrived is not None],
+            again=[] if self._lost is None else self._lost.drain(),
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
             epoch=weights_guard.epoch(),
         )
 
     def finished(self, request: Request) -> None:
         """Drop the items that only this request was waiting for."""
+        if self._lost is not None:
+            self._lost.finished(request.request_id)
         for feature in request.mm_features:
             item = self._items.get(feature.identifier)
             if item is not None:
@@ -229,6 +241,9 @@ class ECScheduler:
             except StoreError as e:
                 # The service can answer with the bytes themselves.
                 store_problem = e.reason
+            if self._lost is not None:
+                self._fail(item, store_problem or "absent")
+                return item
             self._ask(item, feature, request)
         except CornplugError as e:
             self._fail(item, store_problem or e.reason)

@@ -16,10 +16,19 @@ from cornplug.vllm_connector.ec.mm_identifiers import key_of
 
 
 class ECWorker:
-    """One per rank; only one rank of the engine publishes."""
+    """One per rank; only one rank of the engine publishes.
 
-    def __init__(self, runtime: EngineRuntime, *, publishes: bool, device: str) -> None:
+    In an engine that runs its encoder only, a step ends when its embeddings are in the store: the request's
+    answer says so, and a consumer may look for them at once.
+    """
+
+    def __init__(
+        self, runtime: EngineRuntime, *, publishes: bool, device: str, encoder_only: bool = False
+    ) -> None:
         self._publishes = publishes
+        self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
+        self._offered = False
+        """Since the last acknowledgements."""
         self._device = torch.device(device)
         self._publisher = EmbeddingPublisher(runtime, self._note)
         self._lock = threading.Lock()
@@ -45,13 +54,27 @@ class ECWorker:
         """Offer an embedding that this engine had to compute. Returns at once: a thread publishes it."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
+        self._offer(identifier, embedding, moves)
+
+    def save_again(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
+        """Offer embeddings of earlier steps that the store lacks."""
+        for identifier in moves.again:
+            if (embedding := cache.get(identifier)) is not None:
+                self._offer(identifier, embedding, moves)
+
+    def _offer(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
         key = key_of(identifier, moves.epoch)
         if key is None or not self._publishes or not moves.publish or embedding.ndim != 2:
             return
-        self._publisher.offer(key, embedding, cost_s=self._encoding.seconds(len(embedding)) or 0.0)
+        cost_s = self._encoding.seconds(len(embedding)) or 0.0
+        self._publisher.offer(key, embedding, cost_s=cost_s, patience_s=self._patience_s)
+        self._offered = True
 
     def acks(self) -> CornplugECWorkerMetadata | None:
         """Outcomes of earlier offers and new measurements; None where there are none."""
+        if self._offered and self._patience_s:
+            self._publisher.flush(self._patience_s)
+        self._offered = False
         with self._lock:
             saves, self._saves = self._saves, []
         copied, self._copied = self._copied, []

@@ -59,6 +59,8 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     it: a model with one group of another kind shares nothing.
     """
     groups = cache.kv_cache_groups
+    if not groups:
+        raise LayoutError("this engine keeps no KV", reason="layout")
     if len(groups) == 1:
         geometry = page_geometry(config, cache, page_tokens)
         return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)

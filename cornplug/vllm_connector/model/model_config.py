@@ -36,16 +36,21 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
     """
 
     def describe() -> EngineModel:
-        mm_config = config.model_config.get_multimodal_config()
         overrides = (of_everything(config) | of_embeddings(config)).overrides_or_raise()
-        kwargs = dict(mm_config.mm_processor_kwargs or {})
         return replace(
-            _engine_model(config, overrides, processor_kwargs=kwargs),
+            _engine_model(config, overrides, processor_kwargs=processor_arguments(config)),
             video_settings=_video_settings(config),
             why_no_videos=why_no_videos(config),
         )
 
     return _plain(_started_tower.now(describe)).tower_identity()
+
+
+def processor_arguments(config: VllmConfig) -> dict[str, Any]:
+    """The deployment's arguments of the processor, those that change what it makes of a medium."""
+    given = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
+    # `--mm-processor-device cpu`: where it runs anyway.
+    return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 
 def why_no_videos(config: VllmConfig) -> str:

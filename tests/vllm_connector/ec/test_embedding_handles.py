@@ -278,7 +278,7 @@ def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
                 kv_load_failure_policy="recompute",
             ),
             ec_transfer_config=SimpleNamespace(
-                ec_connector="CornplugECConnector", ec_connector_extra_config={}
+                ec_connector="CornplugECConnector", ec_role="ec_both", ec_connector_extra_config={}
             ),
             model_config=SimpleNamespace(is_multimodal_model=True, is_encoder_decoder=False),
             attention_config=SimpleNamespace(backend=None),
@@ -287,6 +287,7 @@ def test_connector_config_enable_mm_embeds_reaches_extra_config() -> None:
             kv_transfer_config=made.kv_transfer_config,
             ec_transfer_config=made.ec_transfer_config,
             enable_mm_embeds=asked,
+            mm_encoder_only=False,
             kv_offloading_size=None,
         )
         connector_config.create(lambda args: made, given)

@@ -57,7 +57,12 @@ class Stage:
     """A scheduler half, its service, its store, and a clock."""
 
     def __init__(
-        self, store: Any, monkeypatch: pytest.MonkeyPatch, identity: Any = None, **fields: Any
+        self,
+        store: Any,
+        monkeypatch: pytest.MonkeyPatch,
+        identity: Any = None,
+        encoder_only: bool = False,
+        **fields: Any,
     ) -> None:
         self.store, self.service, self.skew = store, Service(), 0.0
         self.trace_headers: dict[str, str] | None = None
@@ -76,7 +81,8 @@ class Stage:
             mock.patch.object(ec_scheduler, "engine_encoder", return_value=self.service),
             mock.patch.object(ec_scheduler, "tower_identity", known),
         ):
-            self.half = ECScheduler(config, runtime(store, **fields), self.tally)  # type: ignore[arg-type]
+            run: Any = runtime(store, **fields)
+            self.half = ECScheduler(config, run, self.tally, encoder_only=encoder_only)  # type: ignore[arg-type]
             assert self.half._tower.now()[1].wait(30)
         monkeypatch.setattr(ec_scheduler, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}

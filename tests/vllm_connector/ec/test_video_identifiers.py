@@ -121,6 +121,18 @@ def test_video_of_deployment_with_unknown_argument_is_not_shared(
     assert unshared_reason(name(videos_kwargs={"fps": 2.0})) == "video_options"
 
 
+def test_video_of_processor_that_is_told_the_cpu_has_the_plain_name(
+    active: MmIdentifiers, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = final(active, name(), modality="video")
+    told = named(config(qwen, mm_processor_kwargs={"device": "cpu"}), tmp_path)
+    monkeypatch.setattr(mm_identifiers, "_active", told)
+    assert final(told, name(device="cpu"), modality="video") == plain
+    there = named(config(qwen, mm_processor_kwargs={"device": "cuda"}), tmp_path)
+    monkeypatch.setattr(mm_identifiers, "_active", there)
+    assert unshared_reason(name(device="cuda")) == "video_options"
+
+
 def test_video_uuid_alone_names_its_last_video_and_no_image(active: MmIdentifiers) -> None:
     assert name(None, uuid="cat") == "cat"
     assert name(uuid="cat") == name()

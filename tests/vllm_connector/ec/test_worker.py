@@ -165,10 +165,10 @@ def test_ec_connector_worker_loads_and_saves(store: MemoryStore) -> None:
     connector.shutdown()
 
 
-def facade(store: MemoryStore | None, role: ECConnectorRole) -> CornplugECConnector:
+def facade(store: MemoryStore | None, role: ECConnectorRole, *, consumer: bool = True) -> CornplugECConnector:
     config: Any = SimpleNamespace(
         ec_transfer_config=SimpleNamespace(
-            is_ec_producer=True, is_ec_consumer=True, ec_connector_extra_config={}
+            is_ec_producer=True, is_ec_consumer=consumer, ec_connector_extra_config={}
         ),
         model_config=SimpleNamespace(multimodal_config=object() if store is not None else None),
         parallel_config=SimpleNamespace(rank=0),

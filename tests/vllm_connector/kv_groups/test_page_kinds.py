@@ -73,6 +73,12 @@ def test_page_kinds_of_fp8_are_bytes() -> None:
     assert [(kind.geometry.dtype, kind.geometry.quantised) for kind in kinds] == [("uint8", "fp8_e4m3")] * 2
 
 
+def test_page_kinds_of_engine_without_kv_are_refused() -> None:
+    """As one of several connectors of an engine that runs its encoder only."""
+    with pytest.raises(LayoutError, match="keeps no KV"):
+        page_kinds(config(), planned(), 64)
+
+
 def test_page_kinds_of_one_group_is_the_page_of_the_model() -> None:
     """Its keys are those of engines that keep all tokens, and of SGLang."""
     (kind,) = page_kinds(config(2), planned(FULL), 64)

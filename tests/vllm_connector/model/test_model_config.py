@@ -424,6 +424,18 @@ def test_tower_identity_contains_processor_kwargs(
     assert tower_identity(other).identity != tower_identity(resolved).identity
 
 
+@pytest.mark.parametrize(
+    "fields", [{"mm_encoder_only": True}, {"mm_processor_kwargs": {"device": "cpu"}, "mm_encoder_only": True}]
+)
+def test_tower_identity_of_encoder_alone_is_that_of_whole_engine(
+    changed: Callable[..., Any], resolved: Any, fields: dict[str, Any]
+) -> None:
+    """It loads and runs the same towers; a processor runs on the CPU wherever it is not told otherwise."""
+    alone = tower_identity(changed("multimodal_config", **fields))
+    whole = tower_identity(resolved)
+    assert (alone.identity, alone.served_identity) == (whole.identity, whole.served_identity)
+
+
 def test_kv_identity_contains_relevant_variables(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = kv_key(resolved)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
