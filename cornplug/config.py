@@ -233,7 +233,7 @@ class EngineConfig(Section):
     """The engine loads and saves embeddings, and asks the encoder service."""
     prefill_while_encoding: bool = True
     """vLLM prefills the tokens before the first medium whose embedding is on its way. Without effect beside a
-    draft model, an encoder cache manager of yours (`--ec-manager-config`), models with cached states, pruned
+    draft model, an encoder cache manager of yours (`--ec-manager-config`), states in aligned blocks, pruned
     videos, and without chunked prefill."""
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
     """Place where a GPU server of SGLang decodes and resizes images. "cpu": as vLLM and the encoder service,

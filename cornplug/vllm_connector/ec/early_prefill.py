@@ -38,14 +38,16 @@ class EarlyPrefill:
         self._tokens: dict[str, int] = {}
         """Request -> its tokens before its first medium in flight."""
         self._in_flight: Callable[[str], bool] = lambda identifier: False
+        self._began: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
         """vLLM's scheduler asks our encoder cache manager."""
         self._attached = True
 
-    def follow(self, in_flight: Callable[[str], bool]) -> None:
-        """Have `in_flight` say which identifiers are on their way."""
-        self._in_flight = in_flight
+    def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
+        """Have `in_flight` say which identifiers are on their way; `began` is called once for each of them
+        that a request does not wait for."""
+        self._in_flight, self._began = in_flight, began
 
     def holds_back(self, identifier: str) -> bool:
         """Whether a chunk must end before this medium."""
@@ -63,7 +65,9 @@ class EarlyPrefill:
             return False
         if sum(self._tokens[other] for other in others) + end > self._max_tokens:
             return False
-        self._tokens[request.request_id] = end
+        if self._tokens.get(request.request_id) != end:
+            self._tokens[request.request_id] = end
+            self._began()
         return True
 
     def ended(self, request_id: str) -> None:

@@ -87,7 +87,7 @@ class ECScheduler:
         # The API process warns if there is none: every identifier is foreign then.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._early = early or EarlyPrefill()
-        self._early.follow(self._in_flight)
+        self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
 
     # -- the engine's questions -------------------------------------------------------------
 

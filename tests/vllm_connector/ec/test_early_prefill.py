@@ -87,6 +87,7 @@ class Core:
         connector: Any = self.scheduler.ec_connector
         self.half, self._tally = connector._scheduler, connector._tally
         self.misses: dict[str, float] = {}
+        self.early = 0.0
         patches.setattr(connector, "get_ec_connector_stats", self._drained)
         assert self.half._tower.now()[1].wait(5)
         init_none_hash(sha256)
@@ -145,8 +146,10 @@ class Core:
 
     def _drained(self) -> None:
         """vLLM's scheduler would hand the counts to its front end."""
-        for labels, values in self._tally.drain().get("cornplug_misses_total", []):
+        counts = self._tally.drain()
+        for labels, values in counts.get("cornplug_misses_total", []):
             self.misses[labels[-1]] = self.misses.get(labels[-1], 0) + sum(values)
+        self.early += sum(sum(values) for _, values in counts.get("cornplug_early_prefills_total", []))
 
     @property
     def free(self) -> int:
@@ -187,6 +190,7 @@ def test_early_prefill_computes_tokens_before_first_image_in_flight(
     assert sorted(one.identifier[-1] for one in output.ec_connector_metadata.arrived) == ["2", "3"]
     assert output.scheduled_encoder_inputs == {}, "the engine's tower ran"
     assert here.misses == {}
+    assert here.early == 1, "once for image 2, however often it was looked for"
     for _ in range(5):
         here.step()
     assert request.status == RequestStatus.FINISHED_LENGTH_CAPPED
