@@ -231,6 +231,10 @@ class EngineConfig(Section):
     never waits for a slow store or mover."""
     share_embeddings: bool = True
     """The engine loads and saves embeddings, and asks the encoder service."""
+    prefill_while_encoding: bool = True
+    """vLLM prefills the tokens before the first medium whose embedding is on its way. Without effect beside a
+    draft model, an encoder cache manager of yours (`--ec-manager-config`), states in aligned blocks, pruned
+    videos, and without chunked prefill."""
     sglang_preprocessing: Literal["auto", "cpu", "device"] = "auto"
     """Place where a GPU server of SGLang decodes and resizes images. "cpu": as vLLM and the encoder service,
     which then share them. "device": SGLang's own, the GPU; its servers share among themselves only. "auto":

@@ -52,6 +52,11 @@ METRICS: Mapping[str, Metric] = {
     "cornplug_saved_tower_passes_total": Metric(
         "counter", "Media for which this engine ran no tower.", ("app",)
     ),
+    "cornplug_early_prefills_total": Metric(
+        "counter",
+        "Media on their way that vLLM did not wait for: it prefilled the tokens before them.",
+        ("app",),
+    ),
     "cornplug_wait_seconds": Metric(
         "histogram", "Seconds that a request waited for shared bytes.", ("app", "what")
     ),

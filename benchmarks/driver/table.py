@@ -100,6 +100,8 @@ class Report:
     quick: bool
     engine: str = "vLLM"
     """The engine whose stock form is the other side."""
+    sides: tuple[str, str] | None = None
+    """Names of other sides than stock and cornplug."""
     machine: dict[str, Any] = field(default_factory=machine.describe)
     set_up: list[str] = field(default_factory=list)
     """How it was measured, one sentence each."""
@@ -109,7 +111,8 @@ class Report:
 
     @property
     def headings(self) -> tuple[str, ...]:
-        return ("figure", f"stock {self.engine}", "with cornplug", "ratio (95 %)", "target", "verdict", "n")
+        sides = self.sides or (f"stock {self.engine}", "with cornplug")
+        return ("figure", *sides, "ratio (95 %)", "target", "verdict", "n")
 
     def show(self) -> None:
         """Print the table."""
@@ -177,7 +180,8 @@ def _plot(report: Report, path: Path) -> None:
     axes.axvline(1, color="grey", linewidth=1, linestyle="dashed")
     axes.set_yticks(range(len(report.rows)), [row.name for row in reversed(report.rows)])
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"with cornplug / stock {report.engine}   (red: target, dots: pairs)")
+    _, one, other, *_ = report.headings
+    axes.set_xlabel(f"{other} / {one}   (red: target, dots: pairs)")
     axes.set_title(report.title, fontsize=10)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

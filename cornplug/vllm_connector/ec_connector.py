@@ -12,6 +12,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from cornplug.metrics import Tally
+from cornplug.vllm_connector.ec.early_prefill import early_prefill
 from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.worker import ECWorker
@@ -38,7 +39,10 @@ class CornplugECConnector(ECConnectorBase):
         if vllm_config.model_config.multimodal_config is None:
             return
         if role == ECConnectorRole.SCHEDULER:
-            self._scheduler = ECScheduler(vllm_config, run, self._tally, encoder_only=not self.is_consumer)
+            early = early_prefill(vllm_config, wanted=run.config.engine.prefill_while_encoding)
+            self._scheduler = ECScheduler(
+                vllm_config, run, self._tally, early, encoder_only=not self.is_consumer
+            )
         else:
             self._worker = ECWorker(
                 run,

@@ -16,9 +16,11 @@ from typing import Any
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from cornplug.vllm_connector import connector_config, flags, plugin
 from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
+from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
@@ -36,6 +38,11 @@ CALLED = (
     (REGISTER, "host_unregister"),
 )
 """Functions of vLLM's own offloading worker that `kv/arena_moves.py` calls."""
+OVERRIDING: tuple[tuple[type, type], ...] = (
+    (KVConnectorBase_V1, CornplugConnector),
+    (ECConnectorBase, CornplugECConnector),
+    (EncoderCacheManager, InFlightEncoderCacheManager),
+)
 NOT_IN_ALL = {"KVConnectorBase_V1.unregister_kv_caches": "from 0.33 on"}
 """Methods that some releases never call -> since when others do."""
 
@@ -57,7 +64,7 @@ def seams() -> Iterator[str]:
             yield f"{home}:{target}({arguments(getattr(function, '_cornplug_original', function))})"
     for home, name in CALLED:
         yield f"{home}:{name}({arguments(getattr(importlib.import_module(home), name))})"
-    for base, ours in ((KVConnectorBase_V1, CornplugConnector), (ECConnectorBase, CornplugECConnector)):
+    for base, ours in OVERRIDING:
         for name, method in vars(ours).items():
             if not name.startswith("_") and inspect.isfunction(
                 inspect.unwrap(getattr(method, "__func__", method))

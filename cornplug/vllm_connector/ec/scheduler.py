@@ -5,7 +5,8 @@
                                └──absent, refused, late──> failed ──> the engine encodes
 
 An item counts as available only when its verified bytes are in this process, so nothing that
-dies later can break the promise. While the service works on it only its own request waits.
+dies later can break the promise. While the service works on it only its own request waits, or
+has the tokens before it prefilled (`early_prefill`).
 The store is read from the engine's own thread: it answers in 0.1 ms, where handing over to a
 thread and back costs several turns at the interpreter's lock against vLLM's busy loop.
 """
@@ -39,6 +40,7 @@ from cornplug.errors import (
 from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.ec.early_prefill import EarlyPrefill
 from cornplug.vllm_connector.ec.lost_embeddings import LostEmbeddings
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
@@ -62,7 +64,13 @@ class ECScheduler:
     """One per engine core. The engine's thread polls; answers of the service arrive on other threads."""
 
     def __init__(
-        self, config: VllmConfig, runtime: EngineRuntime, tally: Tally, *, encoder_only: bool = False
+        self,
+        config: VllmConfig,
+        runtime: EngineRuntime,
+        tally: Tally,
+        early: EarlyPrefill | None = None,
+        *,
+        encoder_only: bool = False,
     ) -> None:
         self._run = runtime
         self._lost = LostEmbeddings(runtime) if encoder_only else None
@@ -87,18 +95,20 @@ class ECScheduler:
         self._rule = FetchRule(runtime.config.store.load_when)
         # The API process warns if there is none: every identifier is foreign then.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
+        self._early = early or EarlyPrefill()
+        self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
 
     # -- the engine's questions -------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
-        """False while an embedding that `request` needs is on its way.
+        """False while `request` has nothing to compute before an embedding that is on its way.
 
         Polled hundreds of times a second: it waits for nothing.
         """
         last = request.mm_features[-1].mm_position if request.mm_features else None
         if last is None or last.offset + last.length <= computed:
             return True  # They are in the order of their places, as vLLM's own scheduler has it.
-        ready = True
+        begun, end = True, -1
         now = time.monotonic()
         for feature in request.mm_features:
             identifier = feature.identifier
@@ -112,7 +122,7 @@ class ECScheduler:
             item = self._items.get(identifier)
             if item is None:
                 if self._waiting_bytes > _MAX_WAITING_BYTES and not self._has_begun(request):
-                    ready = False
+                    begun = False
                     continue
                 item = self._begin(feature, request, now)
                 if item is None:
@@ -122,8 +132,13 @@ class ECScheduler:
             item.waiting.add(request.request_id)
             if not item.settled:
                 self._look(item, now)
-                ready = ready and item.settled
-        return ready
+                if end < 0 and not item.settled:
+                    end = position.offset
+        if begun and end >= 0:
+            return self._early.admits(request, computed, end)
+        if begun:
+            self._early.ended(request.request_id)
+        return begun
 
     def arrived(self, identifier: str) -> bool:
         """Whether its bytes are in hand. Asked only where the engine itself does not have it."""
@@ -166,6 +181,7 @@ class ECScheduler:
         """Drop the items that only this request was waiting for."""
         if self._lost is not None:
             self._lost.finished(request.request_id)
+        self._early.ended(request.request_id)
         for feature in request.mm_features:
             item = self._items.get(feature.identifier)
             if item is not None:
@@ -200,6 +216,10 @@ class ECScheduler:
             self._news.clear()
 
     # -- fetching ---------------------------------------------------------------------------
+
+    def _in_flight(self, identifier: str) -> bool:
+        item = self._items.get(identifier)
+        return item is not None and not item.settled
 
     def _holds(self, identifier: str) -> bool:
         return identifier in self._held or identifier in self._allocated

@@ -1,0 +1,135 @@
+"""Prefill of the tokens before the first medium whose embedding is on its way.
+
+    ECScheduler.available     True where the tokens before that medium are worth a step
+    EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
+
+vLLM's scheduler (`_try_schedule_encoder_inputs` of 0.32 and 0.33) ends a chunk before a medium for which its
+encoder cache has no room, and never inside it: so prefill of models whose images attend both ways is right,
+too. A connector's `ensure_cache_available` alone defers the whole request.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+_MIN_CHUNK_TOKENS: Final = 128
+"""A step of fewer tokens costs more than it brings forward."""
+_MAX_KV_PART: Final = 0.1
+"""Of the KV cache, held by requests whose media are in flight: others would be preempted for them."""
+_MAX_SEQS_PART: Final = 0.25
+"""Of vLLM's running requests."""
+
+
+class EarlyPrefill:
+    """Decides which requests vLLM prefills up to their first medium in flight; none before `attach`."""
+
+    def __init__(self, *, max_tokens: int = 0, max_requests: int = 0) -> None:
+        self._max_tokens = max_tokens
+        self._max_requests = max_requests
+        self._attached = False
+        self._tokens: dict[str, int] = {}
+        """Request -> its tokens before its first medium in flight."""
+        self._in_flight: Callable[[str], bool] = lambda identifier: False
+        self._began: Callable[[], None] = lambda: None
+
+    def attach(self) -> None:
+        """vLLM's scheduler asks our encoder cache manager."""
+        self._attached = True
+
+    def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
+        """Have `in_flight` say which identifiers are on their way; `began` is called once for each of them
+        that a request does not wait for."""
+        self._in_flight, self._began = in_flight, began
+
+    def holds_back(self, identifier: str) -> bool:
+        """Whether a chunk must end before this medium."""
+        return self._attached and self._in_flight(identifier)
+
+    def admits(self, request: Request, computed: int, end: int) -> bool:
+        """Whether vLLM may now prefill from token `computed` to the medium in flight at `end`.
+
+        A request that was preempted waits: its blocks were needed by others.
+        """
+        if not self._attached or end - computed < _MIN_CHUNK_TOKENS or request.num_preemptions:
+            return False
+        others = self._tokens.keys() - {request.request_id}
+        if len(others) >= self._max_requests:
+            return False
+        if sum(self._tokens[other] for other in others) + end > self._max_tokens:
+            return False
+        if self._tokens.get(request.request_id) != end:
+            self._tokens[request.request_id] = end
+            self._began()
+        return True
+
+    def ended(self, request_id: str) -> None:
+        """Forget a request that waits for no medium any more."""
+        self._tokens.pop(request_id, None)
+
+
+class InFlightEncoderCacheManager(EncoderCacheManager):
+    """vLLM's encoder cache manager, with no room for a medium whose embedding is on its way."""
+
+    _early: EarlyPrefill | None = None
+
+    @classmethod
+    def create_manager(cls, *, cache_size: int, vllm_config: VllmConfig) -> InFlightEncoderCacheManager:
+        manager = cls(cache_size=cache_size)
+        manager._early = _offered.pop(id(vllm_config), None)
+        if manager._early is not None:
+            manager._early.attach()
+        return manager
+
+    def can_allocate(
+        self, request: Request, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
+    ) -> bool:
+        if self._early is not None and self._early.holds_back(request.mm_features[input_id].identifier):
+            return False
+        return super().can_allocate(request, input_id, encoder_compute_budget, num_embeds_to_schedule)
+
+
+_MANAGER: Final = f"{InFlightEncoderCacheManager.__module__}.{InFlightEncoderCacheManager.__qualname__}"
+_offered: Final[weakref.WeakValueDictionary[int, EarlyPrefill]] = weakref.WeakValueDictionary()
+"""By id of a VllmConfig: vLLM's scheduler makes its connector first, and then, with the same configuration,
+its encoder cache manager."""
+
+
+def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
+    """The EarlyPrefill of the scheduler that is being made; it admits nothing where `why_not` says why."""
+    if not wanted or why_not(config):
+        return EarlyPrefill()
+    cache, seqs = config.cache_config, config.scheduler_config.max_num_seqs
+    early = EarlyPrefill(
+        max_tokens=int((cache.num_gpu_blocks or 0) * cache.block_size * _MAX_KV_PART),
+        max_requests=int(seqs * _MAX_SEQS_PART),
+    )
+    _offered[id(config)] = early
+    config.ec_manager_config.encoder_cache_manager_cls = _MANAGER
+    return early
+
+
+def why_not(config: Any) -> str:
+    """Why vLLM prefills no request of this configuration while its media are encoded; "" where it does."""
+    model = config.model_config
+    if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
+        return "--ec-manager-config names an encoder cache manager"
+    if model.is_encoder_decoder:
+        return "encoder-decoder models have one medium, at their first token"
+    if not config.scheduler_config.enable_chunked_prefill:
+        return "chunked prefill is off"
+    if config.num_prefill_lookahead_tokens:
+        return "a draft model reads tokens behind a chunk"
+    if config.cache_config.mamba_cache_mode == "align":
+        return "chunks end where states are cached"
+    media = model.multimodal_config
+    if media.mm_encoder_only or media.is_multimodal_pruning_enabled():
+        return "the engine prefills no text, or prunes videos"
+    return ""
