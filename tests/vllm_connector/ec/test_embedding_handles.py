@@ -218,9 +218,10 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
     with pytest.raises(VLLMValidationError, match="no more"):
         loaded({"image_embeds": kept_handle_only(right)})
     # As vLLM's API process learns it.
-    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=None), "list_loras")
+    config = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
+    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "list_loras")
     assert loaded(kept(store, right).to_vllm_content_part()) is not None
-    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(), "update_weights")
+    weight_updates._rpc_of_api(lambda *args: None, SimpleNamespace(vllm_config=config), "update_weights")
     with pytest.raises(VLLMValidationError, match="another model"):
         loaded(kept(store, right).to_vllm_content_part())
 
