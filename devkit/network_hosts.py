@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
-from typing import Final, Self
+from collections.abc import Iterator, Sequence
+from typing import IO, Final, Self
 
 ADDRESSES: Final = ("10.77.0.1", "10.77.0.2")
 """Of the hosts; each has its loopback too."""
+_CLONE_NEWNET: Final = 0x40000000
 
 
 class NetworkHosts:
@@ -50,6 +53,17 @@ class NetworkHosts:
         """A command that runs on host 0 or 1."""
         return ["nsenter", "--target", str(self._holders[host].pid), "--net", "--mount", "--", *command]
 
+    @contextlib.contextmanager
+    def entered(self, host: int) -> Iterator[None]:
+        """Have this thread on host 0 or 1, and what it starts meanwhile: threads and processes."""
+        with open("/proc/thread-self/ns/net") as before:
+            with open(f"/proc/{self._holders[host].pid}/ns/net") as there:
+                _enter(there)
+            try:
+                yield
+            finally:
+                _enter(before)
+
     def cut(self) -> None:
         """Pull the cable out at host 1: what host 0 sends there is neither answered nor refused."""
         self._ip(1, "link", "set", "cable", "down")
@@ -60,6 +74,11 @@ class NetworkHosts:
 
     def _ip(self, host: int, *arguments: str) -> None:
         subprocess.run(self.command(host, "ip", *arguments), check=True, capture_output=True)
+
+
+def _enter(namespace: IO[str]) -> None:
+    if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "setns failed")
 
 
 def reason_against() -> str:

@@ -119,7 +119,10 @@ class StoreProcess(ManagedProcess):
 
 
 class EncoderProcess(ManagedProcess):
-    """`cornplug encoder` for `models`, ready when /health answers 200 at `url`."""
+    """`cornplug encoder` for `models`, ready when /health answers 200 at `url`.
+
+    `inside` is a command that runs it, in namespaces for example.
+    """
 
     def __init__(
         self,
@@ -131,11 +134,14 @@ class EncoderProcess(ManagedProcess):
         log: Path | None = None,
         env: Mapping[str, str] | None = None,
         ready_s: float = 120,
+        address: str = "127.0.0.1",
+        inside: Sequence[str] = (),
     ) -> None:
         self.socket = socket
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [*_cornplug("encoder"), "--socket", str(socket), "--port", str(self.port), "--dtype", dtype]
+        self.url = f"http://{address}:{self.port}"
+        command = [*inside, *_cornplug("encoder"), "--socket", str(socket), "--dtype", dtype]
+        command += ["--host", address, "--port", str(self.port)]
         for model in models:
             command += ["--model", str(model)]
         super().__init__(

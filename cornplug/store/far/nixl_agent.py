@@ -14,6 +14,8 @@ from typing import Any, Final
 
 _ROOMS: Final = 2
 """Records that arrive at once."""
+_PAUSE_S: Final = 0.00005
+"""Between two looks at a transfer: other threads answer meanwhile."""
 _QUARANTINE_S: Final = 10.0
 """How long a room stays unused after a record that did not come in time: it may come yet."""
 
@@ -89,6 +91,7 @@ class NixlAgent:
                 while state == "PROC":
                     if time.monotonic() > end_s:
                         raise TimeoutError(f"a record has not arrived within {within_s:g} s")
+                    time.sleep(_PAUSE_S)
                     state = self._nixl.check_xfer_state(way)
             finally:
                 self._nixl.release_xfer_handle(way)
