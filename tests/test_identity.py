@@ -58,6 +58,7 @@ CASES: dict[str, Case] = {
     "page_key": lambda: identity.page_key(SECRET, A, 64, B),
     "page_keys": lambda: b"".join(identity.page_keys(SECRET, A, 64, [B, C])),
     "medium_with_options": lambda: identity.medium_with_options(A, {"max_pixels": 784}),
+    "of_trainer": lambda: identity.of_trainer(A, B, "step 7"),
     "overridden": lambda: identity.overridden(A, {"dtype": "float16"}),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -72,7 +73,8 @@ class Server:
         args, kwargs = trainer_updates._wrapper_made(
             self.flushes, flush_cache=self.flush_cache, is_fully_idle=lambda: self.idle, send_output=print
         )
-        SchedulerFlushWrapper.__init__(*args, **kwargs)
+        # SGLang's own functions: an earlier test of this process may have installed the hooks.
+        inspect.unwrap(SchedulerFlushWrapper.__init__)(*args, **kwargs)
 
     def record_weight_version_change(self, new_version: str | None) -> None:
         self.version = self.version if new_version is None else new_version
@@ -95,7 +97,7 @@ class Server:
 
     def call(self, name: str, request: Any) -> Any:
         """As SGLang calls its manager with the hooks of both modules in place."""
-        function: Any = getattr(SchedulerWeightUpdaterManager, name)
+        function: Any = inspect.unwrap(getattr(SchedulerWeightUpdaterManager, name))
         for hook in (*trainer_updates.HOOKS, *weight_updates.HOOKS):
             if hook.target.endswith(f"SchedulerWeightUpdaterManager.{name}"):
                 if hook.kind == "before":

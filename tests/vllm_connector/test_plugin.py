@@ -152,6 +152,7 @@ class Core(EngineCore):
 
     def __init__(self, *, started: bool = True) -> None:
         self.calls: list[Any] = []
+        self.vllm_config: Any = SimpleNamespace(kv_transfer_config=None, ec_transfer_config=None)
         executor = SimpleNamespace(
             collective_rpc=lambda *a: self.calls.append(a), sleep=lambda level: self.calls.append(level)
         )
