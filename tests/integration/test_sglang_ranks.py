@@ -8,9 +8,10 @@ from pathlib import Path
 
 import httpx
 import pytest
-from integration.stack import forget_prefixes, wait_for_saves
+from integration.stack import forget_prefixes
 
 from devkit import checkpoints
+from devkit.engines import wait_until
 from devkit.processes import StoreProcess, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
@@ -70,7 +71,7 @@ def test_sglang_pages_of_two_ranks_are_read_by_one(
     wrote = two.generate(TOKENS, max_tokens=8)
     assert wrote.cached["storage"] == 0
     # Both ranks copy it in one turn once they idle.
-    wait_for_saves(two, lambda: store.stat().entries >= SHAREABLE // 64, what="pages of an idle server")
+    wait_until(lambda: store.stat().entries >= SHAREABLE // 64, deadline_s=90, what="pages of an idle server")
     # SGLang stops the ranks' threads one after the other, in the middle of a write too.
     for i in range(1, 6):
         for _ in range(2):

@@ -16,6 +16,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from typing import Any, Final
 
 import numpy as np
@@ -30,7 +31,13 @@ from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, Expecte
 from cornplug.engine_common.load_policy import encode_deadline_s
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
-from cornplug.errors import CornplugError, EncoderError, EncoderRefused, StoreUnavailable
+from cornplug.errors import (
+    CornplugError,
+    EncoderError,
+    EncoderRefused,
+    EncoderUnavailable,
+    StoreUnavailable,
+)
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.store.base import Tier
@@ -38,6 +45,8 @@ from cornplug.store.payload import put_payload
 from cornplug.store.recall import recalled
 
 _SOURCE: Final = "cornplug_source"
+waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
+"""Whether this task's request has waited for an encoder until its deadline: it waits for no other one."""
 
 
 def source_of(item: Any) -> str | None:
@@ -89,12 +98,14 @@ class EmbeddingPrefetcher:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
         finally:
-            waited = time.monotonic() - began
-            self._tally.observe("cornplug_wait_seconds", waited, self._run.app, EMBEDDING)
+            seconds = time.monotonic() - began
+            self._tally.observe("cornplug_wait_seconds", seconds, self._run.app, EMBEDDING)
 
     async def _encoded(
         self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None, began: float
     ) -> str:
+        if waited.get():
+            raise EncoderUnavailable("the request has waited for an encoder", reason="encoder_timeout")
         identity = self._policy.identity_to_ask(
             tower, identified=True, refusal=self._encoder.refusal, now=began
         )

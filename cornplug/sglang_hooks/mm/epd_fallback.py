@@ -9,7 +9,8 @@ There the request is encoded by the server itself, a counted miss:
     zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
                        sent again ──> every rank: it takes the place of the one that waits
 
-After a failure of the service, the next requests skip it for a while. Without a tower the error stays
+A request that has waited until a deadline waits for no other service (`--cornplug-encoder`). After a failure
+of the service, the next requests skip it for a while. Without a tower the error stays
 SGLang's, within `encoder.language_only_timeout_s` instead of 180 s, and it ends the request only: in stock
 SGLang an error of the encoder can end the scheduler.
 """
@@ -17,6 +18,7 @@ SGLang an error of the encoder can end the scheduler.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from array import array
@@ -29,7 +31,7 @@ from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.errors import EncoderUnavailable
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
-from cornplug.sglang_hooks.mm import epd
+from cornplug.sglang_hooks.mm import embedding_prefetch, epd
 
 _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
 """Architectures whose language-only servers load the tower, in 0.5.23."""
@@ -41,7 +43,11 @@ _MARGIN_S: Final = 5.0
 class _FallbackState:
     tower: bool = False
     """Whether this server can encode by itself."""
+    answer_s: float = math.inf
+    """Deadline of an encoder's answer."""
     backoff: BackOff = field(default_factory=BackOff)
+    late: set[str] = field(default_factory=set)
+    """Requests whose encoder let its deadline pass, until they are encoded here."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -60,6 +66,10 @@ def _skipped_by_backoff() -> bool:
 def _failed(reason: str) -> None:
     with _here.lock:
         _here.backoff.failed(EncoderUnavailable("", reason=reason), time.monotonic())
+
+
+def _is_late(began: float) -> bool:
+    return time.monotonic() - began >= 0.9 * _here.answer_s
 
 
 def _miss(reason: str) -> None:
@@ -82,6 +92,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
     )
     config = activation.config().encoder
     answer_s = config.deadline_s if _here.tower else config.language_only_timeout_s + _MARGIN_S
+    _here.answer_s = answer_s
     # Values that the operator has set stay.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
@@ -92,6 +103,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
 
 
 async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwargs: Any) -> Any:
+    began = time.monotonic()
     error = await original(receiver, *args, **kwargs)
     if activation.is_on():
         if error is None:
@@ -100,6 +112,9 @@ async def _encode(original: Callable[..., Any], receiver: Any, *args: Any, **kwa
         else:
             refused = 400 <= int(error.error_code or 500) < 500
             _failed("bad_input" if refused else "encoder_error")
+            if _falls_back() and _is_late(began):
+                with _here.lock:
+                    _here.late.add(error.rid)
     return error
 
 
@@ -115,6 +130,7 @@ async def _receive(original: Callable[..., Any], receiver: Any, *args: Any, **kw
     mm_inputs = await epd.receive(original, receiver, *args, **kwargs)
     if mm_inputs is None and time.monotonic() - began >= receiver.recv_timeout:
         _failed("encoder_timeout")
+        embedding_prefetch.waited.set(True)
     return mm_inputs
 
 
@@ -146,6 +162,10 @@ def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) ->
 
 
 async def _encode_here(manager: Any, error: Any) -> None:
+    with _here.lock:
+        if error.rid in _here.late:
+            _here.late.remove(error.rid)
+            embedding_prefetch.waited.set(True)
     state = manager.rid_to_state.get(error.rid)
     if state is None or state.finished:
         return

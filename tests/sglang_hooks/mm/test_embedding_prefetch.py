@@ -5,6 +5,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +196,20 @@ def test_prefetch_after_overload_backs_off(here: Stage) -> None:
     assert here.prepare(KEYS[1]) == [None]
     assert len(here.service.asked) == 1
     assert here.missed() == {"overloaded": 1, "encoder_backoff": 1}
+
+
+def test_prefetch_of_request_that_has_waited_asks_no_encoder(here: Stage) -> None:
+    here.service.answer = encoded()
+    here.publish(KEYS[0])
+
+    def waited() -> list[str | None]:
+        embedding_prefetch.waited.set(True)
+        return here.prepare(KEYS[0], KEYS[1])
+
+    assert copy_context().run(waited) == ["store", None]
+    assert here.missed() == {"encoder_timeout": 1}
+    assert not here.service.asked
+    assert here.prepare(KEYS[2]) == ["service_computed"], "the next request asks"
 
 
 def test_prefetch_of_unserved_model_asks_no_encoder(here: Stage) -> None:

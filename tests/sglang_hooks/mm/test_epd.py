@@ -27,7 +27,7 @@ from cornplug.errors import CodecError, EncoderRefused
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.mm import epd, epd_fallback
+from cornplug.sglang_hooks.mm import embedding_prefetch, epd, epd_fallback
 from cornplug.sglang_hooks.mm import placeholder_tokens as tokens_module
 
 SECRET, MODEL = b"s" * 32, b"i" * 32
@@ -236,6 +236,34 @@ def test_epd_fallback_failed_dispatch_encodes_or_answers(fails: bool, done: list
 
     asyncio.run(scenario())
     assert misses(tally) == ["encoder_error"]
+
+
+@pytest.mark.parametrize(("answer_s", "waits_again"), [(0.0, True), (0.2, False)])
+def test_epd_fallback_request_waits_for_one_deadline(
+    answer_s: float, waits_again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(epd_fallback._here, "answer_s", 0.1)
+    waited: list[bool] = []
+
+    class Encoding(Manager):
+        async def _tokenize_one_request(self, obj: Any) -> str:
+            waited.append(embedding_prefetch.waited.get())
+            return "tokenized"
+
+    async def late(receiver: Any) -> Any:
+        await asyncio.sleep(answer_s)
+        return ERROR
+
+    async def scenario() -> None:
+        manager = Encoding()
+        manager.event_loop = asyncio.get_running_loop()
+        error = await epd_fallback._encode(late, None)
+        await asyncio.to_thread(epd_fallback._dispatch_failed, None, manager, error)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(scenario())
+    assert waited == [not waits_again]
+    assert not epd_fallback._here.late
 
 
 def test_epd_fallback_without_tower_keeps_sglang_errors(monkeypatch: pytest.MonkeyPatch) -> None:
