@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -81,6 +82,7 @@ def _enter(namespace: IO[str]) -> None:
         raise OSError(ctypes.get_errno(), "setns failed")
 
 
+@functools.cache
 def reason_against() -> str:
     """Why this process cannot make such hosts; "" where it can."""
     missing = [program for program in ("unshare", "nsenter", "ip") if shutil.which(program) is None]

@@ -97,10 +97,6 @@ class ProcessFarStore:
         return answer
 
 
-class _StillStarting(Exception):
-    """A process that starts is not asked yet."""
-
-
 class _Client:
     """The process, and its sockets that are idle."""
 
@@ -140,12 +136,12 @@ class _Client:
             if not ready:
                 if not channel.poll(_LONGEST_S) and time.monotonic() < self._gives_up_s:
                     self._idle.put((channel, False))
-                    raise _StillStarting
+                    raise FarFailure(f"{self._name} has not started yet")
                 channel.recv_bytes()
             channel.send_bytes(msgspec.msgpack.encode(question))
             answer = msgspec.msgpack.decode(channel.recv_bytes(), type=Answer)
-        except _StillStarting:
-            raise FarFailure(f"{self._name} has not started yet") from None
+        except FarFailure:
+            raise
         except (OSError, EOFError, Empty) as e:
             self._process.kill()
             self._process.wait()

@@ -6,15 +6,16 @@ mooncake_client.py ──> master, and hosts with segments
 from __future__ import annotations
 
 from typing import Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
 import mooncake  # noqa: F401  # its absence is known before a process starts
-from pydantic import BaseModel, ByteSize, ValidationError
+from pydantic import BaseModel, ByteSize
 
 from cornplug.errors import ConfigError
 from cornplug.store.far.client_process import ProcessFarStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.far.mooncake_client import MOST_BYTES, ClientSettings
+from cornplug.store.far.url_fields import fields_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 50051
@@ -37,12 +38,10 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
         if not parts.hostname or parts.path.strip("/"):
             raise ValueError("it names no master, or more than one")
         master = f"{parts.hostname}:{parts.port or _PORT}"
-        options = _Options.model_validate(dict(parse_qsl(parts.query, strict_parsing=bool(parts.query))))
+        options = fields_of(url, _Options)
     except ValueError as e:
-        why = e.errors()[0] if isinstance(e, ValidationError) else None
-        problem = f"{why['loc'][0]!r}: {why['msg']}" if why else str(e)
         raise ConfigError(
-            _SETTING, f"{label_of(url)!r}: {problem}",
+            _SETTING, f"{label_of(url)!r}: {e}",
             f"Write it as mooncake://master:{_PORT}?segment=512MiB; other fields: device, host, metadata.",
         ) from e  # fmt: skip
     settings = ClientSettings(master, options.metadata, int(options.segment), options.device, options.host)

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from typing import Final
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ByteSize, Field, ValidationError
+from pydantic import BaseModel, ByteSize, Field
 
 from cornplug.errors import ConfigError
 from cornplug.store.disk.record_seal import derive_key
 from cornplug.store.far.client_process import ProcessFarStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.far.nixl_client import MOST_BYTES, MemberSettings
+from cornplug.store.far.url_fields import fields_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 8760
@@ -24,7 +26,7 @@ _KEY_DOMAIN: Final = b"cornplug nixl members 1"
 _MEMBER: Final = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\[\]:/+\s]+)(?::(?P<port>\d{1,5}))?")
 
 
-class _Fields(BaseModel, extra="forbid"):
+class _NixlOptions(BaseModel, extra="forbid"):
     """The query of a URL."""
 
     segment: ByteSize = Field(default=ByteSize(1 << 30), ge=2 * MOST_BYTES)
@@ -33,7 +35,7 @@ class _Fields(BaseModel, extra="forbid"):
 
 def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
     """The store of nixl://MEMBER+MEMBER...[?segment=SIZE&own=MEMBER], a member being HOST[:PORT]. Its process
-    begins to connect. Raises ConfigError."""
+    begins to connect. Raises ConfigError, ImportError."""
     parts = urlsplit(url)
     try:
         if parts.path.strip("/") or not parts.netloc:
@@ -41,29 +43,32 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
         members = [_member(text) for text in parts.netloc.split("+")]
         if len(set(members)) < max(2, len(members)):
             raise ValueError("it names fewer than two members, or one twice")
-        options = _Fields.model_validate(dict(parse_qsl(parts.query, strict_parsing=bool(parts.query))))
-        if options.own and _member(options.own) not in members:
-            raise ValueError(f"'own': {options.own!r} is none of them")
-        own = members.index(_member(options.own)) if options.own else -1
+        options = fields_of(url, _NixlOptions)
+        own = _own(options.own, members)
     except ValueError as e:
-        why = e.errors()[0] if isinstance(e, ValidationError) else None
-        problem = f"{why['loc'][0]!r}: {why['msg']}" if why else str(e)
         raise ConfigError(
-            _SETTING, f"{label_of(url)!r}: {problem}",
+            _SETTING, f"{label_of(url)!r}: {e}",
             f"Write it as nixl://10.0.0.5:{_PORT}+10.0.0.6:{_PORT}?segment=1GiB, the same on all hosts; "
             "own=10.0.0.5:8760 names this one where cornplug does not find it.",
         ) from e  # fmt: skip
     if importlib.util.find_spec("nixl") is None:
         # Its process imports it; its absence is known before.
-        raise ConfigError(
-            _SETTING, f"{label_of(url)!r} needs a package: nixl", "Run: pip install 'cornplug[far-nixl]'"
-        )
+        raise ImportError("nixl")
     key = derive_key(secret, salt=None, info=_KEY_DOMAIN)
     settings = MemberSettings(members, own, int(options.segment), key)
     return ProcessFarStore(
         "cornplug.store.far.nixl_client", settings, most_bytes=MOST_BYTES,
         variables={"NIXL_LOG_LEVEL": "ERROR", "UCX_LOG_LEVEL": "error"},
     )  # fmt: skip
+
+
+def _own(text: str, members: Sequence[tuple[str, int]]) -> int:
+    """The number of a member; -1 where none is named."""
+    if not text:
+        return -1
+    if (member := _member(text)) not in members:
+        raise ValueError(f"'own': {text!r} is none of them")
+    return members.index(member)
 
 
 def _member(text: str) -> tuple[str, int]:

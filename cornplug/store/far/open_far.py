@@ -78,9 +78,9 @@ def _open(url: str, label: str, secret: bytes) -> FarStore:
     try:
         importlib.import_module("cryptography")
         backend = importlib.import_module(f"cornplug.store.far.{module}")
+        store: FarStore = getattr(backend, function)(url, *([secret] if scheme in _OF_MEMBERS else []))
     except ImportError as e:
         raise ConfigError(
             _SETTING, f"{label!r} needs a package: {e}", f"Run: pip install 'cornplug[{extra}]'"
         ) from e
-    store: FarStore = getattr(backend, function)(url, *([secret] if scheme in _OF_MEMBERS else []))
     return store
