@@ -122,9 +122,9 @@ def test_nixl_store_strangers_at_its_port_get_nothing_and_end_nothing(
         bytes(4096),
         (1 << 30).to_bytes(4, "big") * 8,
     ):
-        with socket.create_connection(address, timeout=10) as stranger, suppress(ConnectionResetError):
+        # The member ends the connection by itself, before all is sent perhaps.
+        with socket.create_connection(address, timeout=10) as stranger, suppress(ConnectionError):
             stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(4096):
                 pass
     wrong = derive_key(b"another secret".ljust(32), salt=None, info=b"cornplug nixl members 1")
