@@ -40,9 +40,10 @@ def models(folder: Path) -> dict[str, Path]:
     }
 
 
-@pytest.fixture(scope="module")
-def store(folder: Path) -> Iterator[StoreProcess]:
-    with StoreProcess(folder / "store.sock") as store:
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[StoreProcess]:
+    """Empty: pages and embeddings of one test would be hits of the other engine's."""
+    with StoreProcess(tmp_path / "store.sock") as store:
         yield store
 
 
