@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
+import numpy as np
 from driver import models
 from driver.prefixes import ask_fresh_pair
 from driver.requests import Request, words
@@ -68,6 +71,11 @@ def measure(report: Report, here: Stage, model: Path, count: int) -> None:
         stat = store.stat().disk
     assert stat is not None, "the store has a disk"
     report.facts["pages that the store read from disk"] = f"{stat.reads}"
+    bytes_a_prefix = sum(file.stat().st_size for file in disk.glob("segment-*")) // count
+    times = list(islice(_device_times(disk, bytes_a_prefix), count))
+    report.facts["the device alone, for as many bytes as a prefix has"] = (
+        f"{np.median(times):.2f} s ({min(times):.2f} to {max(times):.2f}) for {bytes_a_prefix >> 20} MiB"
+    )
 
 
 def _store(here: Stage, disk: Path) -> StoreProcess:
@@ -107,6 +115,18 @@ def _forget(disk: Path) -> None:
         os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
+
+
+def _device_times(disk: Path, size_bytes: int) -> Iterator[float]:
+    """Seconds of plain reads of so many bytes, one after another, that the page cache does not have."""
+    _forget(disk)
+    for file in sorted(disk.glob("segment-*")):
+        with file.open("rb", buffering=0) as segment:
+            for _ in range(file.stat().st_size // size_bytes):
+                began_s, left = time.perf_counter(), size_bytes
+                while left and (got := len(segment.read(min(left, 8 << 20)))):
+                    left -= got
+                yield time.perf_counter() - began_s
 
 
 if __name__ == "__main__":
