@@ -13,41 +13,30 @@ thread and back costs several turns at the interpreter's lock against vLLM's bus
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cornplug.codec import ITEM_BYTES
-from cornplug.encoder_service.client.engine_encoder import engine_encoder
-from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, trace_of
+from cornplug.encoder_service.wire.messages import EncodeReply
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import weights_guard
-from cornplug.engine_common.background_identity import CurrentIdentity
-from cornplug.engine_common.embedding_fetch import EncoderRequestPolicy, ExpectedEmbedding
+from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
 from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
-from cornplug.errors import (
-    CodecError,
-    CornplugError,
-    EncoderError,
-    EncoderRefused,
-    StoreError,
-)
+from cornplug.errors import CodecError, CornplugError, StoreError
 from cornplug.metrics import Tally
 from cornplug.store.payload import get_payload
-from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.early_prefill import EarlyPrefill
+from cornplug.vllm_connector.ec.encoder_requests import EncoderRequests
 from cornplug.vllm_connector.ec.lost_embeddings import LostEmbeddings
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
-from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
-from cornplug.vllm_connector.model.model_config import embedding_width, tower_identity
+from cornplug.vllm_connector.model.model_config import embedding_width
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -78,10 +67,8 @@ class ECScheduler:
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
-        self._inputs = MediaInputs(config)
-        self._encoder = engine_encoder(runtime.config, runtime.secret)
+        self._service = EncoderRequests(config, runtime)
         self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
-        self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._items: dict[str, PendingEmbedding] = {}
         self._waiting_bytes = 0
         self._held: set[str] = set()
@@ -89,12 +76,7 @@ class ECScheduler:
         self._to_load: list[PendingEmbedding] = []
         self._allocated: set[str] = set()
         """Of this step."""
-        self._news = threading.Event()
-        """Set by every answer of the service."""
-        self._policy = EncoderRequestPolicy()
         self._rule = FetchRule(runtime.config.store.load_when)
-        # The API process warns if there is none: every identifier is foreign then.
-        self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._early = early or EarlyPrefill()
         self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
 
@@ -201,9 +183,8 @@ class ECScheduler:
                 self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
 
     def close(self) -> None:
-        """End the connection to the service and the fetching threads."""
-        self._encoder.close()
-        self._preparer.shutdown(wait=False, cancel_futures=True)
+        """End the connection to the service and the threads."""
+        self._service.close()
         self._publisher.close()
 
     def _idle_wait(self) -> None:
@@ -212,8 +193,7 @@ class ECScheduler:
         Polling 650 times a second would take two cores (its own and the worker's) from the encoder.
         """
         if any(not item.settled for item in self._items.values()):
-            self._news.wait(_IDLE_WAIT_S)
-            self._news.clear()
+            self._service.wait(_IDLE_WAIT_S)
 
     # -- fetching ---------------------------------------------------------------------------
 
@@ -264,7 +244,7 @@ class ECScheduler:
             if self._lost is not None:
                 self._fail(item, store_problem or "absent")
                 return item
-            self._ask(item, feature, request)
+            self._service.ask(item, feature, request)
         except CornplugError as e:
             self._fail(item, store_problem or e.reason)
         return item
@@ -285,9 +265,9 @@ class ECScheduler:
             try:
                 self._take(item, item.answer.result())
             except CornplugError as e:
-                self._fail(item, self._policy.failed(e, time.monotonic()))
+                self._fail(item, self._service.policy.failed(e, time.monotonic()))
         elif now >= item.deadline:
-            self._fail(item, self._policy.late(now))
+            self._fail(item, self._service.policy.late(now))
 
     def _from_store(self, item: PendingEmbedding, source: str) -> bool:
         began = time.monotonic()
@@ -307,43 +287,8 @@ class ECScheduler:
         self._arrive(item, ArrivedEmbedding(item.identifier, header.dtype, header.shape, payload), source)
         return True
 
-    def _ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
-        """Have the service encode it. Raises EncoderError if it is not asked."""
-        _, identified = self._tower.now()
-        tower = identified.found
-        identity = self._policy.identity_to_ask(
-            None if tower is None else tower.of(feature.modality),
-            identified=identified.wait(0),
-            refusal=self._encoder.refusal,
-            now=time.monotonic(),
-        )
-        self._preparer.submit(self._send, item, feature, identity, request)
-
-    def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, asking: Request) -> None:
-        """On the preparing thread: large images take milliseconds to pack."""
-        answer: Future[EncodeReply] = Future()
-        try:
-            request = EncodeRequest(
-                id=0,
-                identity=identity,
-                key=item.expected.key,
-                cache_salt=asking.cache_salt,
-                inputs=self._inputs.of(feature),
-                app=self._run.app,
-                deadline_s=max(0.0, item.deadline - time.monotonic()),
-                trace=trace_of(asking.trace_headers),
-            )
-            answer = self._encoder.submit(request)
-        except EncoderError as e:
-            answer.set_exception(e)
-        except (AssertionError, RuntimeError, TypeError, ValueError) as e:
-            # Torch's and vLLM's words for inputs of a form that we do not know.
-            answer.set_exception(EncoderRefused(f"inputs cannot be sent: {e}", reason="no_inputs"))
-        item.answer = answer
-        answer.add_done_callback(lambda _: self._news.set())
-
     def _take(self, item: PendingEmbedding, answer: EncodeReply) -> None:
-        source = self._policy.replied(answer, item.expected)
+        source = self._service.policy.replied(answer, item.expected)
         if answer.tensor is not None:
             tensor, data = answer.tensor, bytearray(answer.tensor.data)
             self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, data), source)

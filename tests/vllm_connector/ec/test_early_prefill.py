@@ -31,7 +31,7 @@ from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.store.memory import MemoryStore
 from cornplug.vllm_connector import ec_connector, plugin
 from cornplug.vllm_connector.compat import EC_CONNECTOR
-from cornplug.vllm_connector.ec import early_prefill
+from cornplug.vllm_connector.ec import early_prefill, encoder_requests
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.early_prefill import EarlyPrefill, InFlightEncoderCacheManager, why_not
 from devkit import checkpoints
@@ -71,13 +71,14 @@ class Core:
         clock = SimpleNamespace(monotonic=lambda: time.monotonic() + self.skew)
         inputs = SimpleNamespace(of=lambda feature: {"pixel_values": WireTensor("float32", (1,), b"1234")})
         store = MemoryStore(capacity_bytes=64 << 20)
+        for module in (ec_scheduler, encoder_requests):
+            patches.setattr(module, "time", clock)
         for name, replacement in {
-            "time": clock,
             "MediaInputs": lambda config: inputs,
             "engine_encoder": lambda config, secret: self.service,
             "tower_identity": lambda config: TowerIdentity(b"i" * 32, b"s" * 32),
         }.items():
-            patches.setattr(ec_scheduler, name, replacement)
+            patches.setattr(encoder_requests, name, replacement)
         patches.setattr(ec_connector, "runtime", lambda extra: runtime(store.connect(), **fields))
         spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=2, head_size=32, dtype=torch.float32)
         cache = KVCacheConfig(blocks, [], [KVCacheGroupSpec(["layer"], spec)])
@@ -89,7 +90,7 @@ class Core:
         self.misses: dict[str, float] = {}
         self.early = 0.0
         patches.setattr(connector, "get_ec_connector_stats", self._drained)
-        assert self.half._tower.now()[1].wait(5)
+        assert self.half._service._tower.now()[1].wait(5)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
 

@@ -23,6 +23,7 @@ from cornplug.metrics import Tally
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload, put_payload
 from cornplug.testing import FaultyStore
+from cornplug.vllm_connector.ec import encoder_requests
 from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
@@ -77,14 +78,15 @@ class Stage:
         known = identity or (lambda config: TowerIdentity(b"i" * 32, b"s" * 32))
         self.tally = Tally()
         with (
-            mock.patch.object(ec_scheduler, "MediaInputs", return_value=self.inputs),
-            mock.patch.object(ec_scheduler, "engine_encoder", return_value=self.service),
-            mock.patch.object(ec_scheduler, "tower_identity", known),
+            mock.patch.object(encoder_requests, "MediaInputs", return_value=self.inputs),
+            mock.patch.object(encoder_requests, "engine_encoder", return_value=self.service),
+            mock.patch.object(encoder_requests, "tower_identity", known),
         ):
             run: Any = runtime(store, **fields)
             self.half = ECScheduler(config, run, self.tally, encoder_only=encoder_only)  # type: ignore[arg-type]
-            assert self.half._tower.now()[1].wait(30)
-        monkeypatch.setattr(ec_scheduler, "time", SimpleNamespace(monotonic=self.now))
+            assert self.half._service._tower.now()[1].wait(30)
+        for module in (ec_scheduler, encoder_requests):
+            monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=self.now))
         self.counts: dict[tuple[str, ...], float] = {}
 
     def now(self) -> float:
@@ -109,7 +111,7 @@ class Stage:
 
     def prepared(self) -> None:
         """Wait until the preparing thread has nothing to do."""
-        self.half._preparer.submit(lambda: None).result(30)
+        self.half._service._preparer.submit(lambda: None).result(30)
 
     def answer(self, nth: int = -1, **changes: Any) -> None:
         request, future = self.service.asked[nth]
@@ -450,7 +452,7 @@ def test_ec_scheduler_two_timeouts_count_as_one_failure(stage: Callable[..., Sta
     here.asked(3)
     here.answer()
     assert here.half.available(fourth, 0)
-    assert here.half._policy._backoff._failures == 0
+    assert here.half._service.policy._backoff._failures == 0
     # The late answer is nobody's.
     here.answer(0)
     assert here.half.available(first, 0)
@@ -467,7 +469,7 @@ def test_ec_scheduler_backoff_grows_to_ten_seconds(stage: Callable[..., Stage]) 
         here.service.asked[-1][1].set_exception(EncoderRefused("full", reason="overloaded"))
         before = here.now()
         assert here.half.available(request, 0)
-        pauses.append(round(here.half._policy._backoff._ask_after - before, 1))
+        pauses.append(round(here.half._service.policy._backoff._ask_after - before, 1))
         here.skew += pauses[-1] + 0.1
     assert pauses == [0.5, 1, 2, 5, 10, 10, 10]
 
