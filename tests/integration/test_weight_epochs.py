@@ -7,7 +7,7 @@ import base64
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -223,14 +223,22 @@ def ask_until_stored(server: VllmServer) -> tuple[int, ...]:
     return found[0]
 
 
-@pytest.mark.support("Weights", "a reload from a checkpoint: shares again, as that checkpoint")
+_PROCESSES: Final = {
+    "one process of each kind": (),
+    "two ranks, two API servers": ("--tensor-parallel-size", "2", "--api-server-count", "2"),
+}
+
+
+@pytest.mark.parametrize("processes", _PROCESSES)
+@pytest.mark.support("Weights", "a reload from a checkpoint, {processes}: shares again, as that one")
 def test_vllm_whose_weights_were_reloaded_shares_as_the_new_checkpoint(
-    store: StoreProcess, models: dict[str, Path], folder: Path
+    store: StoreProcess, models: dict[str, Path], tmp_path: Path, processes: str
 ) -> None:
-    ours = ("--kv-connector", "cornplug", "--cornplug-store", str(store.socket))
-    reloaded = vllm(folder, models["old"], "reloaded", *ours)
-    fresh = vllm(folder, models["new"], "fresh-vllm", *ours)
-    stock = vllm(folder, models["new"], "stock-vllm")
+    flags = _PROCESSES[processes]
+    ours = (*flags, "--kv-connector", "cornplug", "--cornplug-store", str(store.socket))
+    reloaded = vllm(tmp_path, models["old"], "reloaded", *ours)
+    fresh = vllm(tmp_path, models["new"], "fresh-vllm", *ours)
+    stock = vllm(tmp_path, models["new"], "stock-vllm", *flags)
     with together(reloaded, stock):
         before, seen_before = ask_until_stored(reloaded), look(reloaded)
         expected, seen_expected = ask(stock)[0], look(stock)
