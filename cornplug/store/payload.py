@@ -9,8 +9,8 @@ cache by, and every written line is first read from memory (8 GB/s instead of 13
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Final, Literal, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Literal, TypeVar, cast
 
 import xxhash
 
@@ -31,6 +31,8 @@ from cornplug.store.recall import has_disk, recalled
 
 PIECE_BYTES: Final = 1 << 20
 LEASE_S: Final = 30.0
+
+_Found = TypeVar("_Found")
 
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
 """The result of a `put_payload`. "lost": the reservation ended before the commit."""
@@ -62,11 +64,7 @@ def get_payload(
     Raises CodecError for an entry that does not match its header (it is dropped from the store first),
     StoreUnavailable when the store does not answer.
     """
-    found = _get_copy(store, key, deadline_s, lease_s)
-    if found is not None or recall_s is None or not has_disk(store):
-        return found
-    tiers = recalled(store, [key], within_s=recall_s, deadline_s=deadline_s)
-    return _get_copy(store, key, deadline_s, lease_s) if tiers[0] == Tier.MEMORY else None
+    return _recalled(store, key, lambda: _get_copy(store, key, deadline_s, lease_s), recall_s, deadline_s)
 
 
 def _get_copy(
@@ -95,13 +93,38 @@ def _get_copy(
 
 
 def get_payload_into(
-    store: Store, key: bytes, target: memoryview, *, deadline_s: float, lease_s: float = LEASE_S
+    store: Store,
+    key: bytes,
+    target: memoryview,
+    *,
+    deadline_s: float,
+    lease_s: float = LEASE_S,
+    recall_s: float | None = None,
 ) -> codec.PayloadHeader | None:
     """`get_payload` into memory of the caller's: faster for large payloads, as no page is new.
 
     Raises ValueError when `target` (flat bytes) has another size; otherwise as `get_payload`. After
     an error the bytes of `target` are undefined.
     """
+    return _recalled(
+        store, key, lambda: _get_into(store, key, target, deadline_s, lease_s), recall_s, deadline_s
+    )
+
+
+def _recalled(
+    store: Store, key: bytes, get: Callable[[], _Found | None], recall_s: float | None, deadline_s: float
+) -> _Found | None:
+    """What `get` finds: in memory, or once the entry has come there from disk."""
+    found = get()
+    if found is not None or recall_s is None or not has_disk(store):
+        return found
+    tiers = recalled(store, [key], within_s=recall_s, deadline_s=deadline_s)
+    return get() if tiers[0] == Tier.MEMORY else None
+
+
+def _get_into(
+    store: Store, key: bytes, target: memoryview, deadline_s: float, lease_s: float
+) -> codec.PayloadHeader | None:
     entry = _find_unleased(store, key)
     if isinstance(entry, tuple):
         if _copied_into(target, *entry):

@@ -48,6 +48,7 @@ class CornplugECConnector(ECConnectorBase):
                 run,
                 publishes=vllm_config.parallel_config.rank == 0,
                 device=str(vllm_config.device_config.device),
+                rank=vllm_config.parallel_config.rank,
                 encoder_only=not self.is_consumer,
             )
 

@@ -9,6 +9,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
+from cornplug.vllm_connector.ec.row_memory import RowPlace
+
 
 @dataclass(frozen=True, slots=True)
 class ArrivedEmbedding:
@@ -18,7 +20,8 @@ class ArrivedEmbedding:
     identifier: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytearray
+    data: bytearray | RowPlace
+    """The rows, or their place in the memory that scheduler and workers map."""
 
 
 @dataclass(slots=True)
@@ -32,6 +35,8 @@ class CornplugECMetadata(ECConnectorMetadata):
     """Identifiers in the engine's own cache that the store lacks, to be offered once more."""
     epoch: int = 0
     """Of the weights that compute this step (`engine_common.weights_guard`)."""
+    row_memory: str = ""
+    """Where `RowPlace`s lie, until every rank has mapped it."""
 
 
 @dataclass(slots=True)
@@ -44,10 +49,16 @@ class CornplugECWorkerMetadata(ECConnectorWorkerMetadata):
     """(rows, seconds) of each step of the tower."""
     copied: list[tuple[int, float]] = field(default_factory=list)
     """(bytes, seconds) of embeddings put into the engine's cache."""
+    mapped: list[int] = field(default_factory=list)
+    """Ranks that have mapped the scheduler's memory of rows."""
+    copied_rows: list[tuple[int, int]] = field(default_factory=list)
+    """(rank, offset) of places whose rows that rank has."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         assert isinstance(other, CornplugECWorkerMetadata)
         self.saves += other.saves
         self.encoded += other.encoded
         self.copied += other.copied
+        self.mapped += other.mapped
+        self.copied_rows += other.copied_rows
         return self

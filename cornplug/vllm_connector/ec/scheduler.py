@@ -28,13 +28,14 @@ from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreError
 from cornplug.metrics import Tally
-from cornplug.store.payload import get_payload
+from cornplug.vllm_connector.ec.arrivals import Arrivals
 from cornplug.vllm_connector.ec.early_prefill import EarlyPrefill
 from cornplug.vllm_connector.ec.encoder_requests import EncoderRequests
 from cornplug.vllm_connector.ec.lost_embeddings import LostEmbeddings
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
+from cornplug.vllm_connector.ec.row_memory import row_memory
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
 from cornplug.vllm_connector.model.model_config import embedding_width
 
@@ -68,6 +69,7 @@ class ECScheduler:
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
         self._service = EncoderRequests(config, runtime)
+        self._arrivals = Arrivals(runtime, row_memory(config))
         self._publisher = EmbeddingPublisher(runtime, lambda outcome, size: None)
         self._items: dict[str, PendingEmbedding] = {}
         self._waiting_bytes = 0
@@ -136,6 +138,8 @@ class ECScheduler:
         item = self._drop(identifier)
         if item is not None and item.usable:
             self._to_load.append(item)
+        elif item is not None:
+            self._arrivals.drop(item.arrived)
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
         """The embeddings that this step's forward needs."""
@@ -151,12 +155,14 @@ class ECScheduler:
             assert item.arrived is not None
             self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
             self._tally.count("cornplug_saved_tower_passes_total", app)
-            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=len(item.arrived.data))
+            self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=item.size)
+            self._arrivals.send(item.arrived)
         return CornplugECMetadata(
             arrived=[item.arrived for item in items if item.arrived is not None],
             again=[] if self._lost is None else self._lost.drain(),
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
             epoch=weights_guard.epoch(),
+            row_memory=self._arrivals.address,
         )
 
     def finished(self, request: Request) -> None:
@@ -170,9 +176,11 @@ class ECScheduler:
                 item.waiting.discard(request.request_id)
                 if not item.waiting:
                     self._drop(feature.identifier)
+                    self._arrivals.drop(item.arrived)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
         """Count the outcomes of a worker's offers, and take its measurements."""
+        self._arrivals.acknowledged(acks)
         for rows, seconds in acks.encoded:
             self._rule.encoded(rows, seconds)
         for size, seconds in acks.copied:
@@ -185,6 +193,7 @@ class ECScheduler:
     def close(self) -> None:
         """End the connection to the service and the threads."""
         self._service.close()
+        self._arrivals.close()
         self._publisher.close()
 
     def _idle_wait(self) -> None:
@@ -272,26 +281,24 @@ class ECScheduler:
     def _from_store(self, item: PendingEmbedding, source: str) -> bool:
         began = time.monotonic()
         try:
-            # From a disk it comes later: the service, which is asked meanwhile, waits for it.
-            found = get_payload(
-                self._run.store, item.expected.key, deadline_s=self._run.deadline_s, recall_s=0.0
-            )
+            arrived = self._arrivals.read(item.identifier, item.expected, item.size)
         except CodecError as e:
+            if e.reason == "wrong_shape":
+                raise
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return False
-        if found is None:
+        if arrived is None:
             return False
-        header, payload = found
-        self._rule.read(len(payload), time.monotonic() - began)
-        item.expected.check(header.dtype, header.shape, len(payload))
-        self._arrive(item, ArrivedEmbedding(item.identifier, header.dtype, header.shape, payload), source)
+        self._rule.read(item.size, time.monotonic() - began)
+        self._arrive(item, arrived, source)
         return True
 
     def _take(self, item: PendingEmbedding, answer: EncodeReply) -> None:
         source = self._service.policy.replied(answer, item.expected)
         if answer.tensor is not None:
             tensor, data = answer.tensor, bytearray(answer.tensor.data)
-            self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, data), source)
+            held = self._arrivals.hold(data)
+            self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
             if not answer.stored:
                 # The service could not: it is on another host, say. The next engine of this host finds it.
                 rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)

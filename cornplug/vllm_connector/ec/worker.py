@@ -11,8 +11,10 @@ from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
 from cornplug.engine_common.load_policy import FadedRate
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.tower_clock import TowerClock
+from cornplug.vllm_connector.ec.mapped_rows import MappedRows, mapped_rows
 from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
+from cornplug.vllm_connector.ec.row_memory import RowPlace
 
 
 class ECWorker:
@@ -23,13 +25,24 @@ class ECWorker:
     """
 
     def __init__(
-        self, runtime: EngineRuntime, *, publishes: bool, device: str, encoder_only: bool = False
+        self,
+        runtime: EngineRuntime,
+        *,
+        publishes: bool,
+        device: str,
+        rank: int = 0,
+        encoder_only: bool = False,
     ) -> None:
         self._publishes = publishes
         self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
         self._offered = False
         """Since the last acknowledgements."""
         self._device = torch.device(device)
+        self._rank = rank
+        self._rows: MappedRows | None = None
+        """Once the scheduler has said where they are."""
+        self._mapped: list[int] = []
+        """This rank, from then on until the next acknowledgements."""
         self._publisher = EmbeddingPublisher(runtime, self._note)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
@@ -40,15 +53,29 @@ class ECWorker:
 
     def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
         """Put arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
-        began = time.perf_counter()
+        if moves.row_memory and self._rows is None:
+            self._map(moves.row_memory)
+        began, size = time.perf_counter(), 0
         for item in moves.arrived:
-            tensor = torch.frombuffer(item.data, dtype=getattr(torch, item.dtype)).view(item.shape)
-            cache[item.identifier] = tensor.to(self._device, non_blocking=True)
+            rows = self._on_device(item.data)
+            cache[item.identifier] = rows.view(getattr(torch, item.dtype)).view(item.shape)
+            size += rows.numel()
         if self._publishes:
             if moves.arrived:
-                size = sum(len(item.data) for item in moves.arrived)
                 self._copied.append((size, time.perf_counter() - began))
             self._tower.begin()
+
+    def _map(self, address: str) -> None:
+        rows = mapped_rows(self._device)
+        if rows.map(address):
+            self._rows, self._mapped = rows, [self._rank]
+
+    def _on_device(self, data: bytearray | RowPlace) -> torch.Tensor:
+        """Shape (bytes,)."""
+        if not isinstance(data, RowPlace):
+            return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
+        assert self._rows is not None, "the scheduler was told that this rank has mapped its memory"
+        return self._rows.rows(data)
 
     def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
         """Offer an embedding that this engine had to compute. Returns at once: a thread publishes it."""
@@ -81,11 +108,17 @@ class ECWorker:
         encoded = self._tower.measured()
         for rows, seconds in encoded:
             self._encoding.note(rows, seconds)
-        return CornplugECWorkerMetadata(saves, encoded, copied) if saves or encoded or copied else None
+        mapped, self._mapped = self._mapped, []
+        places = [] if self._rows is None else [(self._rank, offset) for offset in self._rows.copied()]
+        if not (saves or encoded or copied or mapped or places):
+            return None
+        return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
 
     def close(self) -> None:
-        """Finish the embeddings that are being published."""
+        """Finish the embeddings that are being published, and the copies of those that came."""
         self._publisher.close()
+        if self._rows is not None:
+            self._rows.close()
 
     def _note(self, outcome: str, size: int) -> None:
         with self._lock:

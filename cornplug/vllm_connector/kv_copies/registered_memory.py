@@ -1,4 +1,4 @@
-"""Memory of the store that the device copies by itself: registered with it, as far as the store has pages.
+"""Memory of the store, or of embeddings, that the device copies by itself: registered as far as it has pages.
 
 A store's memory is one mapping, of which the daemon sets pages aside as they are needed and leaves the host
 enough to live. Registration makes the kernel find a page for every address, so it follows the daemon: it
@@ -54,7 +54,7 @@ class RegisteredMemory:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | MappedStore,
         register: Callable[[int, int], bool],
         unregister: Callable[[int], None],
         enter_thread: Callable[[], None],
@@ -135,8 +135,8 @@ class RegisteredMemory:
                 if not self._register(region.address + start, end - start):
                     region.failed = True
                     compat.logger.warning(
-                        "cornplug: the device cannot reach the store's memory by itself beyond %d MiB: KV "
-                        "pages pass other host memory there, which is slower",
+                        "cornplug: the device cannot reach shared memory by itself beyond %d MiB: copies "
+                        "pass other host memory there, which is slower",
                         start >> 20,
                     )
                     return
@@ -157,4 +157,4 @@ class RegisteredMemory:
 def _log_failure(future: Future[None]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        compat.logger.error("cornplug: registering the store's memory failed", exc_info=error)
+        compat.logger.error("cornplug: registering memory with the device failed", exc_info=error)

@@ -63,6 +63,7 @@ class Stage:
         monkeypatch: pytest.MonkeyPatch,
         identity: Any = None,
         encoder_only: bool = False,
+        ranks: int = 1,
         **fields: Any,
     ) -> None:
         self.store, self.service, self.skew = store, Service(), 0.0
@@ -73,7 +74,13 @@ class Stage:
         config = SimpleNamespace(
             model_config=SimpleNamespace(
                 dtype=torch.float32, get_hidden_size=lambda: HIDDEN, hf_config=SimpleNamespace()
-            )
+            ),
+            parallel_config=SimpleNamespace(
+                distributed_executor_backend="uni" if ranks == 1 else "mp",
+                tensor_parallel_size=ranks,
+                prefill_context_parallel_size=1,
+            ),
+            device_config=SimpleNamespace(device_type="cpu"),
         )
         known = identity or (lambda config: TowerIdentity(b"i" * 32, b"s" * 32))
         self.tally = Tally()
