@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -250,7 +251,7 @@ def _prepared(loaded: LoadedModel, rounds: int) -> tuple[float, float, float, in
         medium.preprocess,
         lambda: loaded.tower.prepare(inputs),
     ]
-    digest, processor, check = (_median(lambda work=work: _cpu_s(work), rounds) for work in each)
+    digest, processor, check = (_median(partial(_cpu_s, work), rounds) for work in each)
     return digest, processor, check, sum(tensor.nbytes for tensor in item.tensors), item.tokens
 
 
