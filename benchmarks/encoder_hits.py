@@ -15,7 +15,6 @@ file, without HTTP" is the part from the file's bytes to the answer.
 from __future__ import annotations
 
 import asyncio
-import io
 import json
 import sys
 import time
@@ -28,8 +27,8 @@ from typing import Any, Final
 import machine
 import numpy as np
 from driver import models
+from driver.asgi_service import form, jpeg, others_s, post, process_s, running_loop
 from driver.stage import options
-from PIL import Image
 from rich.console import Console
 
 from cornplug.config import EncoderConfig
@@ -59,7 +58,6 @@ TARGET_MS: Final = {FILE: 1.0, "same pixels": 8.0}
 HEADINGS: Final = (
     "model", "request", "before, ms", "after, ms", "of it decoding", "target, ms", "verdict", "n"
 )  # fmt: skip
-_BOUNDARY: Final = b"cornplug-benchmark"
 
 
 class ProcessorFirst(EncoderCore):
@@ -87,13 +85,14 @@ class Side:
 
     encoder: EncoderCore
     app: Any
+    loop: asyncio.AbstractEventLoop
 
     def request(self, model: str, image: bytes) -> tuple[Cost, str]:
         """The cost of one request, and its answer's origin. Exits on a refusal."""
-        body = _form({"model": model.encode(), "inline": b"false"}, image)
-        decoders, began = self._decoders_s(), _others_s()
-        status, answer = asyncio.run_coroutine_threadsafe(_post(self.app, body), LOOP).result()
-        service = _others_s() - began
+        body = form({"model": model.encode(), "inline": b"false"}, image)
+        decoders, began = self._decoders_s(), others_s()
+        status, answer = asyncio.run_coroutine_threadsafe(post(self.app, body), self.loop).result()
+        service = others_s() - began
         cost = Cost(1e3 * service, 1e3 * (self._decoders_s() - decoders))
         if status != 200:
             sys.exit(f"refused: {answer!r}")
@@ -118,10 +117,7 @@ class Side:
 
     def _decoders_s(self) -> float:
         lanes = self.encoder.decode_lanes
-        return sum(map(_process_s, lanes.pids())) if lanes is not None else 0.0
-
-
-LOOP: Final = asyncio.new_event_loop()
+        return sum(map(process_s, lanes.pids())) if lanes is not None else 0.0
 
 
 def main() -> int:
@@ -135,10 +131,10 @@ def main() -> int:
         "Qwen2-VL, 4,784 patches": models.qwen2_vl(max_pixels=28 * 28 * 16384),
     }
     with ExitStack() as running:
-        running.enter_context(_loop())
+        loop = running.enter_context(running_loop())
         registry = ModelRegistry.open([str(path) for path in served.values()], dtype="float32", device="cpu")
-        before = running.enter_context(_service(ProcessorFirst, registry, remembered_files=0))
-        after = running.enter_context(_service(EncoderCore, registry, remembered_files=1000))
+        before = running.enter_context(_service(ProcessorFirst, registry, loop, remembered_files=0))
+        after = running.enter_context(_service(EncoderCore, registry, loop, remembered_files=1000))
         for name, path in served.items():
             for request in TARGET_MS:
                 took = _measure(before, after, str(path), request, rounds)
@@ -192,83 +188,26 @@ def _spread(costs: list[Cost]) -> str:
 
 
 @contextmanager
-def _loop() -> Iterator[None]:
-    import threading
-
-    thread = threading.Thread(target=LOOP.run_forever, daemon=True)
-    thread.start()
-    yield
-    LOOP.call_soon_threadsafe(LOOP.stop)
-    thread.join()
-
-
-@contextmanager
-def _service(kind: type[EncoderCore], registry: ModelRegistry, *, remembered_files: int) -> Iterator[Side]:
+def _service(
+    kind: type[EncoderCore],
+    registry: ModelRegistry,
+    loop: asyncio.AbstractEventLoop,
+    *,
+    remembered_files: int,
+) -> Iterator[Side]:
     cache = ResultCache(MemoryStore(capacity_bytes=64 << 20).connect(), deadline_s=1.0)
     encoder = kind(registry, cache, secret=SECRET)
     config = EncoderConfig(port=0, prepare_threads=1, remembered_files=remembered_files)
     app = create_app(encoder, config, secret=SECRET, gate=DrainState())
     encoder.start_decoding()
     try:
-        yield Side(encoder, app)
+        yield Side(encoder, app, loop)
     finally:
         encoder.close()
 
 
-async def _post(app: Any, body: bytes) -> tuple[int, bytes]:
-    """Status and body of the answer to one request, by ASGI."""
-    kind = b"multipart/form-data; boundary=" + _BOUNDARY
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": "/v1/encode", "raw_path": b"/v1/encode", "query_string": b"", "root_path": "",
-        "headers": [(b"host", b"localhost"), (b"content-type", kind), (b"content-length", b"%d" % len(body))],
-        "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "state": {},
-    }  # fmt: skip
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-    sent: list[Any] = []
-
-    async def receive() -> Any:
-        if messages:
-            return messages.pop()
-        await asyncio.Event().wait()
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent[1:])
-
-
-def _form(fields: dict[str, bytes], image: bytes) -> bytes:
-    parts = [
-        *(f'name="{name}"\r\n\r\n'.encode() + value for name, value in fields.items()),
-        b'name="image"; filename="a.jpg"\r\ncontent-type: image/jpeg\r\n\r\n' + image,
-    ]
-    whole = (b"--" + _BOUNDARY + b"\r\ncontent-disposition: form-data; " + part + b"\r\n" for part in parts)
-    return b"".join(whole) + b"--" + _BOUNDARY + b"--\r\n"
-
-
 def _jpeg(comment: bytes) -> bytes:
-    """A file of always the same pixels."""
-    coarse = np.random.default_rng(7).integers(0, 256, (30, 40, 3), dtype=np.uint8)
-    out = io.BytesIO()
-    Image.fromarray(coarse).resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC).save(
-        out, "JPEG", quality=90, comment=comment
-    )
-    return out.getvalue()
-
-
-def _others_s() -> float:
-    """CPU seconds of this process's other threads so far."""
-    return time.process_time() - time.thread_time()
-
-
-def _process_s(pid: int) -> float:
-    """CPU seconds of another process's threads so far."""
-    return sum(
-        int((task / "schedstat").read_text().split()[0]) * 1e-9
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    )
+    return jpeg(WIDTH, HEIGHT, comment=comment)
 
 
 def _show(table: list[list[str]], described: dict[str, Any]) -> None:

@@ -267,12 +267,14 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
+        if args.device != "cpu":
+            # Its cores only prepare media, by a thread each, which would start a thread of torch's a core.
+            threads = args.threads or 1
         torch.set_num_threads(threads)
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report
         ), []
-    # There is a preprocessing thread a core already; each would start a thread of torch's a core.
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # as beside a GPU
     registry = ModelRegistry.open(args.model, dtype=args.dtype, device="meta", report=report)
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)

@@ -120,6 +120,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--threads",
         type=int,
-        help="torch threads of each replica (default: the cores, divided among replicas)",
+        help="torch threads of each computing process (default: the cores, divided among replicas; 1 where "
+        "a GPU computes without replicas)",
     )
     return out

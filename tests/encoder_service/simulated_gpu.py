@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -62,6 +63,8 @@ class SimulatedGpu:
     def __init__(self) -> None:
         self.done: list[tuple[str, Any]] = []
         self.mode = Mixed()
+        self.on_synchronize: Callable[[], None] = lambda: None
+        """Called when a thread waits for the device."""
         self._here = threading.local()
 
     @property
@@ -93,6 +96,20 @@ class _Stream:
 
     def synchronize(self) -> None:
         self._cuda.done.append(("synchronize", self.name))
+        self._cuda.on_synchronize()
+
+
+class _Event:
+    def __init__(self) -> None:
+        self._stream: _Stream | None = None
+
+    def record(self, stream: _Stream) -> None:
+        stream.record_event()
+        self._stream = stream
+
+    def synchronize(self) -> None:
+        assert self._stream is not None
+        self._stream.synchronize()
 
 
 @contextlib.contextmanager
@@ -108,7 +125,9 @@ def simulated_gpu() -> Iterator[SimulatedGpu]:
         cuda.done.append(("leave", one.name))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "Stream", lambda *_: _Stream(cuda, "copies"))
+        names = cycle(("inputs", "results"))
+        patch.setattr(torch.cuda, "Stream", lambda *_: _Stream(cuda, next(names)))
+        patch.setattr(torch.cuda, "Event", lambda *, blocking: _Event())
         patch.setattr(torch.cuda, "stream", stream)
         patch.setattr(torch.cuda, "current_stream", lambda *_: _Stream(cuda, "compute"))
         patch.setattr(torch.cuda, "device", cuda.on)

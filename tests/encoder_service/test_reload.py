@@ -22,7 +22,7 @@ from cornplug.encoder_service.execution.executor import InProcessExecutor
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.loader import LoadedModel
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
 from cornplug.encoder_service.replicas.pool import open_replicas
 from cornplug.encoder_service.replicas.replica import ReplicaSettings
@@ -197,27 +197,27 @@ def test_reload_other_preprocessing_is_another_model(encoder: EncoderCore, pair:
     limits = MediumLimits(max_pixels=10**6, max_audio_s=10.0)
     preparer = MediaPreparer(encoder.registry, secret=SECRET, limits=limits)
 
-    def prepared() -> EncodeRequest:
+    def prepared() -> PreprocessedMedium:
         source = MediumSource(
             model=str(pair[0]), modality="image", parts=[png(sample_image(1))], salt=None, deadline_s=1.0
         )
-        return preparer.prepare(source).request
+        return preparer.prepare(source)
 
     before = prepared()
     file = pair[0] / "preprocessor_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "image_mean": [0.1, 0.2, 0.3]}))
-    assert prepared() == before
+    assert prepared().request == before.request
     assert len(encoder.reload()) == 1
     after = prepared()
-    assert after.identity != before.identity
-    assert after.inputs["pixel_values"].data != before.inputs["pixel_values"].data
+    assert after.request.identity != before.request.identity
+    assert not torch.equal(after.inputs["pixel_values"], before.inputs["pixel_values"])
     file.write_text("{}")
     (pair[0] / "processor_config.json").write_text(
         json.dumps({"image_processor": {"image_processor_type": "NoSuch"}})
     )
     with pytest.raises(CheckpointError):
         encoder.reload()
-    assert prepared() == after
+    assert prepared().request == after.request
 
 
 class Full(InProcessExecutor):

@@ -50,9 +50,18 @@ def torch_threads() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("torch_threads")
-@pytest.mark.parametrize(("replicas", "threads"), [(2, 1), (0, 3)])
-def test_server_torch_threads_beside_replicas_are_one(
-    monkeypatch: pytest.MonkeyPatch, replicas: int, threads: int
+@pytest.mark.parametrize(
+    ("device", "replicas", "asked", "threads"),
+    [
+        ("cpu", 2, 3, 1),
+        ("cpu", 0, 3, 3),
+        ("cpu", 0, None, cores()),
+        ("cuda:0", 0, None, 1),
+        ("cuda", 0, 3, 3),
+    ],
+)
+def test_server_torch_threads_where_cores_only_prepare_are_one(
+    monkeypatch: pytest.MonkeyPatch, device: str, replicas: int, asked: int | None, threads: int
 ) -> None:
     class Registry:
         @staticmethod
@@ -72,7 +81,7 @@ def test_server_torch_threads_beside_replicas_are_one(
     monkeypatch.setattr(server, "open_replicas", open_replicas)
     torch.set_num_threads(2)
     args = argparse.Namespace(
-        model=["m"], dtype="float32", device="cpu", compile=False, replicas=replicas, threads=3
+        model=["m"], dtype="float32", device=device, compile=False, replicas=replicas, threads=asked
     )
     server._open_models(args, print)
     assert torch.get_num_threads() == threads

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -34,7 +34,7 @@ from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest, ServedModel
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused
@@ -145,6 +145,7 @@ class EncoderCore:
         self,
         request: EncodeRequest,
         *,
+        inputs: Mapping[str, TowerInput] | None = None,
         inline: bool = False,
         caller: QosCaller | None = None,
         budget_share: BudgetShare | None = None,
@@ -153,6 +154,7 @@ class EncoderCore:
         give up.
 
         Args:
+            inputs: tensors of this process; None: the request's own inputs.
             inline: whether the answer carries the tensor even where the store has it.
             caller: its class and account; None: the class of `request.app`, as of an engine of this host.
             budget_share: holds the bytes of the inputs already; None: they are counted until the answer.
@@ -184,7 +186,7 @@ class EncoderCore:
             self._queue_limit.leave(pending)
             return pending.future
         pending.future.add_done_callback(lambda _: self._release(pending))
-        admitted = self._admission_threads.submit(self._admit, pending, model)
+        admitted = self._admission_threads.submit(self._admit, pending, model, inputs or request.inputs)
         admitted.add_done_callback(lambda done: self._report_failure(done, pending))
         return pending.future
 
@@ -277,7 +279,7 @@ class EncoderCore:
         self._batcher.close()
         self._dispatcher.close()
 
-    def _admit(self, pending: PendingRequest, model: LoadedModel) -> None:
+    def _admit(self, pending: PendingRequest, model: LoadedModel, inputs: Mapping[str, TowerInput]) -> None:
         request = pending.request
         if pending.future.cancelled():
             return
@@ -290,7 +292,7 @@ class EncoderCore:
             return self._admission.record_cache_outcome(hit=True)
         try:
             with self.observer.stage("prepare", pending):
-                item = model.tower.prepare(request.inputs)
+                item = model.tower.prepare(inputs)
         except EncoderRefused as e:
             return self._replies.refuse(pending, "bad_input", str(e))
         # From here on only the item is needed: drop its inputs.

@@ -34,7 +34,7 @@ class EncodeBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchResult:
-    """The tensors of a batch: contiguous, on the CPU."""
+    """The tensors of a batch: contiguous, on the CPU, once `BatchExecutor.run` returns it."""
 
     features: dict[int, torch.Tensor]
     """By index, of the items that the tower ran for; empty unless `EncodeBatch.keep`."""
@@ -71,15 +71,20 @@ class BatchExecutor(Protocol):
 class InProcessExecutor:
     """Computes in the caller's thread, one batch at a time.
 
-    On CUDA it has two lanes: while one batch runs, the inputs of the next are copied to the device from
-    pinned memory on a second stream. No more than two are on the device at a time.
+    On CUDA it has two lanes and three streams: while one batch runs, the results of the one before are copied
+    to pinned memory, and the inputs of the next from there. No more than two are on the device at a time.
+
+        inputs     [1][2]      [3]
+        compute       [1  ][2  ][3  ]
+        results            [1]  [2]
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
         self._computing = threading.Lock()
-        self._copy_stream = torch.cuda.Stream(device) if self._cuda else None
+        self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if self._cuda else None
+        """For inputs and results."""
 
     @property
     def lanes(self) -> int:
@@ -101,12 +106,13 @@ class InProcessExecutor:
         """No effect."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
-        if self._copy_stream is None:
+        if self._streams is None:
             with self._computing:
-                return compute(batch)
-        with torch.cuda.stream(self._copy_stream):
+                return _to_host(compute(batch))
+        inputs, results = self._streams
+        with torch.cuda.stream(inputs):
             on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
-            copied = self._copy_stream.record_event()
+            copied = inputs.record_event()
         # A thread begins on device 0, and a kernel may ask which one is current.
         with self._computing, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
@@ -114,12 +120,26 @@ class InProcessExecutor:
             # Their memory was taken on another stream, and may not be given away while this one reads.
             for tensor in (t for item in on_device.items for t in item.tensors if t.is_cuda):
                 tensor.record_stream(stream)
-            return compute(on_device)
+            made = compute(on_device)
+            computed = stream.record_event()
+        # Without the lock: the next batch begins on the device when this one's kernels end.
+        with torch.cuda.stream(results):
+            results.wait_event(computed)
+            on_host = _to_host(made)
+            # A thread that waits for a blocking event sleeps; any other event's keeps a core busy.
+            copied_back = torch.cuda.Event(blocking=True)
+            copied_back.record(results)
+        # `made` lives until here: its memory belongs to the computing stream, which would give it away.
+        copied_back.synchronize()
+        return on_host
 
 
 @torch.inference_mode()
 def compute(batch: EncodeBatch) -> BatchResult:
-    """Run one batch on the device that has its models' weights."""
+    """Run one batch on the device that has its models' weights; its tensors stay there.
+
+    On CUDA they are valid for the current stream only, until that is synchronised.
+    """
     missing = [i for i, kept in enumerate(batch.features) if kept is None]
     features = list(batch.features)
     if missing:
@@ -134,11 +154,9 @@ def compute(batch: EncodeBatch) -> BatchResult:
         out = projector.project([_present(features[i]) for i in indices], [batch.items[i] for i in indices])
         for position, embedding in zip(positions, out, strict=True):
             wanted[position] = embedding
-    keep = missing if batch.keep else []
-    # On the CPU before the next task begins, so that a GPU's memory is free again.
-    host = _to_host([*wanted, *(_present(features[i]) for i in keep)])
     return BatchResult(
-        embeddings=tuple(host[: len(wanted)]), features=dict(zip(keep, host[len(wanted) :], strict=True))
+        embeddings=tuple(wanted),
+        features={i: _present(features[i]) for i in missing} if batch.keep else {},
     )
 
 
@@ -164,10 +182,17 @@ def _to_device(item: TowerItem, device: torch.device) -> TowerItem:
     )
 
 
-def _to_host(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors, contiguous on the CPU; from a GPU by one synchronisation, through pinned memory."""
-    if not any(t.is_cuda for t in tensors):
-        return [t.to("cpu").contiguous() for t in tensors]
-    out = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in tensors]
-    torch.cuda.current_stream(next(t.device for t in tensors if t.is_cuda)).synchronize()
-    return out
+@torch.inference_mode()
+def _to_host(made: BatchResult) -> BatchResult:
+    """The same tensors, contiguous on the CPU; from a GPU they arrive in pinned memory, by the current
+    stream."""
+    return BatchResult(
+        embeddings=tuple(map(_on_host, made.embeddings)),
+        features={i: _on_host(features) for i, features in made.features.items()},
+    )
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return tensor.to("cpu").contiguous()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

@@ -78,7 +78,7 @@ class MediaIntake:
         def run(context: PreprocessContext) -> PreprocessedMedium:
             output = medium.prepare(context, look_up)
             # The true size in place of the header's estimate.
-            budget_share.need(sum(len(tensor.data) for tensor in output.request.inputs.values()))
+            budget_share.need(sum(tensor.nbytes for tensor in output.inputs.values()))
             return output
 
         found = await asyncio.get_running_loop().run_in_executor(self._threads, opened)

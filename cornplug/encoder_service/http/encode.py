@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import struct
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from concurrent.futures import Executor
@@ -151,6 +150,7 @@ class EncodeRoute:
             left = max(job.end - time.monotonic(), 0.001)
             submitted = self._encoder.submit(
                 msgspec.structs.replace(prepared.request, deadline_s=left),
+                inputs=prepared.inputs,
                 inline=job.asked.inline,
                 caller=job.caller,
                 budget_share=budget_share,
@@ -167,7 +167,7 @@ class EncodeRoute:
         loaded = self._encoder.registry.by_identity(request.identity)
         if loaded is None:
             return None
-        grid = request.inputs.get(f"{source.modality}_grid_thw")
+        grid = prepared.inputs.get(f"{source.modality}_grid_thw")
         handle = EmbeddingHandle(
             family=loaded.served.family,
             modality=source.modality,
@@ -175,7 +175,7 @@ class EncodeRoute:
             media=prepared.media_digest,
             key=request.key,
             dtype=prepared.dtype,
-            grid=() if grid is None else struct.unpack(f"<{len(grid.data) // 8}q", grid.data),
+            grid=() if grid is None else tuple(grid.flatten().tolist()),
             expires=time.time() + LIFETIME_S,
         )
         return handle.signed(self._secret)
@@ -220,8 +220,8 @@ class EncodeRoute:
 
 def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
     """The medium without its pixels: while it waits for a tower, only the encoder holds its inputs."""
-    kept = {name: tensor for name, tensor in prepared.request.inputs.items() if name.endswith("_grid_thw")}
-    return replace(prepared, request=msgspec.structs.replace(prepared.request, inputs=kept))
+    kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
+    return replace(prepared, inputs=kept)
 
 
 async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:

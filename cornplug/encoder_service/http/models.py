@@ -11,8 +11,8 @@ from PIL import Image
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.http.requests import MODALITIES
 from cornplug.encoder_service.models.registry import ModelRegistry
-from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource
-from cornplug.encoder_service.wire.messages import EncodeRequest, ServedModality, ServedModel
+from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
+from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
 from cornplug.errors import CornplugError
 
 Rows = Literal["fixed", "by medium"]
@@ -111,13 +111,13 @@ class ModelsRoute:
             return False
         return _geometry(square) == _geometry(wide)
 
-    def _blank(self, model: str, sides: tuple[int, int]) -> EncodeRequest:
+    def _blank(self, model: str, sides: tuple[int, int]) -> PreprocessedMedium:
         out = io.BytesIO()
         Image.new("RGB", sides).save(out, "BMP")
         source = MediumSource(
             model=model, modality="image", parts=[out.getvalue()], salt=None, deadline_s=1.0
         )
-        return self._preparer.prepare(source).request
+        return self._preparer.prepare(source)
 
 
 def as_modality(name: str) -> Modality:
@@ -125,9 +125,9 @@ def as_modality(name: str) -> Modality:
     return next(modality for modality in MODALITIES if modality == name)
 
 
-def _geometry(request: EncodeRequest) -> dict[str, object]:
+def _geometry(medium: PreprocessedMedium) -> dict[str, object]:
     """Shapes of all inputs, and the values of integer ones: grids, sizes, numbers of tiles."""
     return {
-        name: (tensor.shape, tensor.data if tensor.dtype.startswith(("int", "bool")) else None)
-        for name, tensor in request.inputs.items()
+        name: (tensor.shape, None if tensor.is_floating_point() else tensor.tolist())
+        for name, tensor in medium.inputs.items()
     }

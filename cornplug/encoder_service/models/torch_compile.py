@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
-from cornplug.encoder_service.towers.base import Tower, TowerItem
-from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.towers.base import Tower, TowerInput, TowerItem
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +32,7 @@ class CompiledTower:
         for layer in self.layers:
             layer.compile(dynamic=True)
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """As `Tower.prepare`."""
         return self.inner.prepare(inputs)
 

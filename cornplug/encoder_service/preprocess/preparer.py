@@ -30,7 +30,6 @@ from cornplug.encoder_service.preprocess.preprocessor import (
 )
 from cornplug.encoder_service.preprocess.video import VideoPreprocessor
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
-from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import CheckpointError, EncoderRefused
 
 APP: Final = "http"
@@ -42,7 +41,9 @@ SGLANG: Final = "sglang"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessedMedium:
     request: EncodeRequest
-    """Without inputs but its patch grid where `answer` is set."""
+    """Without inputs: they are tensors of this process."""
+    inputs: Inputs
+    """The tower's inputs; its patch grid alone where `answer` is set."""
     dtype: str
     """The embedding's dtype, by torch's name."""
     media_digest: bytes
@@ -205,11 +206,16 @@ class OpenMedium:
             identity=self._identity,
             key=identity.embedding_key(self._secret, self._identity, decoded.digest, source.salt),
             cache_salt=source.salt,
-            inputs={name: to_wire(inputs[name]) for name in wanted or inputs if name in inputs},
+            inputs={},
             app=SGLANG if source.form == "for_sglang" else APP,
             deadline_s=source.deadline_s,
         )
-        return PreprocessedMedium(request=request, dtype=served.dtype, media_digest=decoded.digest)
+        return PreprocessedMedium(
+            request=request,
+            inputs={name: inputs[name] for name in wanted or inputs if name in inputs},
+            dtype=served.dtype,
+            media_digest=decoded.digest,
+        )
 
     def _file_name(self) -> bytes:
         if self._name is None:

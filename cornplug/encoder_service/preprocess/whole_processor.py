@@ -25,7 +25,6 @@ from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.towers.decoderless import DESCRIBE, REFUSALS
 from cornplug.encoder_service.towers.generic import EncodeMethod, GenericTower
-from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import CheckpointError, EncoderRefused, MediaError
 
 Inputs = Mapping[str, torch.Tensor]
@@ -190,7 +189,7 @@ def check_encodes(loaded: LoadedModel, processor: WholeProcessor) -> None:
     name, wanted = loaded.served.name, loaded.projector.hidden_size
     try:
         made = processor.of_trial()
-        item = loaded.tower.prepare({field: to_wire(tensor) for field, tensor in made.items()})
+        item = loaded.tower.prepare(made)
         rows = loaded.tower.encode([item])[0]
     except (CheckpointError, EncoderRefused, *REFUSALS) as e:
         raise CheckpointError(

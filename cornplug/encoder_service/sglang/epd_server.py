@@ -203,7 +203,9 @@ class SglangParts:
                 return _EncodedImage(grid=grid, media=media, tensor=_tensor(prepared.answer))
             left = max(end - time.monotonic(), 0.001)
             request = msgspec.structs.replace(prepared.request, deadline_s=left)
-            submitted = self._encoder.submit(request, inline=True, caller=caller, budget_share=budget_share)
+            submitted = self._encoder.submit(
+                request, inputs=prepared.inputs, inline=True, caller=caller, budget_share=budget_share
+            )
             del prepared, request  # while it waits for a tower, the encoder alone has its inputs
             # Cancelled with this task.
             return _EncodedImage(grid=grid, media=media, tensor=_tensor(await asyncio.wrap_future(submitted)))
@@ -287,12 +289,12 @@ def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
 
 
 def _grid(model: LoadedModel, prepared: PreprocessedMedium) -> list[int]:
-    tensor = prepared.request.inputs.get(_GRID)
-    if tensor is None or tensor.dtype != "int64":
+    grid = prepared.inputs.get(_GRID)
+    if grid is None:
         raise EncoderRefused(
             f"SGLang's encoder protocol does not serve the family {model.served.family}", reason="bad_input"
         )
-    return list(memoryview(tensor.data).cast("q"))
+    return [int(number) for number in grid.flatten()]
 
 
 def _tensor(answer: EncodeReply | EncodeRefusal) -> WireTensor:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -19,6 +19,9 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.identity import array_digest
+
+TowerInput: TypeAlias = WireTensor | torch.Tensor
+"""One input of a tower: as bytes from another process, or a tensor that this process made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +52,11 @@ class Tower(Protocol):
     Each replica, as a process, loads it from the checkpoint (`replicas.worker_main`).
     """
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """Check one medium's inputs. Thread-safe.
 
-        Raises EncoderRefused("bad_input") that names the field: missing, unknown, of a
-        wrong dtype or shape, or not finite.
+        The item may share the memory of tensors that it was given. Raises EncoderRefused("bad_input") that
+        names the field: missing, unknown, of a wrong dtype or shape, or not finite.
         """
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:

@@ -22,10 +22,9 @@ import torch
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.towers import decoderless, input_checks
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.towers.decoder_recorder import LEVELS, DecoderReached
 from cornplug.encoder_service.towers.decoderless import DESCRIBE
-from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
@@ -90,14 +89,14 @@ class GenericTower:
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         modality = max(self.methods, key=lambda m: _fit(self.methods[m], inputs))  # the first one of equals
         method = self.methods[modality]
         input_checks.check_names(inputs, method.names, optional=set(method.names) - method.needed)
         present = [name for name in method.names if name in inputs]
         tensors = []
         for name in present:
-            tensor = input_checks.from_wire(name, inputs[name], _ACCEPTED)
+            tensor = input_checks.checked(name, inputs[name], _ACCEPTED)
             tensors.append(tensor.to(self._dtype) if tensor.is_floating_point() else tensor)
         numbers = sum(tensor.numel() for tensor in tensors if tensor.is_floating_point())
         return TowerItem(

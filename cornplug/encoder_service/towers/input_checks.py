@@ -1,4 +1,4 @@
-"""Converts wire tensors and bytes to torch, with every check that untrusted bytes need."""
+"""Checks a tower's inputs, and converts wire tensors and bytes to torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Final
 
 import torch
 
+from cornplug.encoder_service.towers.base import TowerInput
 from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import ConfigError, EncoderRefused
 
 DTYPES: Final[Mapping[str, torch.dtype]] = {
@@ -37,7 +39,7 @@ def bad_input(field: str, problem: str) -> EncoderRefused:
 
 
 def check_names(
-    inputs: Mapping[str, WireTensor], wanted: Iterable[str], optional: Container[str] = ()
+    inputs: Mapping[str, TowerInput], wanted: Iterable[str], optional: Container[str] = ()
 ) -> None:
     """Raises EncoderRefused("bad_input") unless exactly the wanted fields are there; `optional` may lack."""
     wanted = tuple(wanted)
@@ -49,17 +51,28 @@ def check_names(
             raise bad_input(name, f"unknown; this tower takes {', '.join(wanted)}")
 
 
+def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
+    """The input as a tensor: a copy of a wire tensor's bytes, or this process's tensor itself.
+
+    Raises EncoderRefused("bad_input"): as `from_wire`, of either kind.
+    """
+    if isinstance(value, WireTensor):
+        return from_wire(field, value, accepted)
+    _check_dtype(field, dtype_name(value.dtype), accepted)
+    _check_shape(field, tuple(value.shape))
+    _check_finite(field, value)
+    return value.contiguous()
+
+
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
     """A torch tensor that owns its memory.
 
     Raises EncoderRefused("bad_input") for a dtype not accepted, no or negative dimensions, bytes that do not
     fill the shape, NaN or infinity.
     """
-    if tensor.dtype not in accepted:
-        raise bad_input(field, f"dtype {tensor.dtype!r}, want one of {', '.join(accepted)}")
+    _check_dtype(field, tensor.dtype, accepted)
     dtype = DTYPES[tensor.dtype]
-    if not tensor.shape or any(size <= 0 for size in tensor.shape):
-        raise bad_input(field, f"shape {tensor.shape} is empty")
+    _check_shape(field, tensor.shape)
     expected = math.prod(tensor.shape) * dtype.itemsize
     if len(tensor.data) != expected:
         raise bad_input(
@@ -70,9 +83,27 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
         return torch.frombuffer(bytearray(tensor.data), dtype=torch.uint8).reshape(tensor.shape) != 0
     # Copied: torch must not write to, or outlive, the frame that these bytes came in.
     out = torch.frombuffer(bytearray(tensor.data), dtype=dtype).reshape(tensor.shape)
-    if dtype.is_floating_point and not bool(torch.isfinite(out).all()):
-        raise bad_input(field, "has NaN or infinite values")
+    _check_finite(field, out)
     return out
+
+
+def _check_dtype(field: str, dtype: str, accepted: tuple[str, ...]) -> None:
+    if dtype not in accepted:
+        raise bad_input(field, f"dtype {dtype!r}, want one of {', '.join(accepted)}")
+
+
+def _check_shape(field: str, shape: tuple[int, ...]) -> None:
+    if not shape or any(size <= 0 for size in shape):
+        raise bad_input(field, f"shape {shape} is empty")
+
+
+def _check_finite(field: str, tensor: torch.Tensor) -> None:
+    if not tensor.is_floating_point():
+        return
+    # One pass that writes nothing; where there is a NaN, it is both of them.
+    least, greatest = torch.aminmax(tensor)
+    if not (math.isfinite(least) and math.isfinite(greatest)):
+        raise bad_input(field, "has NaN or infinite values")
 
 
 def concat_on_device(parts: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ from transformers.vision_utils import get_vision_position_ids
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
     RotaryTable,
@@ -31,7 +31,6 @@ from cornplug.encoder_service.towers.qwen_patches import (
     pack_items,
 )
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
-from cornplug.encoder_service.wire.messages import WireTensor
 
 
 class Qwen2Vl:
@@ -76,7 +75,7 @@ class Qwen2VlTower:
         self._inputs = PatchInputs.of(config, dtype)
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         return self._inputs.item(inputs)
 
     @torch.inference_mode()

@@ -25,7 +25,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
     RotaryTable,
@@ -34,7 +34,6 @@ from cornplug.encoder_service.towers.qwen_patches import (
     pack_items,
 )
 from cornplug.encoder_service.towers.varlen_attention import PackedAttention, SegmentOffsets
-from cornplug.encoder_service.wire.messages import WireTensor
 
 
 class Qwen3Vl:
@@ -77,7 +76,7 @@ class Qwen3VlTower:
         self._levels = frozenset(config.deepstack_visual_indexes)
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         return self._inputs.item(inputs)
 
     @torch.inference_mode()

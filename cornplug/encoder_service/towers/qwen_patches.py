@@ -15,8 +15,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from cornplug.encoder_service.towers import input_checks
-from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 
 _IMAGE: Final = ("pixel_values", "image_grid_thw")
 _VIDEO: Final = ("pixel_values_videos", "video_grid_thw")
@@ -38,7 +37,7 @@ class PatchInputs:
         values = config.in_channels * config.temporal_patch_size * config.patch_size**2
         return cls(values=values, merge=config.spatial_merge_size, dtype=dtype)
 
-    def item(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def item(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """The item of `pixel_values` (patches, values) and `image_grid_thw` (3,), or a video's fields of that
         kind.
 
@@ -46,7 +45,7 @@ class PatchInputs:
         """
         names = _VIDEO if any(name in inputs for name in _VIDEO) else _IMAGE
         input_checks.check_names(inputs, names)
-        grid = input_checks.from_wire(names[1], inputs[names[1]], input_checks.INTEGERS).to(torch.int64)
+        grid = input_checks.checked(names[1], inputs[names[1]], input_checks.INTEGERS).to(torch.int64)
         if tuple(grid.shape) not in ((3,), (1, 3)):
             raise input_checks.bad_input(names[1], f"shape {tuple(grid.shape)}, want (3,) for one medium")
         t, h, w = grid.reshape(3).tolist()
@@ -54,7 +53,7 @@ class PatchInputs:
             raise input_checks.bad_input(
                 names[1], f"{t, h, w}: height and width must be multiples of {self.merge}"
             )
-        pixels = input_checks.from_wire(names[0], inputs[names[0]], input_checks.FLOATS)
+        pixels = input_checks.checked(names[0], inputs[names[0]], input_checks.FLOATS)
         if tuple(pixels.shape) != (t * h * w, self.values):
             raise input_checks.bad_input(
                 names[0], f"shape {tuple(pixels.shape)}, want {(t * h * w, self.values)} for grid {t, h, w}"

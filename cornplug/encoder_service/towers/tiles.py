@@ -13,8 +13,7 @@ import torch
 from transformers.image_processing_utils import select_best_resolution
 
 from cornplug.encoder_service.towers import input_checks
-from cornplug.encoder_service.towers.base import TowerItem
-from cornplug.encoder_service.wire.messages import WireTensor
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 
 _LONGEST_SIDE: Final = 1 << 24
 
@@ -40,7 +39,7 @@ class TilingRule(Protocol):
     def names(self) -> tuple[str, ...]:
         """Names of the tower's inputs."""
 
-    def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
+    def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
         """(tiles to compute of the `tiles` in the input, *facts for the projector).
 
         Raises EncoderRefused("bad_input").
@@ -54,7 +53,7 @@ class AnyTiles:
     most: int | None = None
     names: tuple[str, ...] = ("pixel_values",)
 
-    def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
+    def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
         if self.most is not None and tiles > self.most:
             raise input_checks.bad_input("pixel_values", f"shape: {tiles} tiles, want at most {self.most}")
         return (tiles,)
@@ -72,8 +71,8 @@ class PinpointTiling:
     side: int
     names: tuple[str, ...] = ("pixel_values", "image_sizes")
 
-    def geometry(self, inputs: Mapping[str, WireTensor], tiles: int) -> tuple[int, ...]:
-        size = input_checks.from_wire("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
+    def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
+        size = input_checks.checked("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
         if tuple(size.shape) not in ((2,), (1, 2)):
             raise input_checks.bad_input("image_sizes", f"shape {tuple(size.shape)}, want (2,) for one image")
         height, width = (int(side) for side in size.reshape(2).tolist())
@@ -100,9 +99,9 @@ class TileTower:
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         input_checks.check_names(inputs, self._tiling.names)
-        pixels = input_checks.from_wire("pixel_values", inputs["pixel_values"], input_checks.FLOATS)
+        pixels = input_checks.checked("pixel_values", inputs["pixel_values"], input_checks.FLOATS)
         wanted = self._layers.tile_shape
         if pixels.ndim == 5 and pixels.shape[0] == 1:
             pixels = pixels[0]

@@ -19,10 +19,9 @@ from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import input_checks, weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.towers.log_mel import ChunkedLogMel, LogMelFeatures
 from cornplug.encoder_service.towers.whisper import WhisperEncoder, WhisperShape
-from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 
 _RMS_EPS: Final = 1e-6
@@ -62,10 +61,10 @@ class UltravoxTower:
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         input_checks.check_names(inputs, ("audio_features", "audio_lens"))
-        mels = input_checks.from_wire("audio_features", inputs["audio_features"], input_checks.FLOATS)
-        lens = input_checks.from_wire("audio_lens", inputs["audio_lens"], input_checks.INTEGERS).reshape(-1)
+        mels = input_checks.checked("audio_features", inputs["audio_features"], input_checks.FLOATS)
+        lens = input_checks.checked("audio_lens", inputs["audio_lens"], input_checks.INTEGERS).reshape(-1)
         if mels.ndim != 3 or mels.shape[1] != self._shape.num_mel_bins:
             want = ("chunks", self._shape.num_mel_bins, "frames")
             raise input_checks.bad_input("audio_features", f"shape {tuple(mels.shape)}, want {want}")

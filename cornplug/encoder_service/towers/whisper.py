@@ -19,9 +19,8 @@ from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.towers import input_checks, varlen_attention, weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem
 from cornplug.encoder_service.towers.log_mel import LogMelFeatures, PaddedLogMel
-from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError
 
 
@@ -154,10 +153,10 @@ class Qwen2AudioTower:
         self._dtype = dtype
         self._device = device
 
-    def prepare(self, inputs: Mapping[str, WireTensor]) -> TowerItem:
+    def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         input_checks.check_names(inputs, ("input_features", "feature_attention_mask"))
-        mel = input_checks.from_wire("input_features", inputs["input_features"], input_checks.FLOATS)
-        mask = input_checks.from_wire(
+        mel = input_checks.checked("input_features", inputs["input_features"], input_checks.FLOATS)
+        mask = input_checks.checked(
             "feature_attention_mask", inputs["feature_attention_mask"], input_checks.INTEGERS
         ).reshape(-1)
         want = (self._shape.num_mel_bins, self._shape.max_frames)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
@@ -20,7 +21,9 @@ from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.towers import base as tower_base
+from cornplug.encoder_service.towers import input_checks
 from cornplug.encoder_service.towers.base import Tower, TowerItem
+from cornplug.encoder_service.towers.input_checks import DTYPES, from_wire
 from cornplug.encoder_service.towers.tiles import TileTower
 from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
@@ -117,6 +120,23 @@ def test_encoder_without_store_answers_inline(
     assert answer.tensor is not None
     assert answer.tensor.shape[1] == 64
     assert len(answer.tensor.data) == 4 * 64 * answer.tensor.shape[0]
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen"])
+def test_encoder_tensors_of_this_process_are_encoded_without_bytes(
+    family: str, make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path], qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    by_wire = request_for(qwen if family == "qwen" else llava_pair[0], 1)
+    tensors = {name: from_wire(name, tensor, tuple(DTYPES)) for name, tensor in by_wire.inputs.items()}
+    want = ok(make_encoder().submit(by_wire)).tensor
+    monkeypatch.setattr(input_checks, "from_wire", None)
+    here = msgspec.structs.replace(by_wire, inputs={})
+    assert ok(make_encoder().submit(here, inputs=tensors)).tensor == want
+    refused = no(
+        make_encoder().submit(here, inputs={**tensors, "pixel_values": torch.full((3, 56, 56), torch.nan)})
+    )
+    assert refused.reason == "bad_input"
 
 
 def test_encoder_computed_embedding_is_published_then_cached(

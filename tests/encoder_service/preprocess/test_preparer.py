@@ -16,7 +16,6 @@ from cornplug.encoder_service.media import audio
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer, MediumSource, PreprocessedMedium
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling, MediumLimits, PreprocessContext
-from cornplug.encoder_service.towers.input_checks import FLOATS, INTEGERS, from_wire
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.identity import embedding_key
@@ -49,14 +48,13 @@ def prepare(preparer: MediaPreparer, path: Path, data: bytes) -> PreprocessedMed
 
 
 def test_preparer_audio_inputs_equal_transformers_processor(preparer: MediaPreparer, on_header: Path) -> None:
-    made = prepare(preparer, on_header, wav(SPOKEN)).request.inputs
+    made = prepare(preparer, on_header, wav(SPOKEN)).inputs
     processor = Qwen2AudioProcessor(
         WhisperFeatureExtractor.from_pretrained(on_header), AutoTokenizer.from_pretrained(on_header)
     )
     theirs = processor(text="<|AUDIO|>", audio=[SPOKEN[:, 0] / np.float32(32768)], sampling_rate=16_000)
-    ours = from_wire("x", made["input_features"], FLOATS)
-    assert torch.equal(ours, torch.as_tensor(theirs["input_features"]))
-    mask = from_wire("x", made["feature_attention_mask"], INTEGERS)
+    assert torch.equal(made["input_features"], torch.as_tensor(theirs["input_features"]))
+    mask = made["feature_attention_mask"]
     assert torch.equal(mask.long(), torch.as_tensor(theirs["feature_attention_mask"]).long())
 
 
@@ -65,6 +63,7 @@ def test_preparer_key_depends_on_samples_model_and_salt(preparer: MediaPreparer,
         prepare(preparer, on_header, d) for d in (wav(SPOKEN), encoded(SPOKEN, "flac", "flac"))
     )
     assert by_wav.request == by_flac.request
+    assert by_wav.request.inputs == {}
     served = preparer._registry.served()[0]
     digest = audio.decode(wav(SPOKEN), max_s=9).digest()
     assert by_wav.media_digest == digest
@@ -74,11 +73,8 @@ def test_preparer_key_depends_on_samples_model_and_salt(preparer: MediaPreparer,
 
 
 def test_preparer_audio_is_resampled_to_model_rate(preparer: MediaPreparer, on_header: Path) -> None:
-    made = prepare(preparer, on_header, wav(tone(1.3, 48_000), 48_000)).request.inputs
-    ours = from_wire("x", made["input_features"], FLOATS)
-    theirs = from_wire(
-        "x", prepare(preparer, on_header, wav(SPOKEN)).request.inputs["input_features"], FLOATS
-    )
+    ours = prepare(preparer, on_header, wav(tone(1.3, 48_000), 48_000)).inputs["input_features"]
+    theirs = prepare(preparer, on_header, wav(SPOKEN)).inputs["input_features"]
     assert ours.shape == theirs.shape
     assert (ours - theirs).abs().mean() < 0.05
 
@@ -122,8 +118,7 @@ def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
     theirs = AutoVideoProcessor.from_pretrained(qwen)(
         videos=[torch.from_numpy(shown).permute(0, 3, 1, 2)], do_sample_frames=False, return_tensors="pt"
     )
-    pixels = from_wire("x", made.request.inputs["pixel_values_videos"], FLOATS)
-    assert torch.equal(pixels, theirs["pixel_values_videos"])
+    assert torch.equal(made.inputs["pixel_values_videos"], theirs["pixel_values_videos"])
     served = registry.served()[0]
     assert made.request.identity == served.identity_for("video") != served.identity
     assert denser.media_digest != made.media_digest
@@ -217,6 +212,6 @@ def test_preparer_audio_repeated_file_is_recalled(preparer: MediaPreparer, on_he
     context = PreprocessContext(decoder=Broken())
     known = preparer.open(medium).recall(answered)
     assert known is not None
-    assert (known.request.key, dict(known.request.inputs)) == (made.request.key, {})
+    assert (known.request.key, dict(known.inputs)) == (made.request.key, {})
     with pytest.raises(AssertionError, match="decoded by audio"):
         preparer.open(medium).prepare(context)

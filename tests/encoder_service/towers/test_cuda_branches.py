@@ -71,17 +71,40 @@ def test_executor_cuda_batch_is_staged_computed_and_copied_back(name: str, dtype
 
 
 def _in_order(cuda: SimulatedGpu) -> None:
-    """Inputs are copied on their own stream and waited for before they are read, as are results."""
+    """Inputs and results are copied on streams of their own, and waited for before they are read."""
     once = [
-        ("enter", "copies"),
-        ("record", "copies"),
-        ("leave", "copies"),
-        ("wait", ("compute", "copies")),
-        ("synchronize", "compute"),
+        ("enter", "inputs"),
+        ("record", "inputs"),
+        ("leave", "inputs"),
+        ("wait", ("compute", "inputs")),
+        ("record", "compute"),
+        ("enter", "results"),
+        ("wait", ("results", "compute")),
+        ("record", "results"),
+        ("leave", "results"),
+        ("synchronize", "results"),
     ]
     assert cuda.done == [*once, *once]
     assert cuda.mode.streams_told
     assert all(t.device == SECOND for t in cuda.mode.streams_told)
+
+
+def test_executor_cuda_results_are_copied_while_next_batch_computes(tmp_path: Path) -> None:
+    path = llava(tmp_path / "m")
+    items = items_of("llava", path, loaded(path, "float32", CPU))
+    begun_meanwhile: list[int] = []
+    with simulated_gpu() as cuda:
+        there = loaded(path, "float32", SECOND)
+        executor = InProcessExecutor(SECOND)
+
+        def next_batch() -> None:
+            assert not executor._computing.locked()
+            cuda.on_synchronize = lambda: None
+            begun_meanwhile.append(len(executor.run(task(there, items[1:])).embeddings))
+
+        cuda.on_synchronize = next_batch
+        assert len(executor.run(task(there, items[:1])).embeddings) == 1
+    assert begun_meanwhile == [len(items) - 1]
 
 
 def test_executor_thread_computes_on_executor_device(tmp_path: Path) -> None:

@@ -239,8 +239,8 @@ def test_generic_service_of_replicas_prepares_without_weights(tiny: Tiny) -> Non
         deadline_s=9,
     )
     prepared = preparer.prepare(source)
-    assert prepared.request.inputs.keys() == {"pixel_values", "image_grid_thw"}
-    registry.loaded()[0].tower.prepare(prepared.request.inputs)
+    assert prepared.inputs.keys() == {"pixel_values", "image_grid_thw"}
+    registry.loaded()[0].tower.prepare(prepared.inputs)
 
 
 @pytest.mark.parametrize(

@@ -214,7 +214,7 @@ def test_generic_modality_that_transformers_cannot_serve_is_left_out_and_named(
             model=str(copy), modality=modality, parts=[MEDIA[modality](0)], salt=None, deadline_s=9
         )
 
-    assert preparer.prepare(source("image")).request.inputs
+    assert preparer.prepare(source("image")).inputs
     with pytest.raises(EncoderRefused, match="takes image only"):
         preparer.prepare(source("audio"))
 

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.encoder_service import towers
-from cornplug.encoder_service.towers.input_checks import from_wire
+from cornplug.encoder_service.towers.base import TowerInput
+from cornplug.encoder_service.towers.input_checks import FLOATS, checked, from_wire
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.errors import CheckpointError, EncoderRefused
 from devkit import checkpoints
@@ -87,6 +88,11 @@ GOOD = torch.zeros(3, 56, 56)
         ({"pixel_values": WireTensor(dtype="uint8", shape=(3, 56, 56), data=b"")}, "pixel_values: dtype"),
         ({"pixel_values": to_wire(GOOD[:, :28])}, "pixel_values: shape"),
         ({"pixel_values": to_wire(torch.zeros(2, 3, 56, 56))}, "pixel_values: shape"),
+        ({"pixel_values": GOOD.to(torch.int64)}, "pixel_values: dtype"),
+        ({"pixel_values": GOOD[:, :28]}, "pixel_values: shape"),
+        ({"pixel_values": GOOD[:0]}, "empty"),
+        ({"pixel_values": torch.tensor(0.5)}, "empty"),
+        ({"pixel_values": GOOD + torch.nan}, "NaN"),
         ({"pixel_values": to_wire(GOOD + torch.nan)}, "NaN"),
         ({"pixel_values": to_wire(GOOD + torch.inf)}, "infinite"),
         ({"pixel_values": WireTensor(dtype="float32", shape=(3, 56, 56), data=b"1234")}, "4 bytes"),
@@ -96,7 +102,7 @@ GOOD = torch.zeros(3, 56, 56)
     ],
 )
 def test_tower_llava_bad_inputs_are_refused_by_field(
-    inputs: dict[str, WireTensor], says: str, llava_pair: tuple[Path, Path]
+    inputs: dict[str, TowerInput], says: str, llava_pair: tuple[Path, Path]
 ) -> None:
     tower = towers.architecture(FAMILIES["llava"]).load_tower(Checkpoint.open(str(llava_pair[0])), F32, CPU)
     with pytest.raises(EncoderRefused, match=says) as e:
@@ -120,6 +126,20 @@ def test_tower_qwen_bad_grids_are_refused_by_field(grid: list[int], says: str, q
     pixels = to_wire(torch.zeros(16, 1176))
     with pytest.raises(EncoderRefused, match=says):
         tower.prepare({"pixel_values": pixels, "image_grid_thw": to_wire(torch.tensor(grid))})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [0, 1, 517, 1023, 1024])
+def test_checked_one_value_that_is_not_finite_is_refused(
+    dtype: torch.dtype, value: float, place: int
+) -> None:
+    tensor = torch.linspace(-1, 1, 1025).to(dtype)
+    assert checked("x", tensor, FLOATS) is tensor
+    tensor[place] = value
+    for given in (tensor, to_wire(tensor)):
+        with pytest.raises(EncoderRefused, match="NaN or infinite"):
+            checked("x", given, FLOATS)
 
 
 def test_from_wire_tensors_own_their_memory() -> None:
