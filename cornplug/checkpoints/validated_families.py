@@ -47,8 +47,16 @@ VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
 """Engine -> `model_type`s whose videos were compared."""
 VALIDATED_OWN: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
     "sglang": {
-        "audio": frozenset(),
-        "image": frozenset(),
+        "audio": frozenset(
+            {
+                "qwen2_audio",
+            }
+        ),
+        "image": frozenset(
+            {
+                "gemma3",
+            }
+        ),
         "video": frozenset(),
     },
 }

@@ -14,6 +14,7 @@ from cornplug.errors import CheckpointError, ConfigError, LayoutError
 from cornplug.sglang_hooks.kv import exclusions
 from cornplug.sglang_hooks.mm.tower_inputs import own_tower
 from cornplug.sglang_hooks.model.model_config import describe as engine_model
+from cornplug.sglang_hooks.model.model_config import runs_generic_backend
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run
 
 
@@ -44,7 +45,7 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
 def _identify(resolved: Any, running: Any) -> None:
     """Raise CheckpointError where a server would share embeddings of no medium."""
     model = engine_model(resolved, running)
-    own = own_tower(model, resolved)
+    own = own_tower(model, resolved, generic=runs_generic_backend(running))
     try:
         model.tower_identity()
     except CheckpointError:

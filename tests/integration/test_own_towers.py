@@ -157,6 +157,6 @@ def counters(server: EngineServer) -> dict[str, float]:
     return {k: v for k, v in server.metrics().items() if k.startswith("cornplug_") and "_total" in k and v}
 
 
-def test_compat_own_towers_have_a_line_in_this_file() -> None:
+def test_own_tower_families_shared_by_compat_have_a_line_here() -> None:
     known = {modality: {family for family, m in LINES if m == modality} for modality in OWN_TOWERS}
     assert all(known[modality] >= families for modality, families in OWN_TOWERS.items())

@@ -29,7 +29,7 @@ from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.mm import media_digests, placeholder_tokens, preprocessing_probe
 from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher
 from cornplug.sglang_hooks.mm.tower_inputs import OwnTower, own_tower
-from cornplug.sglang_hooks.model.model_config import engine_model
+from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
 
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
 # Fields of a request, besides `mm_processor_kwargs`, that some processor of SGLang's reads (InternVL, OCR).
@@ -82,12 +82,16 @@ class MediaIdentifiers:
 
 def _identify(processor: Any) -> Towers:
     """Raises CheckpointError where no embedding of this model is shared."""
-    own = _own_tower()
+    own, failed = None, None
+    try:
+        own = _own_tower()
+    except CheckpointError as e:
+        failed = e
     try:
         return Towers(_tower_identity(processor), own)
     except CheckpointError as e:
         if own is None:
-            raise
+            raise failed or e from e
         compat.logger.info(
             "cornplug: embeddings of %s are shared among SGLang servers of this very checkpoint only: %s",
             ", ".join(sorted(own.modalities)),
@@ -97,10 +101,12 @@ def _identify(processor: Any) -> Towers:
 
 
 def _own_tower() -> OwnTower | None:
-    from sglang.srt.arg_groups.overrides import resolved_view
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
-    return own_tower(engine_model(), resolved_view(get_server_args()))
+    model, settings = engine_model(), get_server_args()
+    generic = runs_generic_backend(model_config_of(settings))
+    return own_tower(model, resolved_view(settings), generic=generic)
 
 
 def _tower_identity(processor: Any) -> TowerIdentity:

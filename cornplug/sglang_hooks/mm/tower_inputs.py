@@ -55,14 +55,15 @@ def own_modalities(model_type: str) -> frozenset[str]:
     return frozenset(modality for modality, families in OWN_TOWERS.items() if model_type in families)
 
 
-def own_tower(model: EngineModel, settings: Any) -> OwnTower | None:
+def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
     """The tower of a model as only SGLang computes it; None for a family that no test has compared.
 
-    `settings` are SGLang's resolved ones. Reads all weights (cached on disk). Raises CheckpointError as
-    `EngineModel.own_identity`.
+    `settings` are SGLang's resolved ones; `generic` says that SGLang runs the model by its generic backend,
+    whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights (cached on
+    disk). Raises CheckpointError as `EngineModel.own_identity`.
     """
     modalities = own_modalities(str(model.checkpoint.config.get("model_type")))
-    if not modalities:
+    if not modalities or generic:
         return None
     code = {package: version(package) for package in _CODE}
     chosen = {name: getattr(settings, name) for name in _SETTINGS}

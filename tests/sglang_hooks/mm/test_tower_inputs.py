@@ -145,7 +145,7 @@ def test_own_tower_of_another_checkpoint_or_setting_is_another(
     twin, tuned = checkpoints.gemma3(tmp_path / "b"), checkpoints.gemma3(tmp_path / "c", llm_seed=2)
 
     def identity(one: EngineModel, settings: Any = SETTINGS) -> bytes:
-        found = own_tower(one, settings)
+        found = own_tower(one, settings, generic=False)
         assert found is not None
         assert found.modalities == {"image"}
         assert found.tower.served_identity is None
@@ -170,14 +170,19 @@ def test_own_tower_of_another_checkpoint_or_setting_is_another(
 def test_own_tower_of_family_without_a_test_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"image": {"gemma3"}})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody_knows"}))
-    assert own_tower(model(tmp_path), SETTINGS) is None
+    assert own_tower(model(tmp_path), SETTINGS, generic=False) is None
+
+
+def test_own_tower_of_the_generic_backend_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"image": {"gemma3"}})
+    assert own_tower(model(checkpoints.gemma3(tmp_path)), SETTINGS, generic=True) is None
 
 
 def test_own_tower_with_parts_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"audio": {"ultravox"}})
     folder = checkpoints.ultravox(tmp_path / "model", base=tmp_path / "whisper")
     with pytest.raises(CheckpointError, match="another checkpoint"):
-        own_tower(model(folder), SETTINGS)
+        own_tower(model(folder), SETTINGS, generic=False)
 
 
 # -- keys ------------------------------------------------------------------------------------
@@ -257,4 +262,20 @@ def test_mm_identifiers_own_tower_stands_in_for_one_not_compared(
     if not compared:
         monkeypatch.setattr(mm_identifiers, "_own_tower", lambda: None)
         with pytest.raises(CheckpointError, match="no test compares"):
+            mm_identifiers._identify(None)
+
+
+@pytest.mark.parametrize("compared", [False, True])
+def test_mm_identifiers_own_tower_that_fails_leaves_compared_images(
+    monkeypatch: pytest.MonkeyPatch, compared: bool
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise CheckpointError("a part lies elsewhere", reason="unknown_family")
+
+    monkeypatch.setattr(mm_identifiers, "_own_tower", fail)
+    monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda _: COMPARED if compared else fail())
+    if compared:
+        assert mm_identifiers._identify(None) == Towers(COMPARED)
+    else:
+        with pytest.raises(CheckpointError, match="elsewhere"):
             mm_identifiers._identify(None)
