@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from reference_docs import validated_families as generated
 
-from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
+from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO, VALIDATED_OWN
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit.family_trials import trial_environment
@@ -63,11 +63,43 @@ def test_validated_families_of_video_are_of_videos_alone(tmp_path: Path) -> None
     assert space["VALIDATED_OF_VIDEO"] == {"vllm": {"qwen2_vl"}, "sglang": frozenset()}
 
 
+def test_validated_families_of_own_towers_are_by_modality(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    names = ("section", "engine", "promise", "passed")
+    results = [
+        (generated.SECTION, "sglang", "qwen2_vl", True),
+        (generated.OWN, "sglang", "qwen2_audio, audio", True),
+        (generated.OWN, "sglang", "gemma3, image", True),
+        (generated.OWN, "sglang", "gemma3, image", True),
+        (generated.OWN, "sglang", "gemma3n, image", True),
+        (generated.OWN, "sglang", "gemma3n, image", False),
+    ]
+    file.write_text(json.dumps([dict(zip(names, result, strict=True)) for result in results]))
+    space: dict[str, Any] = {}
+    exec(compile(generated.page(file), "validated_families.py", "exec"), space)
+    assert space["VALIDATED"]["sglang"] == {"qwen2_vl"}
+    own = {"image": {"gemma3"}, "audio": {"qwen2_audio"}, "video": frozenset()}
+    assert space["VALIDATED_OWN"] == {"sglang": own}
+
+
 def test_validated_families_are_the_rooms() -> None:
     assert vllm_room.VALIDATED_FAMILIES == VALIDATED["vllm"] >= {"llava", "qwen2_vl"}
     assert sglang_room.VALIDATED_FAMILIES == VALIDATED["sglang"] >= {"qwen2_vl"}
     assert vllm_room.VALIDATED_VIDEOS == VALIDATED_OF_VIDEO["vllm"] <= VALIDATED["vllm"]
     assert not VALIDATED_OF_VIDEO["sglang"]
+    assert VALIDATED_OWN["sglang"] == sglang_room.OWN_TOWERS
+
+
+def test_trial_environment_shares_an_own_tower_in_its_processes_only(tmp_path: Path) -> None:
+    ask = "from cornplug.sglang_hooks.compat import OWN_TOWERS as o; print(*sorted(o['audio']))"
+    trial = trial_environment(tmp_path, (), own={"audio": {"gemma3n"}, "image": set()})
+    paths = os.pathsep.join([trial["PYTHONPATH"], str(TREE)])
+    env = {**os.environ, "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", ask], env=env, capture_output=True, text=True, check=True
+    )
+    assert set(done.stdout.split()) == {*VALIDATED_OWN["sglang"]["audio"], "gemma3n"}
+    assert trial_environment(tmp_path, (), own={"audio": set()}) == {}
 
 
 @pytest.mark.parametrize("families", [(), ("paligemma",)])

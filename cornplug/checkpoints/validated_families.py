@@ -1,8 +1,8 @@
 """Families that a test has compared in each engine.
 
-Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py and
-tests/integration/test_family_videos.py keep their results: a family is here if it passed, and failed in no
-release and on no bed.
+Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py,
+tests/integration/test_family_videos.py and tests/integration/test_own_towers.py keep their results: a family
+is here if it passed, and failed in no release and on no bed.
 """
 
 from __future__ import annotations
@@ -45,3 +45,19 @@ VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
     ),
 }
 """Engine -> `model_type`s whose videos were compared."""
+VALIDATED_OWN: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
+    "sglang": {
+        "audio": frozenset(
+            {
+                "qwen2_audio",
+            }
+        ),
+        "image": frozenset(
+            {
+                "gemma3",
+            }
+        ),
+        "video": frozenset(),
+    },
+}
+"""Engine -> modality -> `model_type`s whose embeddings its servers share among themselves."""

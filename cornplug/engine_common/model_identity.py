@@ -17,16 +17,19 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.checkpoint import NUMERIC_CLASS, Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES
 from cornplug.checkpoints.hub_cache import read_json
 from cornplug.checkpoints.safetensors_digest import folder_fingerprint
 from cornplug.engine_common import engine_state, resolved_config
 from cornplug.errors import CheckpointError
-from cornplug.identity import of_trainer, overridden
+from cornplug.identity import canonical, digest, of_trainer, overridden
+
+_UNREAD: Final = ("_name_or_path", "transformers_version")
+"""Fields of config.json that change no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +141,32 @@ class EngineModel:
         except CheckpointError as e:
             whole = replace(whole, why_no_videos=e.reason)
         return self._named(whole)
+
+    def own_identity(self, engine: Mapping[str, Any]) -> TowerIdentity:
+        """Identity of this very checkpoint's towers in one engine, whatever their family.
+
+        No other engine and no service has it. Preprocessing is no part of it.
+
+        `engine` holds what else changes a row: releases and settings. Reads all weights (cached on disk).
+        Raises CheckpointError: "unknown_family" for a model with parts in another checkpoint, and as
+        `folder_fingerprint`.
+        """
+        if self.checkpoint.base:
+            raise CheckpointError(
+                f"{self.checkpoint.path}: a part of this model lies in another checkpoint.",
+                reason="unknown_family",
+            )
+        name = str(self.checkpoint.config.get("model_type"))
+        spec = {
+            "config": {k: v for k, v in self.checkpoint.config.items() if k not in _UNREAD},
+            "dtype": self.dtype,
+            "numeric_class": NUMERIC_CLASS,
+            "engine": {"name": self.engine, **engine},
+            "overrides": self._overrides(name, self.config_changes),
+        }
+        weights = folder_fingerprint(self.checkpoint.path)
+        self._refuse_later_files()
+        return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
 
     def _named(self, tower: TowerIdentity) -> TowerIdentity:
         """That of the trainer's weights: an encoder service has the checkpoint's."""

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from cornplug.checkpoints.validated_families import VALIDATED
+from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OWN
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("sglang.cornplug")
@@ -27,6 +27,10 @@ VALIDATED_FAMILIES: Final = VALIDATED["sglang"]
 embeddings with those of the encoder service. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
 with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,
 LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that could be hooked."""
+
+OWN_TOWERS: Final = VALIDATED_OWN["sglang"]
+"""Modality -> families whose embeddings SGLang's servers share among themselves, keyed by the tensors that
+enter the tower (`tests/integration/test_own_towers.py`). Images of `VALIDATED_FAMILIES` go by those."""
 
 GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
 """Of these, the families that the service computes by transformers' own class (`EngineModel`)."""

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from cornplug import config as settings
-from cornplug.errors import ConfigError, LayoutError
+from cornplug.errors import CheckpointError, ConfigError, LayoutError
 from cornplug.sglang_hooks.kv import exclusions
+from cornplug.sglang_hooks.mm.tower_inputs import own_tower
 from cornplug.sglang_hooks.model.model_config import describe as engine_model
+from cornplug.sglang_hooks.model.model_config import runs_generic_backend
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run
 
 
@@ -37,7 +39,18 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
     )
     if not running.is_multimodal:
         return [kv, SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)]
-    return [kv, asked("embeddings", lambda: engine_model(resolved, running).tower_identity())]
+    return [kv, asked("embeddings", lambda: _identify(resolved, running))]
+
+
+def _identify(resolved: Any, running: Any) -> None:
+    """Raise CheckpointError where a server would share embeddings of no medium."""
+    model = engine_model(resolved, running)
+    own = own_tower(model, resolved, generic=runs_generic_backend(running))
+    try:
+        model.tower_identity()
+    except CheckpointError:
+        if own is None:
+            raise
 
 
 def _check(server_args: Any) -> None:

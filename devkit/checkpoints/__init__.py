@@ -26,6 +26,7 @@ from devkit.checkpoints.hybrids import (
     llama_windowed,
     mamba2,
 )
+from devkit.checkpoints.internvl_chat import TINY_INTERN_VIT, internvl_chat
 from devkit.checkpoints.llava import CLIP_L_336, TINY_CLIP, llava
 from devkit.checkpoints.majority import majority, majority_head
 from devkit.checkpoints.qwen import (
@@ -48,6 +49,7 @@ __all__ = [
     "TINY_CLIP",
     "TINY_GLM_VISION",
     "TINY_INTERNVL",
+    "TINY_INTERN_VIT",
     "TINY_QWEN2_5_VISION",
     "TINY_QWEN2_VISION",
     "TINY_QWEN3_VISION",
@@ -63,6 +65,7 @@ __all__ = [
     "glm4v",
     "gpt_oss",
     "internvl",
+    "internvl_chat",
     "lfm2",
     "llama4_text",
     "llama_windowed",

@@ -186,12 +186,12 @@ def test_sglang_family_served_embeddings_equal_own_tower(scene: Scene, line: str
 
 @needs_sglang
 @pytest.mark.parametrize("line", ["sglang-gemma3"])
-def test_sglang_family_not_compared_runs_as_stock(scene: Scene, line: str) -> None:
+def test_sglang_family_not_compared_asks_no_service(scene: Scene, line: str) -> None:
+    """Its servers may share with one another (`test_own_towers.py`)."""
     server = scene.engines.get(line)
     passes = scene.encoder.tower_passes()
     ask(server, TAKES)
-    for counter in ("hits_total", "misses_total", "saves_total"):
-        assert count(server, counter, what="embedding") == 0
+    assert count(server, "hits_total", what="embedding") == 0
     assert scene.encoder.tower_passes() == passes
     family = line.partition("-")[2]
     lines = server.log.read_text().splitlines()

@@ -17,7 +17,7 @@ from cornplug.identity import LINK_TOKENS
 from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.drafts.draft_exclusions import beside_draft, branches, drafter
 from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
-from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
+from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, runs_generic_backend
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
 """Least memory for all host pools: less shares little, and the loading of the model may take it."""
@@ -268,14 +268,9 @@ def _images_look_alike(server_args: Any) -> str:
     SGLang then goes without a radix cache, but decides so only when it has set up ours.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
-    from sglang.srt.configs.model_config import ModelImpl
 
     model = model_config_of(server_args)
-    if not model.is_multimodal:
-        return ""
-    from sglang.srt.model_loader.utils import get_resolved_model_impl
-
-    if get_resolved_model_impl(model) != ModelImpl.TRANSFORMERS:
+    if not model.is_multimodal or not runs_generic_backend(model):
         return ""
     return "SGLang has no prefix cache for images in models of its generic transformers backend"
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, Final
@@ -66,13 +66,17 @@ class EmbeddingPrefetcher:
         # Not asyncio's own: those may all be busy decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
-    async def prepare(self, items: list[Any], tower: TowerIdentity, salt: str | None) -> None:
-        """See to it that the store has the embeddings of named items of `tower`'s. Never raises."""
+    async def prepare(
+        self, items: list[Any], tower_of: Callable[[Any], TowerIdentity | None], salt: str | None
+    ) -> None:
+        """See to it that the store has the embeddings of named items, each of its tower. Never raises."""
         if weights_guard.replaced():
             return
         keys = [placeholder_tokens.key_of(item) for item in items]
         unlike = {key: item for key, item in zip(keys, items, strict=True) if key is not None}
-        sources = await asyncio.gather(*(self._one(key, item, tower, salt) for key, item in unlike.items()))
+        sources = await asyncio.gather(
+            *(self._one(key, item, tower_of(item), salt) for key, item in unlike.items())
+        )
         found = dict(zip(unlike, sources, strict=True))
         for key, item in zip(keys, items, strict=True):
             if key is not None and found[key]:
@@ -83,7 +87,7 @@ class EmbeddingPrefetcher:
         self._encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _one(self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None) -> str:
+    async def _one(self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None) -> str:
         """The source of an item's embedding, "" after a counted miss."""
         began = time.monotonic()
         always = self._run.config.store.load_when == "always"
@@ -102,7 +106,7 @@ class EmbeddingPrefetcher:
             self._tally.observe("cornplug_wait_seconds", seconds, self._run.app, EMBEDDING)
 
     async def _encoded(
-        self, key: bytes, item: Any, tower: TowerIdentity, salt: str | None, began: float
+        self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None, began: float
     ) -> str:
         if waited.get():
             raise EncoderUnavailable("the request has waited for an encoder", reason="encoder_timeout")
@@ -110,7 +114,7 @@ class EmbeddingPrefetcher:
             tower, identified=True, refusal=self._encoder.refusal, now=began
         )
         expected = ExpectedEmbedding(key, placeholder_tokens.rows_of(item))
-        inputs = await self._in_thread(_inputs, item, tower.image_inputs)
+        inputs = await self._in_thread(_inputs, item, tower.image_inputs if tower is not None else ())
         deadline_s = self._deadline_s(expected.rows) - (time.monotonic() - began)
         request = EncodeRequest(
             id=0,

@@ -60,9 +60,12 @@ class EmbeddingSource:
         """Each item's embedding as `model` consumes it, (rows, width) on `device`, where the store
         has it and is expected to."""
         # Such a tower (Qwen3-VL) also feeds deeper layers: their rows lie behind, side by side.
-        levels = model.deepstack_visual_indexes if getattr(model, "use_deepstack", None) else ()
-        width = self._width * (1 + len(levels))
-        return [self._take(item, width, device) for item in items]
+        deepstack = getattr(model, "use_deepstack", None) or {}
+        found = []
+        for item in items:
+            levels = model.deepstack_visual_indexes if deepstack.get(item.modality) else ()
+            found.append(self._take(item, self._width * (1 + len(levels)), device))
+        return found
 
     def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
         """Count the embeddings that were taken and are used."""

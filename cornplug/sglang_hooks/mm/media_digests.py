@@ -29,6 +29,7 @@ from PIL import Image
 from cornplug.identity import array_digest, medium_with_options, pixels_digest
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
+from cornplug.sglang_hooks.mm.tower_inputs import inputs_digest
 
 _DIGEST: Final = "_cornplug_media"
 _MAX_ARTIFACTS: Final = 16_384
@@ -55,11 +56,14 @@ def digest_of(item: Any) -> bytes | None:
     return media
 
 
-async def settle(items: Sequence[Any]) -> None:
-    """Compute the digests of items in a thread.
+async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> None:
+    """Compute the digests of items in a thread; those of the modalities `own` by their tower's inputs.
 
     A large image takes 0.1 s, for which the event loop would hold up every stream of the server.
     """
+    for item in items:
+        if item.modality.name.lower() in own:
+            set_digest(item, functools.partial(inputs_digest, item))
     if any(callable(item.__dict__.get(_DIGEST)) for item in items):
         await asyncio.to_thread(lambda: [digest_of(item) for item in items])
 

@@ -7,8 +7,8 @@ pages, and the key of its embedding cache. Here every image with a digest gets
     placeholder_tokens.assign_key(item, embedding key)
 
 the same key as in vLLM, so that both engines see one token stream. It replaces an identity that SGLang or a
-client has set. Media without a digest keep SGLang's name and get no identity, so that they cannot be taken
-for media with a key.
+client has set. Media of a tower that only SGLang computes get a key of that tower (`tower_inputs.py`). Media
+without a digest keep SGLang's name and get no identity, so that they cannot be taken for media with a key.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_with_options, overridden
 from cornplug.sglang_hooks import activation, compat
 from cornplug.sglang_hooks.cache_salt import salt_of_request
 from cornplug.sglang_hooks.compat import Hook
 from cornplug.sglang_hooks.mm import media_digests, placeholder_tokens, preprocessing_probe
 from cornplug.sglang_hooks.mm.embedding_prefetch import EmbeddingPrefetcher
-from cornplug.sglang_hooks.model.model_config import engine_model
+from cornplug.sglang_hooks.mm.tower_inputs import OwnTower, own_tower
+from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
 
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
 # Fields of a request, besides `mm_processor_kwargs`, that some processor of SGLang's reads (InternVL, OCR).
@@ -39,21 +41,72 @@ _REQUEST_FIELDS: Final = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Towers:
+    """The towers of one model whose embeddings are shared."""
+
+    images: TowerIdentity | None = None
+    """That of images, which a test has compared with the encoder service's; None without."""
+    own: OwnTower | None = None
+    """That of the media which SGLang's servers share among themselves; None without."""
+
+    @property
+    def own_modalities(self) -> frozenset[str]:
+        """The modalities that get a key of `own`."""
+        named = self.own.modalities if self.own is not None else frozenset()
+        return named if self.images is None else named - {"image"}
+
+    def of(self, item: Any) -> TowerIdentity | None:
+        """The tower whose embeddings of an item are shared; None for none."""
+        if self.own is not None and item.modality.name.lower() in self.own_modalities:
+            return self.own.tower
+        return self.images if item.is_image() else None
+
+
 class MediaIdentifiers:
     """Identity of the model of this tokenizer process."""
 
     def __init__(self, processor: Any) -> None:
         """`processor` is SGLang's BaseMultimodalProcessor."""
         # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
-        self._tower = CurrentIdentity(lambda: _tower_identity(processor), "embeddings", compat.logger.warning)
+        self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
 
-    async def tower(self) -> tuple[int, TowerIdentity | None]:
-        """(epoch, identity of its tower and projector); None while that is read, and where it cannot be."""
-        epoch, tower = self._tower.now()
-        if tower.first_wait_s() > 0:
+    async def towers(self) -> tuple[int, Towers]:
+        """(epoch, its towers); none of them while they are read, and where they cannot be identified."""
+        epoch, towers = self._towers.now()
+        if towers.first_wait_s() > 0:
             # In one of the threads in which SGLang decodes media.
-            await asyncio.to_thread(tower.first_wait)
-        return epoch, tower.found
+            await asyncio.to_thread(towers.first_wait)
+        return epoch, towers.found or Towers()
+
+
+def _identify(processor: Any) -> Towers:
+    """Raises CheckpointError where no embedding of this model is shared."""
+    own, failed = None, None
+    try:
+        own = _own_tower()
+    except CheckpointError as e:
+        failed = e
+    try:
+        return Towers(_tower_identity(processor), own)
+    except CheckpointError as e:
+        if own is None:
+            raise failed or e from e
+        compat.logger.info(
+            "cornplug: embeddings of %s are shared among SGLang servers of this very checkpoint only: %s",
+            ", ".join(sorted(own.modalities)),
+            e,
+        )
+        return Towers(own=own)
+
+
+def _own_tower() -> OwnTower | None:
+    from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
+    from sglang.srt.runtime_context import get_server_args
+
+    model, settings = engine_model(), get_server_args()
+    generic = runs_generic_backend(model_config_of(settings))
+    return own_tower(model, resolved_view(settings), generic=generic)
 
 
 def _tower_identity(processor: Any) -> TowerIdentity:
@@ -69,8 +122,8 @@ def _tower_identity(processor: Any) -> TowerIdentity:
     return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
 
 
-def assign_keys(mm_inputs: Any, tower: TowerIdentity | None, obj: Any, *, epoch: int = 0) -> list[Any]:
-    """Assign embedding keys of a tower of that epoch to the images of a request, and clear all other items'.
+def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> list[Any]:
+    """Assign embedding keys of towers of that epoch to the media of a request, and clear all other items'.
 
     `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or
     EmbeddingReqInput. Returns the items with a key.
@@ -80,14 +133,17 @@ def assign_keys(mm_inputs: Any, tower: TowerIdentity | None, obj: Any, *, epoch:
     salt = salt_of_request(obj)
     ours = []
     for item in items:
-        media = media_digests.digest_of(item)
+        media, tower = media_digests.digest_of(item), towers.of(item)
+        # What enters a tower of SGLang's own holds the effect of every option.
+        owned = item.modality.name.lower() in towers.own_modalities
+        asked = {} if owned else options
         key = None
-        if media is not None and tower is not None and options is not None:
-            key = _key(tower.identity, media, options.get(id(item), {}), salt)
+        if media is not None and tower is not None and asked is not None:
+            key = _key(tower.identity, media, asked.get(id(item), {}), salt)
         if key is None:
             placeholder_tokens.clear_key(item)
             continue
-        placeholder_tokens.assign_key(item, key, epoch=epoch)
+        placeholder_tokens.assign_key(item, key, epoch=epoch, rows_alone=owned)
         if placeholder_tokens.key_of(item) is not None:
             ours.append(item)
     padded = mm_inputs.padded_input_ids
@@ -166,12 +222,12 @@ async def _tokenize_one_request(original: Callable[..., Any], manager: Any, obj:
     mm_inputs = tokenized.mm_inputs if activation.is_on() else None
     if mm_inputs is not None and mm_inputs.mm_items:
         here = _tokenizer(manager.mm_processor)
-        epoch, tower = await here.names.tower()
-        await media_digests.settle(mm_inputs.mm_items)
-        items = assign_keys(mm_inputs, tower, obj, epoch=epoch)
-        if here.prefetches and items and tower is not None and activation.config().engine.share_embeddings:
+        epoch, towers = await here.names.towers()
+        await media_digests.settle(mm_inputs.mm_items, towers.own_modalities)
+        items = assign_keys(mm_inputs, towers, obj, epoch=epoch)
+        if here.prefetches and activation.config().engine.share_embeddings:
             wanted = [item for item in items if item.precomputed_embeddings is None]
-            await here.prefetcher.prepare(wanted, tower, salt_of_request(obj))
+            await here.prefetcher.prepare(wanted, towers.of, salt_of_request(obj))
     return tokenized
 
 

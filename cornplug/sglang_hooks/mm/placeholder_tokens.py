@@ -30,6 +30,7 @@ FIRST_PLACEHOLDER: Final = 1_000_000
 """SGLang's placeholder values begin here; no vocabulary reaches so far."""
 _KEY: Final = "cornplug_key"
 _EPOCH: Final = "cornplug_epoch"
+_ROWS_ALONE: Final = "cornplug_rows_alone"
 _MAX_IDENTITIES: Final = 65_536
 """Media that are remembered. KV of a forgotten one is no longer shared, and never taken for another's."""
 
@@ -43,10 +44,10 @@ def rows_of(item: Any) -> int:
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
-def assign_key(item: Any, key: bytes, *, epoch: int = 0) -> None:
+def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = False) -> None:
     """Assign an item its embedding key of a tower of that epoch, which is sent with it to the scheduler.
 
-    An item without offsets gets none.
+    An item without offsets gets none. `rows_alone`: its embedding is shared, and no KV behind it.
     """
     rows = rows_of(item)
     if not rows:
@@ -55,6 +56,10 @@ def assign_key(item: Any, key: bytes, *, epoch: int = 0) -> None:
     item.set_identity(medium_lineage(key, rows))
     item.model_specific_data[_KEY] = key
     item.model_specific_data[_EPOCH] = epoch
+    if rows_alone:
+        item.model_specific_data[_ROWS_ALONE] = True
+    else:
+        item.model_specific_data.pop(_ROWS_ALONE, None)
 
 
 def is_current(item: Any) -> bool:
@@ -114,7 +119,7 @@ def is_unkeyed(token: int) -> bool:
 def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
     if activation.is_on() and result is not None:
         for item in result.mm_items:
-            if key_of(item) is not None and is_current(item):
+            if key_of(item) is not None and is_current(item) and _ROWS_ALONE not in item.model_specific_data:
                 add(item.identity)
 
 

@@ -78,6 +78,14 @@ def describe(settings: Any, model: Any) -> EngineModel:
     )
 
 
+def runs_generic_backend(model: Any) -> bool:
+    """Whether SGLang runs a model (its ModelConfig) by transformers' classes, not by one of its own."""
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    return bool(get_resolved_model_impl(model) == ModelImpl.TRANSFORMERS)
+
+
 def draft_model(draft: Any) -> EngineModel:
     """The draft that runs beside this process's model, of SGLang's ModelConfig of it.
 

@@ -57,7 +57,7 @@ class Stage:
             one = item(i)
             placeholder_tokens.assign_key(one, key)
             items.append(one)
-        asyncio.run(self.prefetcher.prepare(items, tower(served), salt))
+        asyncio.run(self.prefetcher.prepare(items, lambda _: tower(served), salt))
         return [source_of(one) for one in items]
 
     def publish(self, key: bytes) -> None:
@@ -164,7 +164,7 @@ def test_prefetch_of_unkeyed_items_is_skipped(here: Stage) -> None:
     placeholder_tokens.assign_key(renamed, KEYS[2])
     renamed.set_hash(7)
     placeholder_tokens.assign_key(ours, KEYS[3])
-    asyncio.run(here.prefetcher.prepare([nameless, renamed, ours], tower(), None))
+    asyncio.run(here.prefetcher.prepare([nameless, renamed, ours], lambda _: tower(), None))
     assert [source_of(one) for one in (nameless, renamed, ours)] == [None, None, "service_computed"]
     assert [asked.key for asked in here.service.asked] == [KEYS[3]]
 
@@ -233,7 +233,7 @@ def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage) -> None:
         nonlocal turns
         one = item()
         placeholder_tokens.assign_key(one, KEYS[0])
-        waiting = asyncio.create_task(here.prefetcher.prepare([one], tower(), None))
+        waiting = asyncio.create_task(here.prefetcher.prepare([one], lambda _: tower(), None))
         while not waiting.done():
             turns += 1
             await asyncio.sleep(0.005)
@@ -283,7 +283,7 @@ def test_prefetch_of_remote_features_is_miss(here: Stage) -> None:
     one = item()
     one.feature = object()
     placeholder_tokens.assign_key(one, KEYS[0])
-    asyncio.run(here.prefetcher.prepare([one], tower(), None))
+    asyncio.run(here.prefetcher.prepare([one], lambda _: tower(), None))
     assert here.missed() == {"no_inputs": 1}
 
 
@@ -291,7 +291,7 @@ def test_prefetch_cancelled_cancels_encode_request(here: Stage) -> None:
     async def run() -> None:
         one = item()
         placeholder_tokens.assign_key(one, KEYS[0])
-        waiting = asyncio.create_task(here.prefetcher.prepare([one], tower(), None))
+        waiting = asyncio.create_task(here.prefetcher.prepare([one], lambda _: tower(), None))
         while not here.service.futures:
             await asyncio.sleep(0.001)
         waiting.cancel()
@@ -317,7 +317,7 @@ def test_prefetch_from_untrusted_socket_publishes_nothing(uid: int | None, store
     placeholder_tokens.assign_key(one, KEYS[0])
     with listener(path, uid=uid, secret=secret) as heard:
         prefetcher = EmbeddingPrefetcher(runtime(store, socket=path), tally)
-        asyncio.run(prefetcher.prepare([one], tower(), None))
+        asyncio.run(prefetcher.prepare([one], lambda _: tower(), None))
         prefetcher.close()
     path.parent.rmdir()
     assert b"pixel_values" not in heard()

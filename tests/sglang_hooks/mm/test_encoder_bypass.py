@@ -9,6 +9,7 @@ import pytest
 import torch
 from sglang.srt.layers import dp_attention
 from sglang.srt.managers import mm_schedule
+from sglang.srt.managers.schedule_batch import Modality
 
 from cornplug.codec import PayloadKind
 from cornplug.engine_common import engine_state, weights_guard
@@ -280,7 +281,7 @@ def test_encoder_bypass_deepstack_needs_rows_of_all_levels(
     engine: Callable[..., EncoderBypass], store: MemoryStore
 ) -> None:
     model = Model()
-    model.use_deepstack = {"image": True}
+    model.use_deepstack = {Modality.IMAGE: True}
     model.deepstack_visual_indexes = [1, 3]
     wide = torch.cat([value(2), value(3), value(4)], dim=1)
     put(store.connect(), 2, wide)

@@ -25,12 +25,13 @@ from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES
 from cornplug.sglang_hooks.mm import media_digests, mm_identifiers
+from cornplug.sglang_hooks.mm.mm_identifiers import Towers
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of
 from cornplug.store.memory import MemoryStore
 
 from ..media_rig import SECRET, TOWER, item, runtime, sample_image
 
-TOWERS = TowerIdentity(TOWER, TOWER)
+TOWERS = Towers(TowerIdentity(TOWER, TOWER))
 PROCESSOR = SimpleNamespace(_processor=SimpleNamespace(image_processor=SimpleNamespace(do_convert_rgb=True)))
 
 
@@ -243,7 +244,7 @@ def test_mm_identifiers_client_hashes_give_no_key() -> None:
 
 def test_mm_identifiers_without_identity_give_no_key() -> None:
     one = with_digest()
-    assert mm_identifiers.assign_keys(MultimodalProcessorOutput(mm_items=[one]), None, request()) == []
+    assert mm_identifiers.assign_keys(MultimodalProcessorOutput(mm_items=[one]), Towers(), request()) == []
     assert one.identity is None
 
 
@@ -307,7 +308,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
 
 def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read = threading.Event()
-    monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: read.wait(60) and TOWERS)
+    monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: read.wait(60) and TOWERS)
     monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 3.0)
     names = mm_identifiers.MediaIdentifiers(None)
 
@@ -315,7 +316,7 @@ def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.Monkey
         waited = []
         for _ in range(2):
             began = time.monotonic()
-            assert (await names.tower())[1] is None
+            assert (await names.towers())[1] == Towers()
             waited.append(time.monotonic() - began)
         return waited
 
@@ -338,7 +339,7 @@ def test_mm_identifiers_on_two_hosts_prefetch_nothing(monkeypatch: pytest.Monkey
             asked.extend(items)
 
     monkeypatch.setattr(mm_identifiers, "EmbeddingPrefetcher", Prefetcher)
-    monkeypatch.setattr(mm_identifiers, "_tower_identity", lambda processor: TOWERS)
+    monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: TOWERS)
     monkeypatch.setattr(activation, "tally", lambda: None)
     monkeypatch.setattr(activation, "config", lambda: settings({}))
     monkeypatch.setattr("sglang.srt.runtime_context.get_server_args", lambda: SimpleNamespace(nnodes=nnodes))

@@ -45,6 +45,19 @@ def test_placeholder_tokens_equal_sglang_padding_values(monkeypatch: pytest.Monk
     assert all(tokens_module.is_unkeyed(v) for v in theirs.padding_values())
 
 
+def test_placeholder_tokens_of_rows_alone_are_unkeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV behind such a medium is not shared; the medium's rows are."""
+    monkeypatch.setattr(activation, "is_on", lambda: True)
+    alone = item(1)
+    tokens_module.assign_key(alone, b"k" * 32, rows_alone=True)
+    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
+    assert tokens_module.key_of(alone) == b"k" * 32
+    assert all(tokens_module.is_unkeyed(v) for v in alone.padding_values())
+    tokens_module.assign_key(alone, b"k" * 32)
+    tokens_module._multimodal_inputs(SimpleNamespace(mm_items=[alone]), None, None)
+    assert all(tokens_module.is_keyed(v) for v in alone.padding_values())
+
+
 def test_placeholder_tokens_foreign_identity_gives_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kimi's processors set one of what a client may claim, where no hook of ours has seen the item."""
     monkeypatch.setattr(activation, "is_on", lambda: True)

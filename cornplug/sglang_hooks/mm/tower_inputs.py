@@ -1,0 +1,119 @@
+"""Digests of what enters a tower, and the identity of a tower that only SGLang's servers compute with.
+
+Some of SGLang's towers compute other values than the encoder service's, or no service serves their family.
+Servers of one release, settings and checkpoint share their embeddings all the same, by the very tensors that
+the tower receives:
+
+    medium ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
+                                                                      │
+                    checkpoint, release, settings ──own_identity──────┘
+
+So no argument of a processor needs a place in the key, whatever it does. The rows are shared; KV behind such
+a medium is not (`placeholder_tokens.py`): positions and masks of its tokens follow from more than the rows.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
+from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
+from cornplug.identity import array_digest, digest
+from cornplug.sglang_hooks.compat import OWN_TOWERS
+
+_CODE: Final = ("sglang", "torch", "torchvision", "transformers")
+"""Packages with the code of SGLang's towers."""
+_SETTINGS: Final = (
+    "attention_backend",
+    "device",
+    "mm_attention_backend",
+    "prefill_attention_backend",
+    "tp_size",
+)
+OURS: Final = "cornplug_"
+"""Prefix of an item's fields that are this plugin's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnTower:
+    """A tower whose embeddings SGLang's servers share among themselves."""
+
+    tower: TowerIdentity
+    modalities: frozenset[str] = field(default_factory=frozenset)
+    """Names of the modalities that a test has compared: "image", "video", "audio"."""
+
+
+def own_modalities(model_type: str) -> frozenset[str]:
+    """The modalities of a family whose embeddings SGLang's servers share among themselves."""
+    return frozenset(modality for modality, families in OWN_TOWERS.items() if model_type in families)
+
+
+def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
+    """The tower of a model as only SGLang computes it; None for a family that no test has compared.
+
+    `settings` are SGLang's resolved ones; `generic` says that SGLang runs the model by its generic backend,
+    whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights (cached on
+    disk). Raises CheckpointError as `EngineModel.own_identity`.
+    """
+    modalities = own_modalities(str(model.checkpoint.config.get("model_type")))
+    if not modalities or generic:
+        return None
+    code = {package: version(package) for package in _CODE}
+    chosen = {name: getattr(settings, name) for name in _SETTINGS}
+    return OwnTower(model.own_identity({"code": code, "settings": chosen}), modalities)
+
+
+def inputs_digest(item: Any) -> bytes | None:
+    """The digest (32 bytes) of all that an item brings to its tower.
+
+    None for an item without features of its own, and where a field is no tensor, number, text or collection
+    of these: for instance a handle to another process's GPU memory.
+    """
+    from sglang.srt.managers.schedule_batch import MultimodalInputFormat
+
+    if item.format != MultimodalInputFormat.NORMAL or item.feature is None:
+        return None
+    named = {k: v for k, v in item.model_specific_data.items() if not k.startswith(OURS)}
+    try:
+        return digest(
+            "cornplug-sglang-inputs-v1", item.modality.name.encode(), _digest(item.feature), _digest(named)
+        )
+    except TypeError:
+        return None
+
+
+def _digest(value: object) -> bytes:
+    """A digest that tells values of any type apart. Raises TypeError for a type that it does not know."""
+    match value:
+        case torch.Tensor():
+            if value.layout != torch.strided or value.is_quantized:
+                raise TypeError(f"a tensor of layout {value.layout}")
+            return digest("tensor", array_digest(dtype_name(value.dtype), value.shape, raw_bytes(value)))
+        case np.ndarray():
+            if value.dtype.kind not in "biuf":
+                raise TypeError(f"an array of {value.dtype}")
+            data = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
+            return digest("array", array_digest(value.dtype.name, value.shape, data.tobytes()))
+        case None | bool():
+            return digest("constant", str(value).encode())
+        case int():
+            return digest("int", str(value).encode())
+        case float():
+            return digest("float", struct.pack(">d", value))
+        case str():
+            return digest("text", value.encode("utf-8", errors="surrogatepass"))
+        case bytes():
+            return digest("bytes", value)
+        case list() | tuple():
+            return digest("list", *map(_digest, value))
+        case Mapping():
+            # Sorted by digest: names need no order of their own.
+            return digest("mapping", *sorted(_digest(k) + _digest(v) for k, v in value.items()))
+    raise TypeError(f"a {type(value).__name__}")
