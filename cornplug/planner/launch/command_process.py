@@ -28,7 +28,9 @@ class CommandProcess(ManagedProcess):
         self.command = command
         words = [*program(command.argv), *command.argv[1:]]
         environment = _environment(words[0], command.env)
-        super().__init__(words, log=log, env=environment, name=name_of(command), ready_s=ready_s)
+        super().__init__(
+            words, log=log, env=environment, name=name_of(command), ready_s=ready_s, ends_with_parent=True
+        )
 
     def ready(self) -> bool:
         """Whether it serves; at once where it has neither a URL nor a socket to ask."""
