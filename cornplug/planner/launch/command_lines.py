@@ -8,7 +8,6 @@ bytes that all hosts have in common. `resolved` fills them.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from cornplug.planner.launch.group_context import (
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.routers import RouterCommand, entries, routers
+from cornplug.planner.launch.settings_files import has_namespaces, qos_toml, store_toml
 from cornplug.planner.plan import Plan
 
 Kind = Literal["store", "encoder", "engine", "router", "external"]
@@ -132,23 +132,9 @@ def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
     if plan.reservations:
         found["qos.toml"] = qos_toml(plan)
+    if has_namespaces(plan):
+        found["store.toml"] = store_toml(plan)
     return found
-
-
-def qos_toml(plan: Plan) -> str:
-    """Classes of service of the encoder and of admission, as CORNPLUG_CONFIG takes them."""
-    lines = [f"# Of the plan {plan.name!r}."]
-    for one in plan.reservations:
-        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
-        lines += [f"priority = {one.priority}"]
-        lines += [] if one.deadline_s is None else [f"deadline_s = {one.deadline_s:.4g}"]
-        lines += [f"apps = {json.dumps(one.apps)}"] if one.apps else []
-    return "\n".join(lines) + "\n"
-
-
-def _down(share: float) -> float:
-    """To four digits: the shares of all classes may not add up to over 1."""
-    return math.floor(share * 1e4) / 1e4
 
 
 def _stores(
@@ -156,13 +142,14 @@ def _stores(
 ) -> list[LaunchCommand]:
     wanting = _storing(plan, placed, contexts)
     size = max(store_gib(plan), LEAST_STORE_GIB)
+    env = {"CORNPLUG_CONFIG": "${PLAN_DIR}/store.toml"} if has_namespaces(plan) else {}
     return [
         LaunchCommand(
             "store",
             number,
             host,
             ("cornplug", "serve-store", "--socket", STORE_SOCKET, "--size", f"{size:g}GiB"),
-            {},
+            env,
             "store",
             socket=STORE_SOCKET,
         )
@@ -252,6 +239,8 @@ def _encoder(
     env = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     if plan.reservations:
         env["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
+    argv += site.group.flags or ()
+    env |= site.group.env
     shared = len(local) - len(devices)
     remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
     return LaunchCommand(
@@ -281,6 +270,7 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         case "external":
             devices = ",".join(map(str, site.devices))
             env = {} if is_cpu(group) else {"CUDA_VISIBLE_DEVICES": devices}
+            argv = [word.replace("{port}", str(site.port)) for word in group.command]
         case "cornplug":
             raise ValueError("encoders have commands of their own")
         case _:
@@ -290,10 +280,10 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         site.replica,
         site.host,
         tuple(argv),
-        env,
-        "engine" if argv else "external",
+        {**env, **group.env},
+        "external" if group.engine == "external" else "engine",
         site.port,
-        None if site.rank or not argv else _health(site.port, its.bind_address),
+        None if site.rank or not argv else _health(site.port, its.bind_address, group.health),
         rank=site.rank,
         cores=site.devices if is_cpu(group) and argv else (),
         beside_others=group.share < 1,
@@ -304,9 +294,9 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
 def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
     group = site.group
     found = []
-    if group.engine == "external":
+    if group.engine == "external" and not group.command:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
-    elif "G" in group.tasks:
+    elif "G" in group.tasks and group.engine != "external":
         found.append("The generator's part is not served by this engine: put its server beside it.")
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
         found.append("KV goes through two connectors, so they are given in the long form.")
@@ -327,6 +317,6 @@ def _router(router: RouterCommand) -> LaunchCommand:
     )
 
 
-def _health(port: int, bound: str = "0.0.0.0") -> str:  # noqa: S104
+def _health(port: int, bound: str = "0.0.0.0", path: str = "/health") -> str:  # noqa: S104
     host = "127.0.0.1" if bound == "0.0.0.0" else bound  # noqa: S104
-    return f"http://{host}:{port}/health"
+    return f"http://{host}:{port}{path}"

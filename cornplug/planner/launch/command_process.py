@@ -64,7 +64,7 @@ def program(argv: Sequence[str]) -> list[str]:
     word = argv[0]
     if word == "cornplug":
         return [sys.executable, "-m", "cornplug.cli"]
-    if word == "python":
+    if word == "python" and argv[1:2] == ["-m"]:
         return [_python_with(argv[2].partition(".")[0])]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)

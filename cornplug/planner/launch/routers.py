@@ -107,14 +107,18 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
 
 def entries(plan: Plan, front: Sequence[RouterCommand]) -> dict[str, dict[str, Any]]:
     """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
-    "to": [{"weight": part of the class, "url": ...}], heaviest first}."""
+    "to": [{"weight": part of the class, "url": ...}], heaviest first}, and "cache_salt" of a tenant's."""
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}
     rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
             rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
-    return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
+    salts = {app.name: {"cache_salt": app.tenant} for app in plan.applications if app.tenant}
+    return {
+        name: {"priority": priority[name], **salts.get(name.partition("/")[0], {}), "to": _normalised(urls)}
+        for name, urls in rates.items()
+    }
 
 
 def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:
