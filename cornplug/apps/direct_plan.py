@@ -111,6 +111,7 @@ class _Groups:
             apps=[app.name for app in users],
             profile="an apps file",
             ports=self._ports[component.name],
+            fixed_ports=its.port is not None,
             flags=its.flags,
             env=its.env,
             command=its.command,

@@ -154,6 +154,8 @@ class ReplicaGroup(PlanRecord):
     """Unix time at which its replicas were started, for the minimum dwell."""
     ports: list[int] = Field(default_factory=list)
     """Of each replica; empty: counted through on each host."""
+    fixed_ports: bool = False
+    """An apps file names them: `--apply` gives no others."""
     flags: list[str] | None = None
     """Of an apps file: these, and the engine's own defaults, in place of `settings`."""
     env: dict[str, str] = Field(default_factory=dict)
@@ -285,6 +287,8 @@ class Plan(PlanRecord):
     reservations: list[QosReservation] = Field(default_factory=list)
     applications: list[PlannedApplication] = Field(default_factory=list)
     """Those with a tenant, a namespace or prompts."""
+    router_ports: int = 0
+    """Added to the routers' ports: `--apply` starts new routers beside the old ones."""
     proof: OptimalityProof
     explanation: PlanExplanation = PlanExplanation()
     corrections: list[TimesCorrection] = Field(default_factory=list)

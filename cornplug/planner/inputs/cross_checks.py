@@ -57,7 +57,7 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
 
 
 def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """Names that repeat, and applications that contradict other tables: checked for a plan and for a launch."""
+    """Names that repeat, and applications that contradict other tables; a launch checks them, too."""
     doubles = list(duplicates(("components",), [c.name for c in plan_input.components]))
     yield from doubles
     if doubles:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Template
 from typing import Literal, assert_never
@@ -59,6 +59,12 @@ class LaunchCommand:
     """Over 0: the part of a replica on a further node, which serves nothing itself."""
     cores: tuple[int, ...] = ()
     """It is kept to these cores; empty: anywhere."""
+    gpus: tuple[int, ...] = ()
+    """It runs on these GPUs of its host."""
+    share: float = 1.0
+    """Of each of them."""
+    settings: str = ""
+    """Text of the settings file that it reads as it starts, where another text needs a new start."""
     beside_others: bool = False
     """Others share its GPU: the next is started when this one is ready, for each takes of the memory
     that it finds."""
@@ -125,10 +131,10 @@ def _with_secret(command: LaunchCommand) -> LaunchCommand:
     return replace(command, env={**command.env, **SECRET_ENV})
 
 
-def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
-    """Text of the files that the commands refer to, by name."""
+def files(plan: Plan, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()) -> dict[str, str]:
+    """Text of the files that the commands refer to, by name. `without`: addresses that do not serve now."""
     placed = sites(plan)
-    table = entries(plan, routers(plan, placed, transfer=transfer))
+    table = entries(plan, routers(plan, placed, transfer=transfer), without=without)
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
     if plan.reservations:
         found["qos.toml"] = qos_toml(plan)
@@ -152,6 +158,7 @@ def _stores(
             env,
             "store",
             socket=STORE_SOCKET,
+            settings=store_toml(plan).partition("\n")[2] if has_namespaces(plan) else "",
         )
         for number, host in enumerate(wanting)
     ]
@@ -253,6 +260,9 @@ def _encoder(
         site.port,
         _health(site.port, bind_address(plan, site.host)),
         cores=tuple(devices) if cpu else (),
+        gpus=() if cpu else tuple(devices),
+        share=site.group.share,
+        settings=qos_toml(plan).partition("\n")[2] if plan.reservations else "",
         beside_others=site.group.share < 1,
         remarks=(remark,) if shared else (),
     )
@@ -286,6 +296,8 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         None if site.rank or not argv else _health(site.port, its.bind_address, group.health),
         rank=site.rank,
         cores=site.devices if is_cpu(group) and argv else (),
+        gpus=() if is_cpu(group) else site.devices,
+        share=group.share,
         beside_others=group.share < 1,
         remarks=_remarks(site, its),
     )

@@ -21,7 +21,7 @@ def qos_toml(plan: Plan) -> str:
 
 def store_toml(plan: Plan) -> str:
     """Namespaces of the store, one for each application that has one."""
-    lines = [f"# Of the plan {plan.name!r}."]
+    lines = ["# Namespaces of a plan's applications."]
     for app in plan.applications:
         if app.namespace is not None:
             lines += ["", f"[store.namespaces.{json.dumps(app.name)}]"]
