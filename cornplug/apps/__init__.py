@@ -3,7 +3,7 @@
     from cornplug.apps import Application, AppsFile, Component, Route
 
     file = AppsFile.read(Path("services.toml"))
-    plan = plan_of(file)          # what `cornplug launch services.toml` starts
+    plan = plan_of(file)          # for `cornplug launch`
     file.to_toml()
 
 `Component`, `Application` and `Route` are tables of the planner's input: `cornplug plan` reads the same file

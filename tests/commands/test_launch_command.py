@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,8 @@ from devkit.engines import wait_until
 
 SERVER = Path(__file__).parents[1] / "planner" / "draining_server.py"
 LATE_S = 100.0
+
+pytestmark = pytest.mark.timeout(500)
 
 
 @pytest.fixture(autouse=True)
@@ -206,14 +207,23 @@ def test_launch_command_killed_launcher_leaves_no_process(tmp_path: Path) -> Non
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), deadline_s=LATE_S, what="the engine's end")
 
 
-def test_launch_command_sigterm_finishes_requests_under_way(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
+def test_launch_command_sigterm_finishes_requests_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_REQUEST_S", "5")
+    run_dir, port = tmp_path / "run", free_port()
     with (
-        launched(apps_file(tmp_path / "a.toml", free_port(), "a"), run_dir) as process,
+        launched(apps_file(tmp_path / "a.toml", port, "a"), run_dir) as process,
         ThreadPoolExecutor() as pool,
     ):
         answers = [pool.submit(answer, run_dir) for _ in range(3)]
-        time.sleep(0.1)
+
+        def all_under_way() -> bool:
+            asked = httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False, timeout=30)
+            under_way: int = asked.json()["under_way"]
+            return under_way == 3
+
+        wait_until(all_under_way, deadline_s=LATE_S, what="requests under way")
         process.send_signal(signal.SIGTERM)
         assert [one.result()["model"] for one in answers] == ["org/a"] * 3
         assert process.wait(60) == 0

@@ -1,7 +1,7 @@
 """Stands for an engine in tests of changes under load: at SIGTERM it ends the requests under way first.
 
-Serves /health at --port, and any POST after 0.2 s, with its model and port. FAKE_START_S: seconds before it
-serves. FAKE_ENDS: a file; while its text is this server's model, it ends at once with status 3.
+Serves /health at --port, with the number of requests under way, and any POST after FAKE_REQUEST_S (0.2),
+with its model and port. FAKE_ENDS: a file; a server whose model is its text ends at once with status 3.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ from types import FrameType
 
 MODEL = sys.argv[2]
 PORT = int(sys.argv[sys.argv.index("--port") + 1])
+UNDER_WAY: list[str] = []
 
 
 class Completions(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        self._answer({}, 200 if self.path == "/health" else 404)
+        self._answer({"under_way": len(UNDER_WAY)}, 200 if self.path == "/health" else 404)
 
     def do_POST(self) -> None:
+        UNDER_WAY.append(self.path)
         self.rfile.read(int(self.headers["content-length"]))
-        time.sleep(0.2)
+        time.sleep(float(os.environ.get("FAKE_REQUEST_S", "0.2")))
+        UNDER_WAY.pop()
         self._answer({"model": MODEL, "port": PORT, "pid": os.getpid()}, 200)
 
     def _answer(self, body: dict[str, object], status: int) -> None:
@@ -49,7 +52,6 @@ def main() -> None:
     if ends.exists() and ends.read_text() == MODEL:
         print("no memory for the weights", flush=True)
         sys.exit(3)
-    time.sleep(float(os.environ.get("FAKE_START_S", "0")))
     server = Server(("127.0.0.1", PORT), Completions)
 
     def end(number: int, frame: FrameType | None) -> None:
