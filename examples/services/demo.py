@@ -32,7 +32,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="cp-") as folder:
         run_dir = Path(folder) / "run"
         line = ["launch", str(HERE / "services.toml"), "--run-dir", str(run_dir)]
-        launcher = subprocess.Popen([sys.executable, "-m", "cornplug.cli", *line], cwd=HERE)
+        launcher = subprocess.Popen([sys.executable, "-m", "cornplug.cli", *line])
         try:
             if not serves(launcher, run_dir):
                 return 1

@@ -62,6 +62,12 @@ def test_plan_of_generator_runs_its_command_at_its_port(commands: dict[str, Laun
     assert speech.health == "http://127.0.0.1:18502/ok"
 
 
+def test_plan_of_generator_beside_the_file_is_found_from_anywhere(tmp_path: Path) -> None:
+    made = plan_of(services(tmp_path, ('"speech.py"', '"./speech.py"')))
+    speech = next(group for group in made.groups if group.name == "speech")
+    assert speech.command[1] == str(tmp_path / "speech.py")
+
+
 def test_plan_of_tenant_and_priority_are_in_routes(tmp_path: Path) -> None:
     routes = json.loads(command_lines.files(plan_of(services(tmp_path)))["routes.json"])
     pro = routes["chat-vlm-pro/picture"]

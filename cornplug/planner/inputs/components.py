@@ -164,8 +164,9 @@ class ComponentResources(InputTable):
     counts."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables beside the launcher's own."""
-    command: list[str] = Field(default_factory=list)
-    """Generator only: its server's program and arguments, with "{port}" for the port."""
+    command: list[Model] = Field(default_factory=list)
+    """Generator only: its server's program and arguments, with "{port}" for the port; ./NAME is beside the
+    file."""
     health: str = "/health"
     """With `command`: path of the URL that answers 200 once the server serves."""
 
