@@ -63,7 +63,7 @@ class LaunchSession:
         still being kept up, False where one was given up, or all were."""
         while not stop.wait(_POLL_S):
             self.supervisor.tick()
-            if len(self.supervisor.given_up) == len(self.supervisor.processes):
+            if self.supervisor.given_up == self.supervisor.processes != []:
                 return False
             each()
         return not self.supervisor.given_up
