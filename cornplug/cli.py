@@ -32,7 +32,9 @@ COMMANDS: Mapping[str, CliCommand] = {
         "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
     ),
     "plan": CliCommand("cornplug.planner.plan_command:main", "plan what to run where, from SLOs and prices"),
-    "launch": CliCommand("cornplug.planner.launch.launcher:main", "start a plan of one host"),
+    "launch": CliCommand(
+        "cornplug.commands.launch_command:main", "start an apps file or a plan on this host"
+    ),
     "replan": CliCommand(
         "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
     ),

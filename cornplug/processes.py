@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +28,8 @@ GRACE_S: Final = 20.0
 """Seconds from SIGTERM to SIGKILL."""
 _POLL_S: Final = 0.1
 _KILL_S: Final = 30.0
+_PR_SET_PDEATHSIG: Final = 1
+_libc: Final = ctypes.CDLL(None)
 
 _running: set[ManagedProcess] = set()
 
@@ -40,6 +44,8 @@ class ManagedProcess:
         name: For messages; None: the program with its first two arguments.
         health: True once the process serves; None: it serves at once. Subclasses may override `ready`.
         ready_s: Longest wait of `start`, in seconds.
+        ends_with_parent: The leader gets SIGTERM when this process ends without ending it, even by SIGKILL.
+            The kernel sends the signal at the end of the thread that spawned it, so only the main thread may.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class ManagedProcess:
         name: str | None = None,
         health: Callable[[], bool] | None = None,
         ready_s: float = 30,
+        ends_with_parent: bool = False,
     ) -> None:
         self.argv = list(argv)
         self.log = log
@@ -61,6 +68,7 @@ class ManagedProcess:
         self._health = health
         self._process: subprocess.Popen[bytes] | None = None
         self._parent = os.getpid()
+        self._ends_with_parent = ends_with_parent
 
     def ready(self) -> bool:
         """Whether it serves."""
@@ -90,6 +98,7 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT,
                 env=self.env,
                 start_new_session=True,
+                preexec_fn=self._in_child(),
             )
         self.began_s, self._parent = time.monotonic(), os.getpid()
         _running.add(self)
@@ -193,6 +202,21 @@ class ManagedProcess:
         """Kill it, in the process that started it: a fork of that process has the object, not the child."""
         if self._parent == os.getpid():
             self.kill()
+
+    def _in_child(self) -> Callable[[], None] | None:
+        """Code for the child between fork and exec: system calls, which need no lock of another thread."""
+        if not self._ends_with_parent:
+            return None
+        if threading.current_thread() is not threading.main_thread():
+            raise ProcessFailed(f"{self.name}: a process that ends with its parent starts in its main thread")
+        parent = os.getpid()
+
+        def ask_for_signal() -> None:
+            _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)
+
+        return ask_for_signal
 
     def _signal_all(self, number: signal.Signals) -> None:
         for pid in self.pids():

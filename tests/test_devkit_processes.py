@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -153,6 +154,28 @@ def test_managed_process_ends_with_the_interpreter(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert not running(int(out.stdout))
+
+
+def test_managed_process_with_ends_with_parent_ends_after_sigkill_of_the_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from cornplug.processes import ManagedProcess\n"
+        "sleeper = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
+        f"p = ManagedProcess(sleeper, log=Path({str(tmp_path / 'l')!r}), ends_with_parent=True)\n"
+        "p.spawn(); print(p.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    assert running(pid)
+    parent.kill()
+    parent.wait(10)
+    wait_until(lambda: not running(pid), deadline_s=20, what="the child's end")
+
+
+def test_managed_process_with_ends_with_parent_starts_in_the_main_thread_only(tmp_path: Path) -> None:
+    process = ManagedProcess(["true"], log=tmp_path / "log", ends_with_parent=True)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ProcessFailed, match="main thread"):
+        pool.submit(process.spawn).result()
 
 
 def test_photos_are_real_images_of_many_sizes() -> None:

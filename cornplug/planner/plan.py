@@ -82,6 +82,27 @@ class QueueForecast(PlanRecord):
     """Of requests whose prefill had not ended, cached tokens included."""
 
 
+class PlannedNamespace(PlanRecord):
+    """An application's part of the store: the settings `store.namespaces.APP`."""
+
+    share: float = 0.0
+    ceiling: float = 1.0
+    priority: int = 0
+    ttl_s: float | None = None
+    pinned: bool = False
+
+
+class PlannedApplication(PlanRecord):
+    """An application's settings beside its routes."""
+
+    name: str
+    tenant: str | None = None
+    """`cache_salt` of its requests."""
+    system_prompt: str | None = None
+    prefixes: list[str] = Field(default_factory=list)
+    namespace: PlannedNamespace | None = None
+
+
 class ReplicaGroup(PlanRecord):
     """Equal replicas of one cell."""
 
@@ -131,6 +152,17 @@ class ReplicaGroup(PlanRecord):
     """Source of its times; "roofline ..." is an estimate, never a measurement."""
     since: float | None = None
     """Unix time at which its replicas were started, for the minimum dwell."""
+    ports: list[int] = Field(default_factory=list)
+    """Of each replica; empty: counted through on each host."""
+    fixed_ports: bool = False
+    """An apps file names them: `--apply` gives no others."""
+    flags: list[str] | None = None
+    """Of an apps file: these, and the engine's own defaults, in place of `settings`."""
+    env: dict[str, str] = Field(default_factory=dict)
+    command: list[str] = Field(default_factory=list)
+    """Of an external server that is launched, with "{port}" for its port."""
+    health: str = "/health"
+    """Path at which that server answers 200."""
 
     @property
     def ranks(self) -> int:
@@ -253,6 +285,10 @@ class Plan(PlanRecord):
     latency_forecasts: list[LatencyForecast]
     caches: list[CacheSize] = Field(default_factory=list)
     reservations: list[QosReservation] = Field(default_factory=list)
+    applications: list[PlannedApplication] = Field(default_factory=list)
+    """Those with a tenant, a namespace or prompts."""
+    router_ports: int = 0
+    """Added to the routers' ports: `--apply` starts new routers beside the old ones."""
     proof: OptimalityProof
     explanation: PlanExplanation = PlanExplanation()
     corrections: list[TimesCorrection] = Field(default_factory=list)

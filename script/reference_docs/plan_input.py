@@ -132,6 +132,8 @@ def _type(value: Json) -> str:
 
 
 def _range(value: Json) -> str:
+    if "maximum" in value and "exclusiveMinimum" in value:
+        return f" over {value['exclusiveMinimum']:g}, up to {value['maximum']:g}"
     if "maximum" in value:
         return f", {value['minimum']:g} to {value['maximum']:g}"
     if "exclusiveMinimum" in value:

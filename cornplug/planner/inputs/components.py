@@ -21,6 +21,7 @@ from cornplug.planner.inputs.field_types import (
     Positive,
     Quantisation,
     Share,
+    Whole,
     wrong,
 )
 from cornplug.planner.inputs.llm_shape import LLMShape
@@ -145,6 +146,31 @@ class RooflineProfile(InputTable):
 Profile = Annotated[ThroughputProfile | MeasuredProfile | RooflineProfile, Field(discriminator="kind")]
 
 
+class ComponentResources(InputTable):
+    """One host's part for a component that `cornplug launch` starts from this file, with the first of the
+    component's engines, tp and shares. `cornplug plan` chooses for itself."""
+
+    device: Literal["gpu", "cpu"] = "gpu"
+    """The host's GPUs, or its cores."""
+    devices: list[Whole] = Field(default_factory=list)
+    """Numbers of its GPUs or cores, in one row: tp for each replica. Left out: the next that no other
+    component has."""
+    replicas: Count = 1
+    """Equal processes; those of an encoder are one service."""
+    port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = None
+    """Of the first replica, the others follow. Left out: the next from `launch.port` on."""
+    flags: list[str] = Field(default_factory=list)
+    """Flags of the engine or the service beside those that follow from this file; the last one of a name
+    counts."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables beside the launcher's own."""
+    command: list[Model] = Field(default_factory=list)
+    """Generator only: its server's program and arguments, with "{port}" for the port; ./NAME is beside the
+    file."""
+    health: str = "/health"
+    """With `command`: path of the URL that answers 200 once the server serves."""
+
+
 _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "tp": (1, 2, 4, 8),
     "pp": (1, 2, 4, 8),
@@ -222,6 +248,8 @@ class Component(InputTable):
     """Tokens of the longest request that the engines take. Left out: the model's own limit."""
     profiles: list[Profile] = Field(default=[RooflineProfile()], min_length=1)
     """Its times; the first profile that fits GPU, engine, degrees and quantisation is taken."""
+    resources: ComponentResources | None = None
+    """Its part of the host, for `cornplug launch`."""
 
     @model_validator(mode="before")
     @classmethod

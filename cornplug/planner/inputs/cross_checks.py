@@ -37,13 +37,11 @@ _SEPARATE_ENCODER: Final = frozenset({"E+PD", "E+P+D"})
 def errors(plan_input: PlanInput) -> Iterator[InputError]:
     """All contradictions between tables, in no order; where components' names repeat, only those."""
     components = plan_input.component
-    doubles = list(_duplicates(("components",), [c.name for c in plan_input.components]))
-    yield from doubles
-    if doubles:
+    yield from application_errors(plan_input)
+    if len(components) < len(plan_input.components):
         return
-    yield from _duplicates(("applications",), [a.name for a in plan_input.applications])
-    yield from _duplicates(("pool",), [n.name for n in plan_input.pool])
-    yield from _duplicates(("gpus",), [g.name for g in plan_input.gpus])
+    yield from duplicates(("pool",), [n.name for n in plan_input.pool])
+    yield from duplicates(("gpus",), [g.name for g in plan_input.gpus])
     gpus = gpu_catalog.gpu_table(plan_input.gpus)
     yield from _machines(plan_input.pool, gpus, plan_input.prices)
     demands = list(request_classes(plan_input.applications))
@@ -52,15 +50,27 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
         yield from _component(place, component, components)
         for k, profile in enumerate(component.profiles):
             yield from _profile((*place, "profiles", k), profile, gpus, demands)
-    for i, application in enumerate(plan_input.applications):
-        yield from _application(("applications", i), application, components, gpus)
     change = plan_input.change
     if change is not None and not change.plan.is_file():
         remedy = "Name the plan.json of the running deployment."
         yield InputError(("change", "plan"), f"no file {change.plan}", remedy)
 
 
-def _duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
+def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
+    """Names that repeat, and applications that contradict other tables; a launch checks them, too."""
+    doubles = list(duplicates(("components",), [c.name for c in plan_input.components]))
+    yield from doubles
+    if doubles:
+        return
+    yield from duplicates(("applications",), [a.name for a in plan_input.applications])
+    yield from duplicates(("qos",), [c.name for c in plan_input.qos])
+    gpus = gpu_catalog.gpu_table(plan_input.gpus)
+    for i, application in enumerate(plan_input.applications):
+        yield from _application(("applications", i), application, plan_input.component, gpus)
+
+
+def duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
+    """One error for each name of a list of tables that an earlier table has."""
     for i, name in enumerate(names):
         if name in names[:i]:
             first = f"{place[-1]}[{names.index(name)}]"
@@ -188,7 +198,7 @@ def _application(
     gpus: Mapping[str, GpuSpec],
 ) -> Iterator[InputError]:
     yield from _reference((*place, "llm"), application.llm, "llm", components)
-    yield from _duplicates((*place, "requests"), [r.name for r in application.requests])
+    yield from duplicates((*place, "requests"), [r.name for r in application.requests])
     yield from _structures(place, application)
     for i, request in enumerate(application.requests):
         at = (*place, "requests", i)

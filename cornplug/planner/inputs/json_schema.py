@@ -98,9 +98,9 @@ class _TomlSchema(GenerateJsonSchema):
         return made
 
 
-def plan_schema() -> dict[str, Any]:
-    """The schema as plain data, for `json.dumps`."""
-    schema = PlanInput.model_json_schema(schema_generator=_TomlSchema)
+def plan_schema(file: type[PlanInput] = PlanInput) -> dict[str, Any]:
+    """The schema of a file as plain data, for `json.dumps`."""
+    schema = file.model_json_schema(schema_generator=_TomlSchema)
     tables = cast(dict[str, dict[str, Any]], schema["$defs"])
     for name, rules in _RULES.items():
         tables[name]["allOf"] = rules

@@ -15,6 +15,7 @@ from pydantic import Field
 
 from cornplug.planner.inputs.components import (
     Component,
+    ComponentResources,
     GeneratorShape,
     MeasuredProfile,
     Profile,
@@ -49,10 +50,13 @@ from cornplug.planner.inputs.slo import PercentileBounds, Slo
 Structure = Literal["monolith", "E+PD", "P+D", "E+P+D", "+G"]
 
 __all__ = [
+    "AppNamespace",
     "Application",
     "CacheOptions",
     "ChangeRules",
+    "ClassOfService",
     "Component",
+    "ComponentResources",
     "Count",
     "Engine",
     "GeneratorShape",
@@ -61,6 +65,7 @@ __all__ = [
     "InputTable",
     "Kind",
     "LLMShape",
+    "LaunchOptions",
     "Length",
     "LogNormal",
     "MeasuredProfile",
@@ -77,6 +82,7 @@ __all__ = [
     "RequestMedia",
     "RequestSpec",
     "RooflineProfile",
+    "Route",
     "RouterPolicy",
     "Share",
     "SharedPrefix",
@@ -89,6 +95,31 @@ __all__ = [
 ]
 
 # Applications -------------------------------------------------------------------------------
+
+
+class AppNamespace(InputTable):
+    """The application's part of the store: the settings `store.namespaces.NAME` of docs/configuration.md."""
+
+    share: Share = 0.0
+    """Fraction of the store that is guaranteed; others borrow the idle part of it."""
+    ceiling: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
+    """Fraction of the store that is never exceeded."""
+    priority: Annotated[int, Field(strict=True)] = 0
+    """Order in which namespaces keep room that no share guarantees, the highest longest."""
+    ttl_s: Positive | None = None
+    """Seconds from an entry's writing to its end. Left out: it has no end."""
+    pinned: Flag = False
+    """Entries stay until they are deleted or `ttl_s` ends them. Needs a ceiling below 1."""
+
+
+class Route(InputTable):
+    """The path of one request class through the components."""
+
+    request: Name
+    """A request class of the application."""
+    path: list[Name] = Field(min_length=1)
+    """Components in the order of the work: encoders, the LLM, the generator. Without an encoder the LLM's
+    engine encodes by itself."""
 
 
 class Application(InputTable):
@@ -109,6 +140,18 @@ class Application(InputTable):
     engines; "+G": generator apart from the LLM."""
     requests: list[RequestSpec] = Field(min_length=1)
     """Its request classes."""
+    routes: list[Route] = Field(default_factory=list)
+    """Paths of a launch from this file. A class without one takes every component that it names and that is
+    launched. `cornplug plan` chooses paths by itself."""
+    system_prompt: str | None = None
+    """`cornplug launch` sends it to the LLM's engine before users come, so that its KV is in the store."""
+    prefixes: list[str] = Field(default_factory=list)
+    """Texts that follow the system prompt in many requests (documents, examples), sent in the same way."""
+    tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")] | None = None
+    """Its requests carry this `cache_salt` (routes.json says it): entries of different tenants are never
+    shared."""
+    namespace: AppNamespace | None = None
+    """Its part of the store. Left out: it shares the namespace "default"."""
 
 
 # The rest -----------------------------------------------------------------------------------
@@ -202,6 +245,30 @@ class ChangeRules(InputTable):
     """A new plan is worth it when it saves this times its switching cost."""
 
 
+class ClassOfService(InputTable):
+    """A class of service: the settings `qos.classes.NAME` of docs/configuration.md, but for keys."""
+
+    name: Name
+    """As `qos` of an application says it."""
+    share: Share = 0.0
+    """Fraction of the encoder service's time that is guaranteed."""
+    priority: Annotated[int, Field(strict=True)] = 0
+    """Order of classes where no share decides, and of their requests in an engine: the highest first."""
+    deadline_s: Positive | None = None
+    """Of requests that name none. Engines refuse those that would be late."""
+
+
+class LaunchOptions(InputTable):
+    """The host of a launch from this file."""
+
+    host: str = "127.0.0.1"
+    """Address that servers listen at."""
+    port: Annotated[int, Field(ge=1, le=60000, strict=True)] = 8000
+    """Of the first engine; further ones follow. Encoder services begin 750 above it."""
+    store_gib: NonNegative = 1.0
+    """GiB of the host's store; 0: nothing is shared."""
+
+
 class PlanInput(InputTable):
     """Input of `cornplug plan`."""
 
@@ -225,6 +292,10 @@ class PlanInput(InputTable):
     """Limits of the search."""
     change: ChangeRules | None = None
     """The running deployment, for re-planning."""
+    qos: list[ClassOfService] = Field(default_factory=list)
+    """Classes of service, for `cornplug launch`; a plan computes its own."""
+    launch: LaunchOptions = LaunchOptions()
+    """Host and store, for `cornplug launch`."""
 
     @property
     def component(self) -> dict[str, Component]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from pydantic import ValidationError
 
@@ -19,7 +19,15 @@ from cornplug.planner.inputs.toml_positions import line_of, lines_of
 _WHERE: Final = re.compile(r"\s*\(at (?:line (\d+), column \d+|end of document)\)$")
 
 
+File = TypeVar("File", bound=PlanInput)
+
+
 def read(path: Path) -> PlanInput:
+    """The input of a plan, as `read_as` reads it."""
+    return read_as(PlanInput, path, cross_checks.errors)
+
+
+def read_as(table: type[File], path: Path, checks: Callable[[File], Iterable[InputError]]) -> File:
     """The file's contents; paths in it are relative to it.
 
     Raises ConfigError. Its text has a line for each error, "plan.toml:17 applications[0].llm: problem.
@@ -32,10 +40,10 @@ def read(path: Path) -> PlanInput:
     except tomllib.TOMLDecodeError as e:
         raise _syntax_error(path, text, e) from e
     try:
-        plan_input = PlanInput.model_validate(data, context={"folder": path.parent})
+        plan_input = table.model_validate(data, context={"folder": path.parent})
     except ValidationError as e:
         raise _joined(path, text, toml_messages.problems(e, data)) from e
-    if errors := list(cross_checks.errors(plan_input)):
+    if errors := list(checks(plan_input)):
         raise _joined(path, text, errors)
     return plan_input
 

@@ -21,6 +21,8 @@ SIDE_PORT: Final = 5600
 MASTER_PORT: Final = 29500
 ROUTER_PORT: Final = 30000
 ROUTER_METRICS_PORT: Final = 29000
+MOST_SERVERS: Final = 750
+"""Of one kind on a host, by these ports."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ def sites(plan: Plan) -> list[ReplicaAddress]:
         for replica, (node, first) in enumerate(group.placement):
             spans = list(_spans(group, node, first, sizes[group.nodes]))
             names = [_host(where, group, number) for number, _ in spans]
-            number = taken[names[0], base]
+            port = group.ports[replica] if group.ports else base + taken[names[0], base]
+            # The other ports follow from this one: replicas with the same keep the same.
+            number = port - base if 0 <= port - base < MOST_SERVERS else taken[names[0], base]
             for rank, (_, devices) in enumerate(spans):
                 taken[names[rank], base] += 1
                 found.append(
@@ -81,7 +85,7 @@ def sites(plan: Plan) -> list[ReplicaAddress]:
                         ranks=len(spans),
                         host=names[rank],
                         devices=tuple(devices),
-                        port=base + number,
+                        port=port,
                         side_port=SIDE_PORT + 8 * number,
                         bootstrap_port=BOOTSTRAP_PORT + number,
                         master=f"{names[0]}:{MASTER_PORT + number}",
@@ -91,6 +95,12 @@ def sites(plan: Plan) -> list[ReplicaAddress]:
 
 
 def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
+    if group.ports and len(group.ports) != group.replicas:
+        raise ConfigError(
+            f"groups[{group.name!r}].ports",
+            f"{group.replicas} replicas, and {len(group.ports)} ports",
+            "Write one for each replica, or none.",
+        )
     if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
         raise ConfigError(
             f"groups[{group.name!r}].placement",

@@ -8,9 +8,8 @@ bytes that all hosts have in common. `resolved` fills them.
 from __future__ import annotations
 
 import json
-import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Template
 from typing import Literal, assert_never
@@ -33,6 +32,7 @@ from cornplug.planner.launch.group_context import (
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.routers import RouterCommand, entries, routers
+from cornplug.planner.launch.settings_files import has_namespaces, qos_toml, store_toml
 from cornplug.planner.plan import Plan
 
 Kind = Literal["store", "encoder", "engine", "router", "external"]
@@ -59,6 +59,12 @@ class LaunchCommand:
     """Over 0: the part of a replica on a further node, which serves nothing itself."""
     cores: tuple[int, ...] = ()
     """It is kept to these cores; empty: anywhere."""
+    gpus: tuple[int, ...] = ()
+    """It runs on these GPUs of its host."""
+    share: float = 1.0
+    """Of each of them."""
+    settings: str = ""
+    """Text of the settings file that it reads as it starts, where another text needs a new start."""
     beside_others: bool = False
     """Others share its GPU: the next is started when this one is ready, for each takes of the memory
     that it finds."""
@@ -125,30 +131,16 @@ def _with_secret(command: LaunchCommand) -> LaunchCommand:
     return replace(command, env={**command.env, **SECRET_ENV})
 
 
-def files(plan: Plan, *, transfer: Transfer = "nixl") -> dict[str, str]:
-    """Text of the files that the commands refer to, by name."""
+def files(plan: Plan, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()) -> dict[str, str]:
+    """Text of the files that the commands refer to, by name. `without`: addresses that do not serve now."""
     placed = sites(plan)
-    table = entries(plan, routers(plan, placed, transfer=transfer))
+    table = entries(plan, routers(plan, placed, transfer=transfer), without=without)
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
     if plan.reservations:
         found["qos.toml"] = qos_toml(plan)
+    if has_namespaces(plan):
+        found["store.toml"] = store_toml(plan)
     return found
-
-
-def qos_toml(plan: Plan) -> str:
-    """Classes of service of the encoder and of admission, as CORNPLUG_CONFIG takes them."""
-    lines = [f"# Of the plan {plan.name!r}."]
-    for one in plan.reservations:
-        lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
-        lines += [f"priority = {one.priority}"]
-        lines += [] if one.deadline_s is None else [f"deadline_s = {one.deadline_s:.4g}"]
-        lines += [f"apps = {json.dumps(one.apps)}"] if one.apps else []
-    return "\n".join(lines) + "\n"
-
-
-def _down(share: float) -> float:
-    """To four digits: the shares of all classes may not add up to over 1."""
-    return math.floor(share * 1e4) / 1e4
 
 
 def _stores(
@@ -156,15 +148,17 @@ def _stores(
 ) -> list[LaunchCommand]:
     wanting = _storing(plan, placed, contexts)
     size = max(store_gib(plan), LEAST_STORE_GIB)
+    env = {"CORNPLUG_CONFIG": "${PLAN_DIR}/store.toml"} if has_namespaces(plan) else {}
     return [
         LaunchCommand(
             "store",
             number,
             host,
             ("cornplug", "serve-store", "--socket", STORE_SOCKET, "--size", f"{size:g}GiB"),
-            {},
+            env,
             "store",
             socket=STORE_SOCKET,
+            settings=store_toml(plan).partition("\n")[2] if has_namespaces(plan) else "",
         )
         for number, host in enumerate(wanting)
     ]
@@ -252,6 +246,8 @@ def _encoder(
     env = {} if cpu else {"CUDA_VISIBLE_DEVICES": ",".join(map(str, devices))}
     if plan.reservations:
         env["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
+    argv += site.group.flags or ()
+    env |= site.group.env
     shared = len(local) - len(devices)
     remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
     return LaunchCommand(
@@ -264,6 +260,9 @@ def _encoder(
         site.port,
         _health(site.port, bind_address(plan, site.host)),
         cores=tuple(devices) if cpu else (),
+        gpus=() if cpu else tuple(devices),
+        share=site.group.share,
+        settings=qos_toml(plan).partition("\n")[2] if plan.reservations else "",
         beside_others=site.group.share < 1,
         remarks=(remark,) if shared else (),
     )
@@ -281,6 +280,7 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         case "external":
             devices = ",".join(map(str, site.devices))
             env = {} if is_cpu(group) else {"CUDA_VISIBLE_DEVICES": devices}
+            argv = [word.replace("{port}", str(site.port)) for word in group.command]
         case "cornplug":
             raise ValueError("encoders have commands of their own")
         case _:
@@ -290,12 +290,14 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         site.replica,
         site.host,
         tuple(argv),
-        env,
-        "engine" if argv else "external",
+        {**env, **group.env},
+        "external" if group.engine == "external" else "engine",
         site.port,
-        None if site.rank or not argv else _health(site.port, its.bind_address),
+        None if site.rank or not argv else _health(site.port, its.bind_address, group.health),
         rank=site.rank,
         cores=site.devices if is_cpu(group) and argv else (),
+        gpus=() if is_cpu(group) else site.devices,
+        share=group.share,
         beside_others=group.share < 1,
         remarks=_remarks(site, its),
     )
@@ -304,9 +306,9 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
 def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
     group = site.group
     found = []
-    if group.engine == "external":
+    if group.engine == "external" and not group.command:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
-    elif "G" in group.tasks:
+    elif "G" in group.tasks and group.engine != "external":
         found.append("The generator's part is not served by this engine: put its server beside it.")
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
         found.append("KV goes through two connectors, so they are given in the long form.")
@@ -327,6 +329,6 @@ def _router(router: RouterCommand) -> LaunchCommand:
     )
 
 
-def _health(port: int, bound: str = "0.0.0.0") -> str:  # noqa: S104
+def _health(port: int, bound: str = "0.0.0.0", path: str = "/health") -> str:  # noqa: S104
     host = "127.0.0.1" if bound == "0.0.0.0" else bound  # noqa: S104
-    return f"http://{host}:{port}/health"
+    return f"http://{host}:{port}{path}"

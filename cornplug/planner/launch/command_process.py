@@ -28,7 +28,9 @@ class CommandProcess(ManagedProcess):
         self.command = command
         words = [*program(command.argv), *command.argv[1:]]
         environment = _environment(words[0], command.env)
-        super().__init__(words, log=log, env=environment, name=name_of(command), ready_s=ready_s)
+        super().__init__(
+            words, log=log, env=environment, name=name_of(command), ready_s=ready_s, ends_with_parent=True
+        )
 
     def ready(self) -> bool:
         """Whether it serves; at once where it has neither a URL nor a socket to ask."""
@@ -39,7 +41,8 @@ class CommandProcess(ManagedProcess):
 
     def spawn(self) -> None:
         """Start it on its cores. Raises ConfigError where this process may not use them."""
-        self.log.unlink(missing_ok=True)
+        if self.log.exists():
+            self.log.replace(self.log.with_suffix(".log.1"))
         super().spawn()
         if self.command.cores:
             self._pin(self.command.cores)
@@ -62,7 +65,7 @@ def program(argv: Sequence[str]) -> list[str]:
     word = argv[0]
     if word == "cornplug":
         return [sys.executable, "-m", "cornplug.cli"]
-    if word == "python":
+    if word == "python" and "-m" in argv[1:2]:
         return [_python_with(argv[2].partition(".")[0])]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)

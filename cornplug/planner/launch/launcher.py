@@ -1,4 +1,4 @@
-"""`cornplug launch plan.json`: starts a plan's part on this host, waits until it serves, ends it in order.
+"""Starts a plan's part on this host, waits until it serves, and ends it in order.
 
 From Python:
 
@@ -10,34 +10,23 @@ From Python:
 
 from __future__ import annotations
 
-import argparse
-import re
-import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
-from cornplug.errors import ConfigError, ProcessFailed
+from cornplug.errors import ConfigError
 from cornplug.planner.launch.addresses import hosts as addresses_of
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
-from cornplug.planner.launch.command_list import hosts_in, line
+from cornplug.planner.launch.command_list import hosts_in
 from cornplug.planner.launch.command_process import READY_S, CommandProcess
-from cornplug.planner.launch.common_secret import check_named, check_readable, common_secret
+from cornplug.planner.launch.common_secret import check_named, check_readable
 from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.launch.supervisor import Event
 from cornplug.planner.plan import Plan
-from cornplug.private_paths import runtime_dir
 from cornplug.processes import GRACE_S
-
-Event = Callable[[CommandProcess, str], None]
-"""Told of each process: "starting", "ready"."""
 
 _ORDER: Final = ("router", "external", "engine", "encoder", "store")
 """Order in which processes are ended: clients before their servers."""
@@ -154,60 +143,6 @@ def end(processes: Sequence[CommandProcess]) -> None:
             process.wait_end(began_s + _drain_s(process.command) + GRACE_S - time.monotonic())
 
 
-def main(argv: list[str]) -> int:
-    """Exit status: 0 when it was ended from outside, 1 when a process failed, 2 for a wrong plan."""
-    args = _parser().parse_args(argv)
-    plan = Plan.load(args.plan)
-    run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', plan.name)[:24]}"
-    console = Console()
-    to_start = local_commands(
-        plan,
-        run_dir=run_dir,
-        host=args.host,
-        routers=args.routers,
-        only=args.only,
-        addresses=dict(args.address),
-        secret_file=common_secret(args.secret_file),
-        transfer=args.transfer,
-    )
-    if args.dry_run:
-        print("\n\n".join(_dry(command) for command in to_start))
-        return 0
-    for remark in [remark for command in to_start if not command.argv for remark in command.remarks]:
-        console.print(remark, markup=False)
-    if not any(command.argv for command in to_start):
-        return 0
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    with Progress(
-        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
-    ) as progress:
-        try:
-            with running(
-                plan,
-                to_start,
-                run_dir=run_dir,
-                transfer=args.transfer,
-                ready_s=args.ready_s,
-                event=_shown(progress),
-                stopping=stop,
-            ) as processes:
-                progress.stop()
-                if not stop.is_set():
-                    console.print(_addresses(processes))
-                    print(
-                        f"Logs, and the classes' addresses in routes.json: {run_dir}\nCtrl-C ends it.",
-                        flush=True,
-                    )
-                    _watch(processes, stop)
-                console.print("ending: requests under way are finished")
-        except ProcessFailed as e:
-            print(f"cornplug launch: {e}", file=sys.stderr)
-            return 1
-    return 0
-
-
 def _start(
     to_start: Sequence[LaunchCommand],
     started: list[CommandProcess],
@@ -216,21 +151,40 @@ def _start(
     event: Event,
     stopping: threading.Event,
 ) -> None:
-    """Start stores, encoders and processes that share a GPU one by one, engines together, routers last."""
-    loading: list[CommandProcess] = []
-    for command in to_start:
-        if not command.argv or stopping.is_set():
-            continue
-        if command.kind == "router":
-            _await(loading, event, stopping)
-        process = CommandProcess(command, run_dir / f"{name_of(command)}.log", ready_s=ready_s)
-        started.append(process)
-        process.spawn()
-        event(process, "starting")
-        loading.append(process)
+    for batch in pending_with_routers_last(to_start):
+        loading: list[CommandProcess] = []
+        for command in batch:
+            if stopping.is_set():
+                return
+            process = spawned(command, run_dir / f"{name_of(command)}.log", ready_s)
+            started.append(process)
+            loading.append(process)
+            event(process, "starting")
+        _await(loading, event, stopping)
+
+
+def spawned(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess:
+    """The process of a command, started; it may not serve yet."""
+    process = CommandProcess(command, log, ready_s=ready_s)
+    process.spawn()
+    return process
+
+
+def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[list[LaunchCommand]]:
+    """Commands in batches, each to be started when the one before serves: stores, encoders and processes
+    that share a GPU one by one, the other engines together, routers last."""
+    batch: list[LaunchCommand] = []
+    runnable = [command for command in commands if command.argv]
+    for command in sorted(runnable, key=lambda c: c.kind == "router"):
+        if batch and command.kind == "router" and batch[-1].kind != "router":
+            yield batch
+            batch = []
+        batch.append(command)
         if command.beside_others or command.kind in ("store", "encoder"):
-            _await(loading, event, stopping)
-    _await(loading, event, stopping)
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def _await(loading: list[CommandProcess], event: Event, stopping: threading.Event) -> None:
@@ -242,94 +196,6 @@ def _await(loading: list[CommandProcess], event: Event, stopping: threading.Even
         stopping.wait(_POLL_S if loading else 0)
 
 
-def _watch(processes: Sequence[CommandProcess], stop: threading.Event) -> None:
-    while not stop.wait(_POLL_S):
-        for process in processes:
-            process.check()
-
-
 def _drain_s(command: LaunchCommand) -> float:
     flag = "--shutdown-timeout"
     return float(command.argv[command.argv.index(flag) + 1]) if flag in command.argv else 0.0
-
-
-def _shown(progress: Progress) -> Event:
-    tasks = {}
-
-    def event(process: CommandProcess, what: str) -> None:
-        if process.name not in tasks:
-            tasks[process.name] = progress.add_task("", total=1)
-        progress.update(
-            tasks[process.name],
-            description=f"{process.name}: {what}",
-            completed=1 if what == "ready" else 0,
-        )
-
-    return event
-
-
-def _addresses(processes: Sequence[CommandProcess]) -> Table:
-    table = Table("what", "address", "process", box=None)
-    for process in processes:
-        command = process.command
-        table.add_row(process.name, command.url or command.socket or "", str(process.pid))
-    return table
-
-
-def _dry(command: LaunchCommand) -> str:
-    lines = [f"# {command.kind} {command.group}", *(f"# {remark}" for remark in command.remarks)]
-    return "\n".join([*lines, *([line(command)] if command.argv else [])])
-
-
-def _address(text: str) -> tuple[str, str]:
-    """ "HOST_2=10.0.0.2", for argparse."""
-    name, equals, address = text.partition("=")
-    if not (name and equals and address):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADDRESS")
-    return name, address
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cornplug launch", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("plan", type=Path, help="plan.json of `cornplug plan`")
-    part = parser.add_mutually_exclusive_group()
-    part.add_argument("--host", help="host of the plan to start, by its name or as HOST_1, HOST_2, ...")
-    part.add_argument("--routers", action="store_true", help="start the plan's routers, once all hosts serve")
-    parser.add_argument(
-        "--address",
-        action="append",
-        default=[],
-        type=_address,
-        metavar="HOST_n=ADDRESS",
-        help="address of a host that the plan does not name; repeat",
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print the commands, start nothing")
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="GROUP",
-        help="start this group, with the store; repeat",
-    )
-    parser.add_argument(
-        "--secret-file",
-        type=Path,
-        help="file of 32 bytes that all hosts have, where engines ask encoder services of other hosts "
-        "(default: the setting store.secret_file)",
-    )
-    parser.add_argument(
-        "--run-dir", type=Path, help="sockets and logs (default: cornplug's own folder of this user)"
-    )
-    parser.add_argument(
-        "--ready-s",
-        type=float,
-        default=READY_S,
-        help="longest wait for one process, in s (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--transfer",
-        choices=("nixl", "mooncake", "lmcache"),
-        default="nixl",
-        help="how KV goes from prefill to decode (default: nixl)",
-    )
-    return parser

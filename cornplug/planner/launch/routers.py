@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -99,22 +99,40 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
                 RouterCommand(f"direct-{len(found) + 1}", pool, servers[0].host, servers[0].port, (), weights)
             )
             continue
-        port = ROUTER_PORT + number
-        argv = _argv(plan, pool, servers, port, ROUTER_METRICS_PORT + number, transfer)
+        port = ROUTER_PORT + plan.router_ports + number
+        metrics_port = ROUTER_METRICS_PORT + plan.router_ports + number
+        argv = _argv(plan, pool, servers, port, metrics_port, transfer)
         found.append(RouterCommand(f"router-{number + 1}", pool, host, port, tuple(argv), weights))
     return found
 
 
-def entries(plan: Plan, front: Sequence[RouterCommand]) -> dict[str, dict[str, Any]]:
+def entries(
+    plan: Plan, front: Sequence[RouterCommand], *, without: Collection[str | None] = ()
+) -> dict[str, dict[str, Any]]:
     """Request class -> {"priority": its requests' field, for either engine: the lowest goes first,
-    "to": [{"weight": part of the class, "url": ...}], heaviest first}."""
+    "to": [{"weight": part of the class, "url": ...}], heaviest first}, and "cache_salt" of a tenant's.
+
+    Addresses of `without` are left out of a class that has another one.
+    """
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}
     rates: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
             rates[f"{route.app}/{route.request}"][address[pool]] += route.rate * share
-    return {name: {"priority": priority[name], "to": _normalised(urls)} for name, urls in rates.items()}
+    salts = {app.name: {"cache_salt": app.tenant} for app in plan.applications if app.tenant}
+    return {
+        name: {
+            "priority": priority[name],
+            **salts.get(name.partition("/")[0], {}),
+            "to": _normalised(_serving(urls, without)),
+        }
+        for name, urls in rates.items()
+    }
+
+
+def _serving(urls: Mapping[str, float], without: Collection[str | None]) -> Mapping[str, float]:
+    return {url: rate for url, rate in urls.items() if url not in without} or urls
 
 
 def _normalised(urls: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -24,20 +24,19 @@ _BESIDE_OTHERS: Final = "0.9"
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
     """The whole line. Raises ConfigError for a group without engine settings."""
-    group, settings = site.group, settings_of(site.group)
+    group = site.group
     return [
         "python", "-m", "sglang.launch_server", "--model-path", group.model,
         "--host", context.bind_address, "--port", str(site.port), "--enable-metrics",
         *_parallel(site),
-        *_batches(group, settings, context),
-        *_memory(group, settings),
+        *_sizes(group, context),
         *_precision(group, context),
         *_attention(group, context),
-        *_speculation(settings),
-        *_schedule(group, settings, context),
+        *_schedule(group, context),
         *_pair(site, context),
         *_encoding(group, context),
         *_sharing(context),
+        *(group.flags or ()),
     ]  # fmt: skip
 
 
@@ -71,6 +70,14 @@ def _parallel(site: ReplicaAddress) -> list[str]:
         flags += ["--nnodes", str(site.ranks), "--node-rank", str(site.rank)]
         flags += ["--dist-init-addr", site.master]
     return flags
+
+
+def _sizes(group: ReplicaGroup, context: GroupContext) -> list[str]:
+    """Flags of the plan's settings; an apps file has its own ones, or leaves them to the engine."""
+    if group.flags is not None:
+        return []
+    settings = settings_of(group)
+    return [*_batches(group, settings, context), *_memory(group, settings), *_speculation(settings)]
 
 
 def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
@@ -134,7 +141,7 @@ def _speculation(settings: EngineSettings) -> list[str]:
     ]  # fmt: skip
 
 
-def _schedule(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
+def _schedule(group: ReplicaGroup, context: GroupContext) -> list[str]:
     """SGLang has priorities with the policies "fcfs" and "lof" only, and bounds no queue of a pair:
     there the router does."""
     flags: list[str] = []
@@ -150,7 +157,7 @@ def _schedule(group: ReplicaGroup, settings: EngineSettings, context: GroupConte
         flags += ["--prefill-decode-interval", "4"]
     if group.workload == "offline":
         flags += ["--stream-interval", "10"]
-        if context.role == "PD" and settings.speculative == "none":
+        if context.role == "PD" and not _speculates(group):
             flags += ["--enable-mixed-chunk"]
     if context.limits_queue and context.role == "PD" and context.ttft_s is not None and group.capacity:
         simulated = QUEUE_MARGIN * group.queue.requests if group.queue else 0
@@ -174,8 +181,11 @@ def _pair(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 def _may_switch(group: ReplicaGroup, backend: str) -> bool:
     """Whether SGLang can change this server's role while it runs, for a later plan."""
-    speculates = group.settings is not None and group.settings.speculative != "none"
-    return backend == "mooncake" and group.pp == 1 and not speculates
+    return backend == "mooncake" and group.pp == 1 and not _speculates(group)
+
+
+def _speculates(group: ReplicaGroup) -> bool:
+    return group.settings is not None and group.settings.speculative != "none"
 
 
 def _encoding(group: ReplicaGroup, context: GroupContext) -> list[str]:

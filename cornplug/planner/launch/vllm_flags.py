@@ -24,19 +24,18 @@ _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
     """The whole line. Raises ConfigError for a group without engine settings."""
-    group, settings = site.group, settings_of(site.group)
+    group = site.group
     return [
         "vllm", "serve", group.model, "--host", context.bind_address, "--port", str(site.port),
         *_parallel(site),
-        *_batches(group, settings),
-        *_memory(group, settings),
+        *_sizes(group),
         *_precision(group, context),
         *_attention(group, context),
-        *_speculation(settings),
         *_by_workload(group),
-        *_admission(group, settings, context),
+        *_admission(group, context),
         *_connectors(group, context),
         "--shutdown-timeout", str(context.drain_s),
+        *(group.flags or ()),
     ]  # fmt: skip
 
 
@@ -60,6 +59,14 @@ def env(site: ReplicaAddress, context: GroupContext) -> dict[str, str]:
     if context.admits:
         found["CORNPLUG_CONFIG"] = "${PLAN_DIR}/qos.toml"
     return found
+
+
+def _sizes(group: ReplicaGroup) -> list[str]:
+    """Flags of the plan's settings; an apps file has its own ones, or leaves them to the engine."""
+    if group.flags is not None:
+        return ["--enforce-eager"] if is_cpu(group) else []
+    settings = settings_of(group)
+    return [*_batches(group, settings), *_memory(group, settings), *_speculation(settings)]
 
 
 def settings_of(group: ReplicaGroup) -> EngineSettings:
@@ -160,11 +167,12 @@ def _by_workload(group: ReplicaGroup) -> list[str]:
     return ["--performance-mode", "interactivity"] if group.workload == "online" else []
 
 
-def _admission(group: ReplicaGroup, settings: EngineSettings, context: GroupContext) -> list[str]:
+def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
     """vLLM serves lower values first; with the SGLang lines' own flag both engines agree."""
     flags = ["--scheduling-policy", "priority"] if context.ranks_requests else []
-    rate = settings.prefill_tokens_s
-    if context.limits_queue and context.role != "D" and context.ttft_s is not None and rate:
+    settings = group.settings
+    rate = settings.prefill_tokens_s if settings else None
+    if context.limits_queue and context.role != "D" and context.ttft_s is not None and settings and rate:
         # Of all attention-DP groups: the server counts before it divides requests among them.
         simulated = QUEUE_MARGIN * group.queue.prompt_tokens * group.dp if group.queue else 0
         most = max(math.ceil(context.ttft_s * rate * group.dp), settings.max_model_len, simulated)

@@ -15,10 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
+from cornplug.commands.launch_command import main
 from cornplug.errors import ConfigError, ProcessFailed
 from cornplug.planner.launch import addresses
 from cornplug.planner.launch.command_process import CommandProcess
-from cornplug.planner.launch.launcher import local_commands, main, running
+from cornplug.planner.launch.launcher import local_commands, running
 from cornplug.planner.plan import Plan
 
 from ..plans import Case, plan
@@ -234,7 +235,7 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) 
     plan(Case()).save(path)
     code = (
         "import sys; from cornplug.planner.launch import addresses; addresses.ENGINE_PORT = 18400; "
-        "from cornplug.planner.launch.launcher import main; sys.exit(main(sys.argv[1:]))"
+        "from cornplug.commands.launch_command import main; sys.exit(main(sys.argv[1:]))"
     )
     launched = subprocess.Popen(
         [sys.executable, "-c", code, str(path), "--run-dir", str(tmp_path / "run")],

@@ -1,0 +1,274 @@
+"""An apps file as a plan of one host, without a solver: the launcher reads plans only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Final, Literal
+
+from cornplug import __version__
+from cornplug.apps.apps_file import AppsFile
+from cornplug.apps.launched_parts import model_of, models_of, path_of
+from cornplug.planner.inputs.schema import (
+    Application,
+    ClassOfService,
+    Component,
+    ComponentResources,
+    RequestSpec,
+    Workload,
+)
+from cornplug.planner.latency_forecast import LatencyForecast, PercentileSlo
+from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT
+from cornplug.planner.plan import (
+    CacheSize,
+    OptimalityProof,
+    Plan,
+    PlannedApplication,
+    PlannedNamespace,
+    PlannedNodes,
+    PlanRoute,
+    QosReservation,
+    ReplicaGroup,
+    RouteStage,
+)
+
+_HOST: Final = "host"
+_CACHED: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embedding")
+_URGENCY: Final[Mapping[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
+
+
+def plan_of(file: AppsFile) -> Plan:
+    """The plan that `cornplug launch` starts from a checked file."""
+    started = [c for c in file.components if c.resources is not None]
+    groups = _Groups(file, started)
+    found = [groups.of(component) for component in started]
+    size = max((place[1] + group.ranks for group in found for place in group.placement), default=1)
+    return Plan(
+        name=file.name,
+        objective="an apps file",
+        cost_per_hour=0.0,
+        nodes=[
+            PlannedNodes(
+                name=_HOST, gpu="gpu", gpus=size, count=1, price_per_hour=0.0, hosts=[file.launch.host]
+            )
+        ],
+        groups=found,
+        routes=[groups.route(app, request) for app in file.applications for request in app.requests],
+        latency_forecasts=[
+            _forecast(file, app, request) for app in file.applications for request in app.requests
+        ],
+        caches=list(_caches(file, started)),
+        reservations=list(_reservations(file)),
+        applications=[_settings(app) for app in file.applications],
+        proof=OptimalityProof(
+            status="feasible", solver="none", seconds=0.0, incumbent=0.0, bound=0.0, gap=0.0
+        ),
+        input_digest=hashlib.sha256(file.to_toml().encode()).hexdigest(),
+        cornplug=__version__,
+    )
+
+
+class _Groups:
+    """The replica groups of a file: tasks, devices and ports."""
+
+    def __init__(self, file: AppsFile, started: list[Component]) -> None:
+        self._file = file
+        self._paths = {
+            (app.name, request.name): path_of(file, app, request)
+            for app in file.applications
+            for request in app.requests
+        }
+        self._first = dict(_first_devices(started))
+        self._ports = dict(_ports(file, started))
+
+    def of(self, component: Component) -> ReplicaGroup:
+        """The group of one launched component."""
+        its = _resources(component)
+        users = self._users(component)
+        encodes = component.kind == "encoder"
+        return ReplicaGroup(
+            name=component.name,
+            service=component.name,
+            tasks=self._tasks(component),
+            components=[component.name],
+            model=model_of(component),
+            encoder_models=models_of(self._file, component) if encodes else [],
+            engine={"encoder": "cornplug", "generator": "external"}.get(component.kind, component.engines[0]),  # type: ignore[arg-type]
+            nodes=_HOST,
+            gpu="cpu-core" if its.device == "cpu" else "gpu",
+            tp=1 if encodes else component.tp[0],
+            pp=1 if encodes else component.pp[0],
+            dp=1 if encodes else component.dp[0],
+            dcp=component.dcp[0],
+            expert_parallel=component.expert_parallel,
+            share=component.shares[0],
+            quantisation=component.quantisations[0],
+            replicas=its.replicas,
+            placement=list(_placement(component, self._first[component.name])),
+            utilisation=0.0,
+            capacity={},
+            workload=max((app.workload for app in users), key=_URGENCY.__getitem__, default="online"),
+            apps=[app.name for app in users],
+            profile="an apps file",
+            ports=self._ports[component.name],
+            fixed_ports=its.port is not None,
+            flags=its.flags,
+            env=its.env,
+            command=its.command,
+            health=its.health,
+        )
+
+    def route(self, app: Application, request: RequestSpec) -> PlanRoute:
+        """The route of one request class."""
+        path = self._paths[app.name, request.name]
+        kinds = {component.kind for component in path}
+        structure = ("E+PD" if "encoder" in kinds else "monolith") + ("+G" if "generator" in kinds else "")
+        stages = [RouteStage(tasks=self._tasks(c), groups={c.name: 1.0}) for c in path]
+        rate = request.rate * request.peak
+        return PlanRoute(app=app.name, request=request.name, structure=structure, rate=rate, stages=stages)
+
+    def _tasks(self, component: Component) -> str:
+        """An LLM's engine encodes where media come to it without an encoder before."""
+        if component.kind != "llm":
+            return "E" if component.kind == "encoder" else "G"
+        with_media = [
+            any(c.kind == "encoder" for c in self._paths[app.name, request.name])
+            for app in self._users(component)
+            for request in app.requests
+            if request.media
+        ]
+        return "PD" if with_media and all(with_media) else "EPD"
+
+    def _users(self, component: Component) -> list[Application]:
+        """Applications whose requests come to it, of the most urgent class first."""
+        found = [
+            app
+            for app in self._file.applications
+            if any(component in self._paths[app.name, request.name] for request in app.requests)
+        ]
+        return sorted(found, key=lambda app: -priority_of(self._file, app))
+
+
+def priority_of(file: AppsFile, app: Application) -> int:
+    """Of an application's class of service; without classes, of its workload."""
+    named = [c.priority for c in file.qos if c.name == app.qos]
+    return named[0] if named else _URGENCY[app.workload]
+
+
+def _resources(component: Component) -> ComponentResources:
+    assert component.resources is not None, "launched components have resources"
+    return component.resources
+
+
+def _ranks(component: Component) -> int:
+    return 1 if component.kind == "encoder" else component.tp[0] * component.pp[0] * component.dp[0]
+
+
+def _placement(component: Component, first: int) -> Iterator[list[int]]:
+    share, ranks = component.shares[0], _ranks(component)
+    beside = round(1 / share)
+    for replica in range(_resources(component).replicas):
+        yield [0, first + (replica * ranks if share == 1 else replica // beside)]
+
+
+def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
+    """The first device of each: as written, else the next after all that are written."""
+    free = {
+        device: max(
+            (d + 1 for c in started if _resources(c).device == device for d in _resources(c).devices),
+            default=0,
+        )
+        for device in ("gpu", "cpu")
+    }
+    for component in started:
+        its = _resources(component)
+        if its.devices:
+            yield component.name, its.devices[0]
+            continue
+        yield component.name, free[its.device]
+        free[its.device] = max(p[1] for p in _placement(component, free[its.device])) + _ranks(component)
+
+
+def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list[int]]]:
+    """The ports of each: from the written one on, else the next of its kind that are not written."""
+    written = {
+        port
+        for c in started
+        if (first := _resources(c).port) is not None
+        for port in range(first, first + _resources(c).replicas)
+    }
+    base = dict.fromkeys(("llm", "generator"), file.launch.port)
+    base["encoder"] = file.launch.port + ENCODER_PORT - ENGINE_PORT
+    taken = set(written)
+    for component in started:
+        its = _resources(component)
+        if its.port is not None:
+            yield component.name, list(range(its.port, its.port + its.replicas))
+            continue
+        chosen: list[int] = []
+        port = base[component.kind]
+        while len(chosen) < its.replicas:
+            if port not in taken:
+                chosen.append(port)
+            port += 1
+        taken.update(chosen)
+        yield component.name, chosen
+
+
+def _forecast(file: AppsFile, app: Application, request: RequestSpec) -> LatencyForecast:
+    """The class's bounds; no times, for nothing was simulated."""
+    first, *more = (request.slo or app.slo).tables
+    rate = request.rate * request.peak
+    return LatencyForecast(
+        app=app.name,
+        request=request.name,
+        rate=rate,
+        served=rate,
+        priority=priority_of(file, app),
+        slo_percentile=first.percentile,
+        slo_ttft_s=first.ttft_s,
+        slo_tpot_s=first.tpot_s,
+        slo_e2e_s=first.e2e_s,
+        slo_also=[
+            PercentileSlo(percentile=t.percentile, ttft_s=t.ttft_s, tpot_s=t.tpot_s, e2e_s=t.e2e_s)
+            for t in more
+        ],
+    )
+
+
+def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
+    """The store, said to be each LLM's for its prefixes and embeddings: namespaces divide it."""
+    llms = [c for c in started if c.kind == "llm"]
+    if not file.launch.store_gib:
+        return
+    for llm in llms:
+        for kind in _CACHED:
+            yield CacheSize(
+                name=f"{kind} {llm.name}",
+                kind=kind,
+                component=llm.name,
+                gib=file.launch.store_gib / (2 * len(llms)),
+                hit_rate={},
+            )
+
+
+def _reservations(file: AppsFile) -> Iterator[QosReservation]:
+    for one in file.qos:
+        yield _reservation(one, [app.name for app in file.applications if app.qos == one.name])
+
+
+def _reservation(one: ClassOfService, apps: list[str]) -> QosReservation:
+    return QosReservation(
+        qos=one.name, share=one.share, priority=one.priority, deadline_s=one.deadline_s, apps=apps
+    )
+
+
+def _settings(app: Application) -> PlannedApplication:
+    namespace = None if app.namespace is None else PlannedNamespace(**app.namespace.model_dump())
+    return PlannedApplication(
+        name=app.name,
+        tenant=app.tenant,
+        system_prompt=app.system_prompt,
+        prefixes=app.prefixes,
+        namespace=namespace,
+    )

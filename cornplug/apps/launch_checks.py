@@ -1,0 +1,172 @@
+"""Checks of an apps file before it is launched: resources, routes, namespaces, classes of service."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pydantic import ValidationError
+
+from cornplug.apps.launched_parts import encoder_of, launched
+from cornplug.config import ClassConfig, NamespaceConfig, QosConfig, StoreConfig
+from cornplug.planner.inputs.cross_checks import application_errors, duplicates
+from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs.schema import Application, Component, PlanInput, RequestSpec, Route
+
+
+def errors(file: PlanInput) -> Iterator[InputError]:
+    """All errors of one stage: names first, then resources, then routes and shares, which rest on them."""
+    for stage in (application_errors, _resources, _paths_and_shares):
+        found = list(stage(file))
+        yield from found
+        if found:
+            return
+
+
+def _resources(file: PlanInput) -> Iterator[InputError]:
+    ports: dict[int, str] = {}
+    used: dict[int, float] = {}
+    for i, component in enumerate(file.components):
+        its = component.resources
+        if its is None:
+            continue
+        place: Place = ("components", i, "resources")
+        yield from _program(("components", i), component)
+        yield from _devices((*place, "devices"), component, used)
+        for port in range(its.port, its.port + its.replicas) if its.port else ():
+            if port in ports:
+                yield InputError((*place, "port"), f"{port} is {ports[port]}'s", "Write another one.")
+            ports[port] = component.name
+
+
+def _program(place: Place, component: Component) -> Iterator[InputError]:
+    its = component.resources
+    assert its is not None
+    if component.kind == "generator" and not its.command:
+        remedy = 'Write command = ["python", "server.py", "--port", "{port}"], or leave resources out.'
+        yield InputError((*place, "resources", "command"), "missing, which starts a generator", remedy)
+    if component.kind == "generator" and its.replicas > 1:
+        remedy = "Write replicas = 1: no router stands before a generator."
+        yield InputError((*place, "resources", "replicas"), f"{its.replicas} of a generator", remedy)
+    if component.kind != "generator" and its.command:
+        remedy = "Leave it out: its engine is started by the engine's own command."
+        yield InputError(
+            (*place, "resources", "command"), f"on a component of kind {component.kind!r}", remedy
+        )
+    if component.kind != "generator" and component.model is None and component.checkpoint is None:
+        remedy = 'Write model = "HUB/ID" or a folder ("./NAME" is beside the file).'
+        yield InputError((*place, "model"), "missing, which the engine loads", remedy)
+
+
+def _devices(place: Place, component: Component, used: dict[int, float]) -> Iterator[InputError]:
+    its = component.resources
+    assert its is not None
+    if not its.devices:
+        return
+    ranks = component.tp[0] * component.pp[0] * component.dp[0]
+    share = component.shares[0]
+    if its.devices != list(range(its.devices[0], its.devices[0] + len(its.devices))):
+        yield InputError(place, f"{its.devices} is no row of numbers", "Write them ascending, without a gap.")
+        return
+    wanted = ranks * its.replicas if share == 1 else -(-its.replicas // round(1 / share))
+    if len(its.devices) != wanted:
+        remedy = f"Write {wanted}: {ranks} (tp) for each of {its.replicas} replicas."
+        yield InputError(place, f"{len(its.devices)} devices", remedy)
+    for device in its.devices if its.device == "gpu" else ():
+        used[device] = used.get(device, 0.0) + share
+        if used[device] > 1:
+            remedy = "Name another one, or write shares = [0.5] for the components that share it."
+            yield InputError(place, f"GPU {device} has components for {used[device]:g} of it", remedy)
+
+
+def _paths_and_shares(file: PlanInput) -> Iterator[InputError]:
+    for i, application in enumerate(file.applications):
+        place: Place = ("applications", i)
+        if not launched(file, application.llm):
+            remedy = (
+                f"Write resources for the component {application.llm!r}: resources = {{ devices = [0] }}."
+            )
+            yield InputError((*place, "llm"), f"{application.llm!r} is not launched", remedy)
+            continue
+        names = [c.name for c in file.qos]
+        if names and application.qos != "default" and application.qos not in names:
+            remedy = f"{nearest(application.qos, names)} Or add a [[qos]] table of this name."
+            yield InputError((*place, "qos"), f"no class {application.qos!r}", remedy)
+        yield from _routes(place, file, application)
+    yield from _namespaces(file)
+    yield from _classes(file)
+
+
+def _routes(place: Place, file: PlanInput, application: Application) -> Iterator[InputError]:
+    requests = {request.name: request for request in application.requests}
+    yield from (
+        InputError((*e.place[:-1], "request"), e.problem, "Write one route for each request class.")
+        for e in duplicates((*place, "routes"), [route.request for route in application.routes])
+    )
+    for k, route in enumerate(application.routes):
+        at = (*place, "routes", k)
+        if route.request not in requests:
+            remedy = nearest(route.request, list(requests))
+            yield InputError((*at, "request"), f"no request class {route.request!r}", remedy)
+            continue
+        yield from _path((*at, "path"), file, application, requests[route.request], route)
+    routed = {route.request for route in application.routes}
+    for k, request in enumerate(application.requests):
+        generated = request.generates
+        if request.name not in routed and generated and not launched(file, generated.generator):
+            at = (*place, "requests", k, "generates", "generator")
+            remedy = "Give it resources with a command, or add a route that ends at the LLM."
+            yield InputError(at, f"{generated.generator!r} is not launched", remedy)
+
+
+def _path(
+    place: Place, file: PlanInput, application: Application, request: RequestSpec, route: Route
+) -> Iterator[InputError]:
+    known = file.component
+    if unknown := [name for name in route.path if name not in known]:
+        yield InputError(place, f"no component {unknown[0]!r}", nearest(unknown[0], list(known)))
+        return
+    encoders = [media.encoder for media in request.media]
+    generators = [request.generates.generator] if request.generates else []
+    allowed = [*encoders, application.llm, *generators]
+    if strange := [name for name in route.path if name not in allowed]:
+        remedy = f"The class's own components are: {', '.join(dict.fromkeys(allowed))}."
+        yield InputError(place, f"{strange[0]!r} has no part in {request.name}", remedy)
+    elif application.llm not in route.path:
+        yield InputError(place, f"without the LLM {application.llm!r}", f"Add {application.llm!r}.")
+    elif route.path != [name for name in dict.fromkeys(allowed) if name in route.path]:
+        ordered = [name for name in dict.fromkeys(allowed) if name in route.path]
+        yield InputError(place, "not in the order of the work", f"Write {ordered}.".replace("'", '"'))
+    for name in route.path:
+        served = encoder_of(file, name) if known[name].kind == "encoder" else launched(file, name)
+        if not served:
+            yield InputError(place, f"{name!r} is not launched", "Give it resources, or leave it out here.")
+
+
+def _namespaces(file: PlanInput) -> Iterator[InputError]:
+    try:
+        StoreConfig(
+            namespaces={
+                app.name: NamespaceConfig(**app.namespace.model_dump())
+                for app in file.applications
+                if app.namespace is not None
+            }
+        )
+    except ValidationError as e:
+        yield _of_settings(e, ("applications",), [app.name for app in file.applications], "namespace")
+
+
+def _classes(file: PlanInput) -> Iterator[InputError]:
+    try:
+        QosConfig(classes={c.name: ClassConfig(**c.model_dump(exclude={"name"})) for c in file.qos})
+    except ValidationError as e:
+        yield _of_settings(e, ("qos",), [c.name for c in file.qos], "share")
+
+
+def _of_settings(error: ValidationError, place: Place, names: list[str], key: str) -> InputError:
+    """An error of the settings that follow from this file, at the table that it names, or at all of them."""
+    text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
+    problem, _, remedy = text.rpartition(": ")
+    named: list[Any] = [i for i, name in enumerate(names) if f"namespaces.{name}:" in text]
+    at: Place = (*place, named[0], key) if named else place
+    return InputError(at, problem.rpartition(": ")[2], remedy[:1].upper() + remedy[1:] + ".")

@@ -1,0 +1,316 @@
+"""`cornplug launch FILE`: starts an apps file, or a plan's part on this host, and ends it in order.
+
+Processes start in the order store, encoders, engines, routers, each when those before it serve. A process
+that ends by itself starts again. SIGINT and SIGTERM drain: requests under way are finished.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import signal
+import sys
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cornplug.apps import AppsFile, plan_of
+from cornplug.errors import ProcessFailed
+from cornplug.planner.launch.command_lines import LaunchCommand, name_of
+from cornplug.planner.launch.command_list import line
+from cornplug.planner.launch.command_process import READY_S, CommandProcess
+from cornplug.planner.launch.common_secret import common_secret
+from cornplug.planner.launch.control_socket import ControlSocket, ask, control_socket
+from cornplug.planner.launch.launcher import local_commands, running
+from cornplug.planner.launch.session import CURRENT, LaunchSession
+from cornplug.planner.launch.supervisor import RestartPolicy
+from cornplug.planner.launch.transition import PlanTransition, Render, transition
+from cornplug.planner.launch.warm_requests import warm_requests
+from cornplug.planner.plan import Plan
+from cornplug.private_paths import runtime_dir
+from cornplug.processes import ManagedProcess
+
+_FAILED: Final = 1
+
+
+def main(argv: list[str]) -> int:
+    """Exit status: 0 when it was ended from outside with all processes up, 1 when one failed or was given up,
+    2 for a wrong file."""
+    if argv[:1] == ["schema"]:
+        print(json.dumps(AppsFile.schema_of_file(), indent=1))
+        return 0
+    args = _parser().parse_args(argv)
+    plan = plan_from(args.file)
+    run_dir = args.run_dir or runtime_dir() / f"plan-{re.sub(r'[^A-Za-z0-9.-]+', '-', plan.name)[:24]}"
+    render = partial(
+        local_commands,
+        run_dir=run_dir,
+        host=args.host,
+        routers=args.routers,
+        only=args.only,
+        addresses=dict(args.address),
+        secret_file=common_secret(args.secret_file),
+        transfer=args.transfer,
+    )
+    if args.apply is not None:
+        return _apply(plan, plan_from(args.apply), render, run_dir, dry=args.dry_run)
+    to_start = render(plan)
+    if args.dry_run:
+        print("\n\n".join(_dry(command) for command in to_start))
+        return 0
+    console = Console()
+    for remark in [remark for command in to_start if not command.argv for remark in command.remarks]:
+        console.print(remark, markup=False)
+    if not any(command.argv for command in to_start):
+        return 0
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        with control_socket(run_dir) as control:
+            return _launch(plan, to_start, render, run_dir, control, args, console, stop)
+    except ProcessFailed as e:
+        print(f"cornplug launch: {e}", file=sys.stderr)
+        return _FAILED
+
+
+def plan_from(path: Path) -> Plan:
+    """The plan of a plan.json, or of an apps file (`.toml`). Raises ConfigError for a wrong one."""
+    return plan_of(AppsFile.read(path)) if path.suffix == ".toml" else Plan.load(path)
+
+
+def _launch(
+    plan: Plan,
+    to_start: list[LaunchCommand],
+    render: Render,
+    run_dir: Path,
+    control: ControlSocket,
+    args: argparse.Namespace,
+    console: Console,
+    stop: threading.Event,
+) -> int:
+    with Progress(
+        SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console
+    ) as progress:
+        events = _Events(control, progress)
+        with running(
+            plan,
+            to_start,
+            run_dir=run_dir,
+            transfer=args.transfer,
+            ready_s=args.ready_s,
+            event=events,
+            stopping=stop,
+        ) as processes:
+            progress.stop()
+            events.progress = None
+            well = stop.is_set()
+            if not well:
+                session = LaunchSession(
+                    plan,
+                    processes,
+                    render=render,
+                    run_dir=run_dir,
+                    event=events,
+                    policy=RestartPolicy(limit=args.restarts),
+                    transfer=args.transfer,
+                    ready_s=args.ready_s,
+                    settle_s=args.settle_s,
+                )
+                console.print(_addresses(processes))
+                print(
+                    f"Logs, and the classes' addresses in routes.json: {run_dir}\nCtrl-C ends it.",
+                    flush=True,
+                )
+                warming = _Warming(run_dir)
+                warming.begin(plan)
+                try:
+                    well = session.watch(
+                        stop, lambda: control.poll(partial(_applied, session, stop, control))
+                    )
+                finally:
+                    warming.end()
+            console.print("ending: requests under way are finished")
+    return 0 if well else _FAILED
+
+
+def _applied(session: LaunchSession, stop: threading.Event, control: ControlSocket, plan: Plan) -> None:
+    steps = session.apply(plan, stop)
+    for text in _steps(steps):
+        control.tell(text)
+
+
+def _apply(plan: Plan, new: Plan, render: Render, run_dir: Path, *, dry: bool) -> int:
+    if dry:
+        current = run_dir / CURRENT
+        for text in _steps(transition(Plan.load(current) if current.exists() else plan, new, render)):
+            print(text)
+        return 0
+    render(new)  # an error of the new plan is told here
+    error = ask(run_dir, new, print)
+    if error is not None:
+        print(f"cornplug launch: {error}", file=sys.stderr)
+    return 0 if error is None else _FAILED
+
+
+def _steps(steps: PlanTransition) -> list[str]:
+    """One line for each process of either plan, in the order of the steps."""
+    told = [f"keep {name_of(old)}" for old, _ in steps.kept]
+    told += [
+        f"keep {name}'s own flags: the plan has {', '.join(flags)}" for name, flags in steps.lagging.items()
+    ]
+    told += [f"start {name_of(command)} at {command.url or command.socket}" for command in steps.first]
+    told += [f"end {name_of(command)}, once clients have the new routes" for command in steps.stopped]
+    told += [f"then start {name_of(command)} at {command.url or command.socket}" for command in steps.in_turn]
+    return told
+
+
+class _Events:
+    """Told of processes: as progress while they start, later as lines, and to the caller of `--apply`."""
+
+    def __init__(self, control: ControlSocket, progress: Progress | None) -> None:
+        self.progress = progress
+        self._control = control
+        self._tasks: dict[str, TaskID] = {}
+
+    def __call__(self, process: CommandProcess, what: str) -> None:
+        text = f"{process.name}: {what}"
+        self._control.tell(text)
+        if self.progress is None:
+            print(text, flush=True)
+            return
+        if process.name not in self._tasks:
+            self._tasks[process.name] = self.progress.add_task("", total=1)
+        done = 1 if what == "ready" else 0
+        self.progress.update(self._tasks[process.name], description=text, completed=done)
+
+
+class _Warming:
+    """`cornplug warm` for the applications' prompts, beside the engines' other requests."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+        self._processes: list[ManagedProcess] = []
+
+    def begin(self, plan: Plan) -> None:
+        """Start one for each application with prompts, in the order of the plan."""
+        routes: dict[str, Any] = json.loads((self._run_dir / "routes.json").read_text())
+        for app, (url, lines) in warm_requests(plan, routes).items():
+            file = self._run_dir / f"warm-{app}.jsonl"
+            file.write_text(lines)
+            process = ManagedProcess(
+                [sys.executable, "-m", "cornplug.cli", "warm", str(file), "--engine", url],
+                log=self._run_dir / f"warm-{app}.log",
+                name=f"warm {app}",
+                ends_with_parent=True,
+            )
+            process.spawn()
+            self._processes.append(process)
+
+    def end(self) -> None:
+        """End those that still run."""
+        for process in self._processes:
+            process.stop(grace_s=1)
+
+
+def _addresses(processes: list[CommandProcess]) -> Table:
+    table = Table("what", "address", "process", box=None)
+    for process in processes:
+        command = process.command
+        table.add_row(process.name, command.url or command.socket or "", str(process.pid))
+    return table
+
+
+def _dry(command: LaunchCommand) -> str:
+    lines = [f"# {command.kind} {command.group}", *(f"# {remark}" for remark in command.remarks)]
+    return "\n".join([*lines, *([line(command)] if command.argv else [])])
+
+
+def _address(text: str) -> tuple[str, str]:
+    """ "HOST_2=10.0.0.2", for argparse."""
+    name, equals, address = text.partition("=")
+    if not (name and equals and address):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADDRESS")
+    return name, address
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="cornplug launch",
+        description="Start an apps file, or a plan's part on this host; keep it up; end it in order. "
+        "`cornplug launch schema` prints the JSON schema of an apps file.",
+        epilog="Exit status: 0: ended by SIGINT or SIGTERM; 1: a process did not start, or ended too often; "
+        "2: wrong file.",
+    )
+    parser.add_argument("file", type=Path, help="apps file (.toml), or plan.json of `cornplug plan`")
+    parser.add_argument(
+        "--apply",
+        type=Path,
+        metavar="NEW",
+        help="go from FILE, which a launcher runs, to this file or plan, with the fewest restarts",
+    )
+    part = parser.add_mutually_exclusive_group()
+    part.add_argument("--host", help="host of the plan to start, by its name or as HOST_1, HOST_2, ...")
+    part.add_argument("--routers", action="store_true", help="start the plan's routers, once all hosts serve")
+    parser.add_argument(
+        "--address",
+        action="append",
+        default=[],
+        type=_address,
+        metavar="HOST_n=ADDRESS",
+        help="address of a host that the plan does not name; repeat",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the commands, or the steps of --apply; start nothing"
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="GROUP",
+        help="start this group, with the store; repeat",
+    )
+    parser.add_argument(
+        "--secret-file",
+        type=Path,
+        help="file of 32 bytes that all hosts have, where engines ask encoder services of other hosts "
+        "(default: the setting store.secret_file)",
+    )
+    parser.add_argument(
+        "--run-dir", type=Path, help="sockets and logs (default: cornplug's own folder of this user)"
+    )
+    parser.add_argument(
+        "--ready-s",
+        type=float,
+        default=READY_S,
+        help="longest wait for one process, in s (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RestartPolicy().limit,
+        metavar="N",
+        help="restarts in a row of a process that ends by itself, after 1, 2, 4, ... s; then it is given up, "
+        "and the others go on (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--settle-s",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="seconds in which clients read a changed routes.json, before --apply ends processes "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--transfer",
+        choices=("nixl", "mooncake", "lmcache"),
+        default="nixl",
+        help="how KV goes from prefill to decode (default: nixl)",
+    )
+    return parser

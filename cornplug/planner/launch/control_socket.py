@@ -1,0 +1,108 @@
+"""The socket by which `cornplug launch --apply` reaches the launcher that runs. Its claim also keeps a second
+launcher out of the same run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import ValidationError
+
+from cornplug.errors import ConfigError, CornplugError
+from cornplug.local_socket import SocketClaim, foreign_user, frame, receive_frame
+from cornplug.planner.plan import Plan
+
+NAME: Final = "launch.sock"
+_LIMIT: Final = 256 << 20
+_READ_S: Final = 10.0
+
+Apply = Callable[[Plan], None]
+Tell = Callable[[str], None]
+
+
+class ControlSocket:
+    """Where a launcher takes new plans, one after the other."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._claim = SocketClaim(run_dir / NAME, setting="--run-dir")
+        self._claim.listener.setblocking(False)
+        self._peer: socket.socket | None = None
+
+    def poll(self, apply: Apply) -> None:
+        """Serve one caller, if there is one: apply its plan, and say how that went."""
+        try:
+            peer, _ = self._claim.listener.accept()
+        except BlockingIOError:
+            return
+        with peer:
+            peer.settimeout(_READ_S)
+            try:
+                if foreign_user(peer) is not None:
+                    return
+                plan = Plan.model_validate_json(receive_frame(peer, limit=_LIMIT))
+            except (OSError, CornplugError, ValidationError):
+                return  # the caller sees the end of the connection
+            self._peer = peer
+            try:
+                apply(plan)
+                self._send({"status": 0})
+            except CornplugError as e:
+                self._send({"status": 1, "error": str(e)})
+            finally:
+                self._peer = None
+
+    def tell(self, text: str) -> None:
+        """Send a line of progress to the caller whose plan is applied, if there is one."""
+        self._send({"text": text})
+
+    def close(self) -> None:
+        """Give the folder up."""
+        self._claim.close()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """To a caller that may be gone: the plan is applied all the same."""
+        if self._peer is not None:
+            with contextlib.suppress(OSError):
+                self._peer.sendall(frame(json.dumps(message).encode(), limit=_LIMIT))
+
+
+@contextmanager
+def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
+    """The socket of a launcher. Raises SocketTaken where another launcher runs in that folder."""
+    run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = ControlSocket(run_dir)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
+    """Have the launcher of a folder apply a plan; returns its error, or None. Raises ConfigError where none
+    runs."""
+    path = run_dir / NAME
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(str(path))
+        except OSError as e:
+            raise ConfigError(
+                "--apply",
+                f"no launcher answers at {path} ({e.strerror})",
+                "Start the first plan with `cornplug launch`, or name its folder with --run-dir.",
+            ) from e
+        if foreign_user(sock) is not None:
+            raise ConfigError("--run-dir", f"{path} is another user's", "Name a folder of yours.")
+        sock.sendall(frame(plan.model_dump_json().encode(), limit=_LIMIT))
+        while True:
+            try:
+                message = json.loads(receive_frame(sock, limit=_LIMIT))
+            except OSError:
+                return "the launcher ended, or refused the plan: see its output"
+            if "status" in message:
+                return message.get("error") if message["status"] else None
+            tell(message["text"])

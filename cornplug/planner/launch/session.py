@@ -1,0 +1,173 @@
+"""A running launch: its processes under supervision, and their change from one plan to the next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Final
+
+from cornplug.errors import ProcessFailed
+from cornplug.planner.launch.command_lines import LaunchCommand, files, name_of
+from cornplug.planner.launch.command_process import CommandProcess
+from cornplug.planner.launch.kv_transfer import Transfer
+from cornplug.planner.launch.launcher import end, pending_with_routers_last, spawned
+from cornplug.planner.launch.supervisor import Event, RestartPolicy, Supervisor
+from cornplug.planner.launch.transition import PlanTransition, Render, transition
+from cornplug.planner.plan import Plan
+
+CURRENT: Final = "current-plan.json"
+"""In the run folder: the plan that runs, with the ports of its processes."""
+_POLL_S: Final = 0.1
+_ROUTES: Final = "routes.json"
+
+
+class LaunchSession:
+    """Processes of a plan that serve, until `end` of them.
+
+    Args:
+        render: Commands of this host for a plan, with every variable filled in.
+        settle_s: Seconds after a change of routes.json in which clients read it again. Only then do
+            processes end that the new routes leave out.
+        processes: Those that serve; the list follows each change, for the caller that ends them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        processes: list[CommandProcess],
+        *,
+        render: Render,
+        run_dir: Path,
+        event: Event,
+        policy: RestartPolicy,
+        transfer: Transfer = "nixl",
+        ready_s: float,
+        settle_s: float = 10.0,
+    ) -> None:
+        self.plan = plan
+        self.supervisor = Supervisor(event, policy)
+        self._render = render
+        self._run_dir = run_dir
+        self._event = event
+        self._transfer = transfer
+        self._ready_s = ready_s
+        self._settle_s = settle_s
+        self._processes = processes
+        for process in processes:
+            self.supervisor.add(process)
+        self._save(plan)
+
+    def watch(self, stop: threading.Event, each: Callable[[], None] = lambda: None) -> bool:
+        """Restart what ends until `stop` is set; `each` is called in between. True where every process was
+        still being kept up, False where one was given up, or all were."""
+        while not stop.wait(_POLL_S):
+            self.supervisor.tick()
+            if self.supervisor.given_up == self.supervisor.processes != []:
+                return False
+            each()
+        return not self.supervisor.given_up
+
+    def apply(self, new: Plan, stop: threading.Event) -> PlanTransition:
+        """Go to a new plan; returns the steps that were done.
+
+        Raises ProcessFailed where a new process does not serve. If it could start beside the old ones, these
+        run on, with the old routes; a process that starts in turn is restarted as any other.
+        """
+        for dead in self.supervisor.given_up:
+            self.supervisor.remove(dead)
+            self._processes.remove(dead)
+        running = [process.command for process in self.supervisor.processes]
+        steps = transition(self.plan, new, self._render, running=running)
+        self._write_settings(steps.plan)
+        fresh = self._started(steps.first, stop)
+        waiting = {c.url for c in steps.in_turn}
+        self._write_routes(steps.plan, without=waiting)
+        if steps.stopped:
+            self._wait(self._settle_s, stop)
+        ending = {id(command) for command in steps.stopped}
+        old = [p for p in self.supervisor.processes if id(p.command) in ending]
+        for process in old:
+            self.supervisor.remove(process)
+        self._add(fresh)
+        end(old)
+        for process in old:
+            self._processes.remove(process)
+        self.plan = steps.plan
+        self._save(steps.plan)
+        self._start_in_turn(steps.in_turn, stop)
+        self._write_routes(steps.plan, without=set())
+        return steps
+
+    def _start_in_turn(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> None:
+        """Start them in place of processes that have ended: one that fails starts again, as any other."""
+        for batch in pending_with_routers_last(commands):
+            late = []
+            for command in batch:
+                process = spawned(command, self._log(command), self._ready_s)
+                self.supervisor.add(process, starting=True)
+                self._processes.append(process)
+                self._event(process, "starting")
+                late.append(process)
+            while any(map(self.supervisor.starting, late)):
+                self._wait(_POLL_S, stop)
+            if lost := [process.name for process in late if process in self.supervisor.given_up]:
+                raise ProcessFailed(f"{', '.join(lost)} did not start; its log says why")
+
+    def _add(self, processes: Sequence[CommandProcess]) -> None:
+        for process in processes:
+            self.supervisor.add(process)
+            self._processes.append(process)
+
+    def _started(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> list[CommandProcess]:
+        """Processes of new commands, serving. After a ProcessFailed none of them is left."""
+        started: list[CommandProcess] = []
+        try:
+            for batch in pending_with_routers_last(commands):
+                loading = []
+                for command in batch:
+                    process = spawned(command, self._log(command), self._ready_s)
+                    started.append(process)
+                    loading.append(process)
+                    self._event(process, "starting")
+                while loading:
+                    for process in [p for p in loading if p.serves()]:
+                        loading.remove(process)
+                        self._event(process, "ready")
+                    self._wait(_POLL_S, stop)
+        except BaseException:
+            end(started)
+            raise
+        return started
+
+    def _log(self, command: LaunchCommand) -> Path:
+        """A log of its own while an old process of that name has one."""
+        used = {process.log for process in self.supervisor.processes}
+        plain = self._run_dir / f"{name_of(command)}.log"
+        return plain if plain not in used else self._run_dir / f"{name_of(command)}-{command.port}.log"
+
+    def _wait(self, seconds: float, stop: threading.Event) -> None:
+        """Let time pass, with the other processes kept up. Raises ProcessFailed when the launch is ended."""
+        for _ in range(max(round(seconds / _POLL_S), 1)):
+            if stop.wait(_POLL_S):
+                raise ProcessFailed("the launch was ended before the new plan served")
+            self.supervisor.tick()
+
+    def _write_settings(self, plan: Plan) -> None:
+        for name, text in files(plan, transfer=self._transfer).items():
+            if name != _ROUTES:
+                _replace(self._run_dir / name, text)
+
+    def _write_routes(self, plan: Plan, *, without: set[str | None]) -> None:
+        text = files(plan, transfer=self._transfer, without=without)[_ROUTES]
+        _replace(self._run_dir / _ROUTES, text)
+
+    def _save(self, plan: Plan) -> None:
+        _replace(self._run_dir / CURRENT, plan.model_dump_json(indent=1) + "\n")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Readers see the old file or the new one, whole."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)

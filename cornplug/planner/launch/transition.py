@@ -1,0 +1,216 @@
+"""From one plan of a host to the next: processes that stay, those that start, and those that end.
+
+A process stays when the new plan's command for it is the same but for flags that may lag behind
+(`LAGGING_FLAGS`). A replica on the devices of an old one gets its port, so that it can be the same. A new
+process starts before old ones end, at another port, unless it needs their GPUs, or takes over their address.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT, MOST_SERVERS, ReplicaAddress, sites
+from cornplug.planner.launch.command_lines import LaunchCommand
+from cornplug.planner.plan import Plan
+
+Render = Callable[[Plan], list[LaunchCommand]]
+"""The commands of one host of a plan."""
+LAGGING_FLAGS: Final = (
+    "--shutdown-timeout",
+    "--max-num-queued-tokens",
+    "--max-queued-requests",
+    "--size",
+)
+"""They follow the simulated load, and differ a little in every plan: a process keeps its old ones."""
+_NEXT_ROUTERS: Final = 100
+"""From one set of routers' ports to the other."""
+
+
+@dataclass(frozen=True)
+class PlanTransition:
+    """The steps, in their order: `first` starts, `stopped` ends, `in_turn` starts."""
+
+    plan: Plan
+    """The new plan, with the ports that its processes have."""
+    kept: tuple[tuple[LaunchCommand, LaunchCommand], ...]
+    """Old and new command of each process that stays."""
+    first: tuple[LaunchCommand, ...]
+    """New processes that start beside the old ones."""
+    stopped: tuple[LaunchCommand, ...]
+    in_turn: tuple[LaunchCommand, ...]
+    """New processes that need the GPUs or the address of old ones."""
+
+    @property
+    def lagging(self) -> dict[str, list[str]]:
+        """Flags of the new plan that a kept process does not have: group and replica -> "flag value"."""
+        found = {}
+        for old, new in self.kept:
+            differing = [
+                f"{flag} {value}" for flag, value in _lagging(new).items() if _lagging(old).get(flag) != value
+            ]
+            if differing:
+                found[f"{old.group}-{old.replica}"] = differing
+        return found
+
+
+def transition(
+    old: Plan, new: Plan, render: Render, *, running: Sequence[LaunchCommand] | None = None
+) -> PlanTransition:
+    """The steps from a running plan to a new one. `running`: commands of its processes; None: the plan's."""
+    running = [command for command in render(old) if command.argv] if running is None else running
+    new = _with_ports_of(old, new)
+    for _ in range(len(new.groups) + 2):
+        wanted = [command for command in render(new) if command.argv]
+        kept = _same(running, wanted)
+        moved = _moved(new, kept, running, wanted, used=_ports(old))
+        if moved == new:
+            break
+        new = moved
+    staying = {id(o) for o, _ in kept}
+    known = {id(n) for _, n in kept}
+    stopped = [c for c in running if id(c) not in staying]
+    started = [c for c in wanted if id(c) not in known]
+    waiting = {id(c) for c in started if _waits(c, stopped)}
+    return PlanTransition(
+        plan=new,
+        kept=tuple(kept),
+        first=tuple(c for c in started if id(c) not in waiting),
+        stopped=tuple(stopped),
+        in_turn=tuple(c for c in started if id(c) in waiting),
+    )
+
+
+def _same(
+    running: Sequence[LaunchCommand], wanted: Sequence[LaunchCommand]
+) -> list[tuple[LaunchCommand, LaunchCommand]]:
+    left = list(running)
+    found = []
+    for new in wanted:
+        old = next((one for one in left if _identity(one) == _identity(new)), None)
+        if old is not None:
+            left.remove(old)
+            found.append((old, new))
+    return found
+
+
+def _identity(command: LaunchCommand) -> tuple[object, ...]:
+    words = list(command.argv)
+    for flag in LAGGING_FLAGS:
+        if flag in words:
+            at = words.index(flag)
+            del words[at : at + 2]
+    env = tuple(sorted(command.env.items()))
+    return command.kind, command.host, tuple(words), env, command.cores, command.settings
+
+
+def _lagging(command: LaunchCommand) -> dict[str, str]:
+    words = command.argv
+    return {flag: words[words.index(flag) + 1] for flag in LAGGING_FLAGS if flag in words}
+
+
+def _waits(command: LaunchCommand, stopped: Sequence[LaunchCommand]) -> bool:
+    """Whether it can start only after some of these have ended."""
+    for old in stopped:
+        if old.host != command.host:
+            continue
+        if command.port is not None and command.port == old.port:
+            return True
+        if command.socket is not None and command.socket == old.socket:
+            return True
+        if set(command.gpus) & set(old.gpus) and command.share + old.share > 1:
+            return True
+    return False
+
+
+def _ports(plan: Plan) -> set[int]:
+    return {site.port for site in sites(plan)}
+
+
+def _with_ports_of(old: Plan, new: Plan) -> Plan:
+    """The new plan with old ports for replicas on the devices of old ones, unused ports for the others."""
+    before: dict[tuple[object, ...], list[int]] = defaultdict(list)
+    for site in sites(old):
+        if site.rank == 0:
+            before[_seat(site)].append(site.port)
+    taken: set[int] = set()
+    ports: dict[tuple[str, int], int] = {}
+    seats = [site for site in sites(new) if site.rank == 0]
+    for site in seats:
+        left = [port for port in before[_seat(site)] if port not in taken]
+        if site.group.fixed_ports:
+            ports[site.group.name, site.replica] = site.port
+        elif left:
+            ports[site.group.name, site.replica] = left[0]
+        else:
+            continue
+        taken.add(ports[site.group.name, site.replica])
+    for site in seats:
+        if (site.group.name, site.replica) not in ports:
+            port = _free(site, {*taken, *_ports(old)})
+            ports[site.group.name, site.replica] = port
+            taken.add(port)
+    return _ported(new.model_copy(update={"router_ports": old.router_ports}), ports)
+
+
+def _moved(
+    new: Plan,
+    kept: Sequence[tuple[LaunchCommand, LaunchCommand]],
+    running: Sequence[LaunchCommand],
+    wanted: Sequence[LaunchCommand],
+    *,
+    used: Collection[int],
+) -> Plan:
+    """The plan with other ports for replicas that could start before the old ones at their ports end."""
+    staying = {id(old) for old, _ in kept}
+    known = {id(one) for _, one in kept}
+    stopped = [command for command in running if id(command) not in staying]
+    ports = {(site.group.name, site.replica): site.port for site in sites(new) if site.rank == 0}
+    placed = {(site.group.name, site.port): site for site in sites(new) if site.rank == 0}
+    taken = {*used, *ports.values()}
+    for command in wanted:
+        site = placed.get((command.group, command.port or 0))
+        if id(command) in known or site is None or site.group.fixed_ports or command.port not in used:
+            continue
+        if command.kind == "encoder" and not _without_tower(wanted):
+            continue  # its engines encode by themselves meanwhile, and need not be started again
+        if any(set(command.gpus) & set(o.gpus) and command.share + o.share > 1 for o in stopped):
+            continue
+        port = _free(site, taken)
+        ports[site.group.name, site.replica] = port
+        taken.add(port)
+    moved = _ported(new, ports)
+    routers = [c for c in wanted if c.kind == "router" and id(c) not in known]
+    if any(c.port in {o.port for o in stopped} for c in routers):
+        base = 0 if new.router_ports else _NEXT_ROUTERS
+        moved = moved.model_copy(update={"router_ports": base})
+    return moved
+
+
+def _without_tower(wanted: Sequence[LaunchCommand]) -> bool:
+    """Whether some engine cannot encode: its service must be there all the time."""
+    return any("--language-only" in command.argv for command in wanted)
+
+
+def _seat(site: ReplicaAddress) -> tuple[object, ...]:
+    group = site.group
+    return group.engine, group.model, site.host, group.gpu, site.devices
+
+
+def _free(site: ReplicaAddress, taken: Collection[int]) -> int:
+    """The replica's own port, else the next free one of its kind."""
+    if site.port not in taken:
+        return site.port
+    base = ENCODER_PORT if site.group.engine == "cornplug" else ENGINE_PORT
+    start = base if base <= site.port < base + MOST_SERVERS else site.port
+    return next(port for port in range(start, 65536) if port not in taken)
+
+
+def _ported(plan: Plan, ports: Mapping[tuple[str, int], int]) -> Plan:
+    groups = [
+        group.model_copy(update={"ports": [ports[group.name, r] for r in range(group.replicas)]})
+        for group in plan.groups
+    ]
+    return plan.model_copy(update={"groups": groups})

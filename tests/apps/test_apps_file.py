@@ -1,0 +1,141 @@
+"""Apps files: TOML to Python and back, their schema, and the words about bad ones."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from cornplug.apps import (
+    Application,
+    AppsFile,
+    Component,
+    ComponentResources,
+    RequestSpec,
+    Slo,
+)
+from cornplug.errors import ConfigError
+
+from .services import TEXT, services, written
+
+
+def test_apps_file_written_again_is_the_same(tmp_path: Path) -> None:
+    file = services(tmp_path)
+    (tmp_path / "again.toml").write_text(file.to_toml())
+    assert AppsFile.read(tmp_path / "again.toml") == file
+
+
+def test_apps_file_of_python_is_the_file_of_toml(tmp_path: Path) -> None:
+    made = AppsFile(
+        name="one",
+        components=[
+            Component(name="m", kind="llm", model="org/m", resources=ComponentResources(devices=[0]))
+        ],
+        applications=[
+            Application(
+                name="chat", llm="m", slo=Slo(ttft_s=1.0), requests=[RequestSpec(name="text", rate=2.0)]
+            )
+        ],
+    ).check()
+    (tmp_path / "one.toml").write_text(made.to_toml())
+    assert AppsFile.read(tmp_path / "one.toml").to_toml() == made.to_toml()
+
+
+def test_apps_file_check_names_the_field_of_python_objects() -> None:
+    made = AppsFile(
+        components=[Component(name="m", kind="llm", model="org/m")],
+        applications=[
+            Application(
+                name="chat", llm="m", slo=Slo(ttft_s=1.0), requests=[RequestSpec(name="text", rate=2.0)]
+            )
+        ],
+    )
+    with pytest.raises(ConfigError, match=r"applications\[0\].llm: 'm' is not launched. Write resources"):
+        made.check()
+
+
+def test_apps_file_schema_takes_the_file_without_a_pool(tmp_path: Path) -> None:
+    validator = Draft202012Validator(AppsFile.schema_of_file())
+    assert not list(validator.iter_errors(tomllib.loads(TEXT)))
+    wrong = TEXT.replace('system_prompt = "You see."', "system_prompt = 3")
+    assert not validator.is_valid(tomllib.loads(wrong))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            'tp = [2]\nresources = { devices = [1, 2], flags',
+            'tp = [2]\nresources = { devices = [1], flags',
+            r"services.toml:\d+ components\[1\].resources.devices: 1 devices. Write 2: 2 \(tp\)",
+        ),
+        (
+            "devices = [3]",
+            "devices = [0]",
+            r"components\[2\].resources.devices: GPU 0 has components for 1.5 of it. .*shares = \[0.5\]",
+        ),
+        (
+            'command = ["python", "speech.py", "--port", "{port}"]',
+            "command = []",
+            r"components\[4\].resources.command: missing, which starts a generator. Write command",
+        ),
+        ('model = "org/small"\nengines', "engines", r"components\[0\].model: missing, which"),
+        ('resources = { devices = [0] }', "", r"applications\[0\].llm: 'small' is not launched. Write"),
+        ('qos = "premium"', 'qos = "premum"', r"applications\[1\].qos: .*Did you mean 'premium'\?"),
+        (
+            'workload = "offline"',
+            'workload = "offline"\nroutes = [{ request = "anser", path = ["small"] }]',
+            r"applications\[2\].routes\[0\].request: no request class 'anser'. Did you mean 'answer'",
+        ),
+        (
+            'workload = "offline"',
+            'workload = "offline"\nroutes = [{ request = "answer", path = ["speech", "small"] }]',
+            r'routes\[0\].path: not in the order of the work. Write \["small", "speech"\]',
+        ),
+        (
+            'workload = "offline"',
+            'workload = "offline"\nroutes = [{ request = "answer", path = ["small", "large"] }]',
+            r"routes\[0\].path: 'large' has no part in answer",
+        ),
+        (
+            'workload = "offline"',
+            'workload = "offline"\nroutes = [{ request = "answer", path = ["speech"] }]',
+            r"routes\[0\].path: without the LLM 'small'. Add 'small'",
+        ),
+        (
+            "share = 0.25, priority",
+            "share = 0.25, ceiling = 0.1, priority",
+            r"applications\[0\].namespace: share 0.25 is above ceiling 0.1. Lower it",
+        ),
+        (
+            "share = 0.25, priority",
+            "share = 0.25, pinned = true, priority",
+            r"applications\[0\].namespace: pinned entries could fill the store. Set ceiling below 1",
+        ),
+        ("share = 0.3", "share = 0.6", r"qos: the shares of all classes add up to 1.1"),
+        ('tenant = "acme"', 'tenant = "a/b"', r"applications\[1\].tenant: \"a/b\" is no name"),
+        (
+            "devices = [0] }",
+            "devices = [0], port = 18500 }\n",
+            None,
+        ),
+    ],
+)  # fmt: skip
+def test_apps_file_with_a_fault_names_field_and_remedy(
+    tmp_path: Path, old: str, new: str, said: str | None
+) -> None:
+    path = written(tmp_path, (old, new))
+    if said is None:
+        assert AppsFile.read(path).components[0].resources is not None
+        return
+    with pytest.raises(ConfigError, match=said):
+        AppsFile.read(path)
+
+
+def test_apps_file_two_components_of_one_port_are_refused(tmp_path: Path) -> None:
+    one = ("devices = [0] }", "devices = [0], port = 9000, replicas = 1 }")
+    other = ("devices = [3] }", "devices = [3], port = 9000 }")
+    with pytest.raises(ConfigError, match=r"components\[2\].resources.port: 9000 is small's"):
+        AppsFile.read(written(tmp_path, one, other))
