@@ -1,4 +1,6 @@
-"""`POST /v1/encode`, and the media of engines without a tower: fetch, prepare and submit each medium; cancelled when the client disconnects.
+"""`POST /v1/encode`, and media of engines without a tower: fetch, prepare and submit each medium.
+
+Work is cancelled when its client disconnects.
 
 read ─> each medium: fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
                 at most two of one request at a time                       as each finishes
@@ -116,7 +118,7 @@ class EncodeRoute:
             served = ", ".join(model.name for model in self._encoder.registry.served())
             return MediumRefusal(
                 reason="unknown_model",
-                message=f"no tower of identity {asked.identity.hex()[:12]} is served here, but those of {served}",
+                message=f"no tower of identity {asked.identity.hex()[:12]} here, but those of {served}",
             )
         source = RequestMedium(
             modality=asked.modality, field=f"{asked.modality}_url", content=asked.url or asked.data

@@ -115,7 +115,7 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class MediumRequest(msgspec.Struct, frozen=True, tag="medium"):
-    """Encode one medium that only the service fetches and decodes. Of an engine without a tower, over HTTP."""
+    """Encode one medium of an engine without a tower, over HTTP: the service fetches and decodes it."""
 
     identity: bytes
     """The model identity of the engine's tower, under which the rows are wanted."""

@@ -50,6 +50,8 @@ from cornplug.vllm_connector.model.model_config import (
     tower_identity,
     why_no_videos,
 )
+from cornplug.vllm_connector.no_tower import served_images
+from cornplug.vllm_connector.no_tower.engine_arguments import is_asked_for
 from cornplug.vllm_connector.several_connectors import our_settings
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ class MmIdentifiers:
     """Identity of this API process's model, and the names it gives to media."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
-        ours = settings(extra)
+        self._ours = ours = settings(extra)
         self._secret = read_secret(ours.store.secret_file)
         ec = config.ec_transfer_config
         self.handles = ReceivedHandles(
@@ -117,6 +119,10 @@ class MmIdentifiers:
     def _known_identity(self) -> bytes | None:
         _, tower = self._known_tower()
         return tower.identity if tower is not None else None
+
+    def served_images(self, config: VllmConfig) -> None:
+        """Have the service encode images from now on. Raises ConfigError as `served_images.activate`."""
+        served_images.activate(config, self._ours, self._secret, lambda: self._known_tower()[1], self.handles)
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:
         """(epoch, the tower of its weights if that is known)"""
@@ -210,17 +216,22 @@ def _input_processor_init(
 ) -> None:
     global _active, _asked_for
     original(this, vllm_config, *args, **kwargs)
+    served_images.deactivate()
     extra = _extra_config(vllm_config)
     if extra is None or vllm_config.model_config.multimodal_config is None:
         return
     _asked_for = True
+    towerless = is_asked_for(vllm_config)
     try:
         _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
-        # An engine starts without a readable secret file, and shares nothing.
-        if e.field != "store.secret_file":
+        # An engine with a tower starts without a readable secret file, and shares nothing.
+        if e.field != "store.secret_file" or towerless:
             raise
         compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
+        return
+    if towerless:
+        _active.served_images(vllm_config)
 
 
 def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:

@@ -1,0 +1,117 @@
+"""Real engines that load no vision tower: the encoder service takes their images, dies and comes back."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors import safe_open
+
+from devkit import checkpoints
+from devkit.engines import RequestFailed, StoreProcess, VllmServer, data_url, photos
+from devkit.processes import EncoderProcess, at_once, wait_until
+
+pytestmark = [pytest.mark.integration, pytest.mark.stress, pytest.mark.timeout(2400)]
+
+MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
+LOGPROB_TOLERANCE = 1e-4
+
+
+@dataclass
+class Rig:
+    """A stock engine, one without a tower, and its service."""
+
+    model: Path
+    stock: VllmServer
+    engine: VllmServer
+    service: EncoderProcess
+
+    def refused(self, photo: int) -> httpx.Response:
+        content = [{"type": "image_url", "image_url": {"url": data_url(photos()[photo].data)}}]
+        body = {"model": "model", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
+        return httpx.post(f"{self.engine.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+
+
+@pytest.fixture(params=sorted(MAKERS))
+def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
+    model = MAKERS[request.param](tmp_path / "model")
+    sockets = Path(tempfile.mkdtemp(prefix="cp-"))
+    env = {"CORNPLUG_STORE_SECRET_FILE": str(tmp_path / "secret"), "CORNPLUG_STORE_AUTOSTART": "false"}
+    store = StoreProcess(sockets / "s.sock", log=tmp_path / "store.log", env=env)
+    service = EncoderProcess(
+        [model],
+        *("--store-socket", str(sockets / "s.sock")),
+        socket=sockets / "e.sock",
+        log=tmp_path / "encoder.log",
+        env=env,
+    )
+    stock = VllmServer(model, log=tmp_path / "stock.log")
+    engine = VllmServer(
+        model,
+        *("--kv-connector", "cornplug", "--cornplug-store", str(sockets / "s.sock")),
+        *("--cornplug-tower", "service", "--cornplug-encoder", service.url),
+        *("--limit-mm-per-prompt", '{"image": 2}'),
+        log=tmp_path / "engine.log",
+        env=env,
+    )
+    with ExitStack() as ends:
+        ends.callback(shutil.rmtree, sockets, ignore_errors=True)
+        for process in (store, service, stock, engine):
+            ends.callback(process.kill)
+        store.start()
+        at_once(service.start, stock.start, engine.start)
+        yield Rig(model, stock, engine, service)
+
+
+def tower_bytes(model: Path) -> int:
+    """Bytes of the checkpoint's tower and projector."""
+    with safe_open(model / "model.safetensors", "pt") as file:
+        names = [n for n in file.keys() if re.search(r"vision_tower|visual|multi_modal_projector", n)]  # noqa: SIM118
+        return sum(file.get_tensor(name).nbytes for name in names)
+
+
+@pytest.mark.support("Sharing", "an engine without a vision tower (`--cornplug-tower service`)")
+def test_engine_without_tower_answers_as_with_it_and_outlives_its_service(rig: Rig) -> None:
+    image = [photo.data for photo in photos()]
+    log = Path(rig.engine.log).read_text()
+    told = re.search(
+        r"has not loaded .* \((\d+) bytes\): as much as the KV of (\d+) tokens, of (\d+) bytes", log
+    )
+    assert told is not None
+    size, tokens, each = map(int, told.groups())
+    assert size == tower_bytes(rig.model)
+    assert tokens == size // each > 0
+    for images, words in (([0], "what is this"), ([2, 1], "compare"), ([0], "what is this")):
+        want = rig.stock.chat(words, images=[image[i] for i in images], max_tokens=8)
+        got = rig.engine.chat(words, images=[image[i] for i in images], max_tokens=8)
+        assert (got.token_ids, got.prompt_tokens) == (want.token_ids, want.prompt_tokens)
+        assert got.logprobs == pytest.approx(want.logprobs, abs=LOGPROB_TOLERANCE)
+    passes = rig.service.tower_passes()
+    assert passes == 3
+    # A tenant's embedding is another's entry.
+    salted = rig.engine.chat("what is this", images=[image[0]], max_tokens=8, cache_salt="acme")
+    assert salted.token_ids == rig.stock.chat("what is this", images=[image[0]], max_tokens=8).token_ids
+    assert rig.service.tower_passes() == passes + 1
+    with pytest.raises(RequestFailed, match="At most 2 image"):
+        rig.engine.chat("three", images=image[:3], max_tokens=4)
+    with pytest.raises(RequestFailed) as broken:
+        rig.engine.chat("what is this", images=[b"\x89PNG no image"], max_tokens=4)
+    assert broken.value.status == 400
+    rig.service.kill()
+    answer = rig.refused(3)
+    assert answer.status_code == 503
+    assert int(answer.headers["retry-after"]) >= 1
+    assert rig.service.url in answer.text
+    want = rig.stock.chat("no image here", max_tokens=8)
+    assert rig.engine.chat("no image here", max_tokens=8).token_ids == want.token_ids
+    rig.service.start()
+    wait_until(lambda: rig.refused(3).status_code == 200, deadline_s=60, what="the service's return")
+    want = rig.stock.chat("what is this", images=[image[3]], max_tokens=8)
+    assert rig.engine.chat("what is this", images=[image[3]], max_tokens=8).token_ids == want.token_ids
