@@ -50,13 +50,11 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
         return original(args, *rest, **kwargs)
     engine_state.begin()
     _offload_beside(args)
-    # vLLM writes resolved values into the arguments, so a second try needs them as they were.
-    given = copy.deepcopy(args)
     # vLLM itself sets it for every engine with a connector that loads embeddings.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
     without_tower = engine_arguments.leave_out(args)
-    if without_tower:
-        given = copy.deepcopy(args)
+    # vLLM writes resolved values into the arguments, so a second try needs them as they were.
+    given = copy.deepcopy(args)
 
     def without(*names: str) -> Any:
         fewer = copy.deepcopy(given)

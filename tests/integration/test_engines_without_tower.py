@@ -9,14 +9,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from safetensors import safe_open
 
 from devkit import checkpoints
-from devkit.engines import RequestFailed, StoreProcess, VllmServer, data_url, photos
-from devkit.processes import EncoderProcess, at_once, wait_until
+from devkit.engines import Answer, RequestFailed, StoreProcess, VllmServer, data_url, photos
+from devkit.processes import EncoderProcess, wait_until
 
 pytestmark = [pytest.mark.integration, pytest.mark.stress, pytest.mark.timeout(2400)]
 
@@ -24,24 +25,49 @@ MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
 LOGPROB_TOLERANCE = 1e-4
 
 
+@dataclass(frozen=True)
+class Question:
+    """A greedy request."""
+
+    words: str
+    images: tuple[int, ...] = ()
+
+    def ask(self, server: VllmServer, **fields: Any) -> Answer:
+        images = [photos()[i].data for i in self.images]
+        return server.chat(self.words, images=images, max_tokens=8, **fields)
+
+
+TEXT = Question("no image here")
+FIRST = Question("what is this", (0,))
+QUESTIONS = (FIRST, Question("compare", (2, 1)), FIRST)
+LATER = Question("what is this", (3,))
+
+
 @dataclass
 class Rig:
-    """A stock engine, one without a tower, and its service."""
+    """An engine without a tower, its service, and the answers of a stock engine."""
 
     model: Path
-    stock: VllmServer
     engine: VllmServer
     service: EncoderProcess
+    stock: dict[Question, Answer]
 
-    def refused(self, photo: int) -> httpx.Response:
+    def post(self, photo: int) -> httpx.Response:
         content = [{"type": "image_url", "image_url": {"url": data_url(photos()[photo].data)}}]
         body = {"model": "model", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
         return httpx.post(f"{self.engine.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+
+    def same(self, question: Question, **fields: Any) -> None:
+        want, got = self.stock[question], question.ask(self.engine, **fields)
+        assert (got.token_ids, got.prompt_tokens) == (want.token_ids, want.prompt_tokens)
+        assert got.logprobs == pytest.approx(want.logprobs, abs=LOGPROB_TOLERANCE)
 
 
 @pytest.fixture(params=sorted(MAKERS))
 def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     model = MAKERS[request.param](tmp_path / "model")
+    with VllmServer(model, log=tmp_path / "stock.log") as stock:
+        answers = {question: question.ask(stock) for question in {*QUESTIONS, TEXT, LATER}}
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
     env = {"CORNPLUG_STORE_SECRET_FILE": str(tmp_path / "secret"), "CORNPLUG_STORE_AUTOSTART": "false"}
     store = StoreProcess(sockets / "s.sock", log=tmp_path / "store.log", env=env)
@@ -52,7 +78,6 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
         log=tmp_path / "encoder.log",
         env=env,
     )
-    stock = VllmServer(model, log=tmp_path / "stock.log")
     engine = VllmServer(
         model,
         *("--kv-connector", "cornplug", "--cornplug-store", str(sockets / "s.sock")),
@@ -63,11 +88,10 @@ def rig(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rig]:
     )
     with ExitStack() as ends:
         ends.callback(shutil.rmtree, sockets, ignore_errors=True)
-        for process in (store, service, stock, engine):
+        for process in (store, service, engine):
             ends.callback(process.kill)
-        store.start()
-        at_once(service.start, stock.start, engine.start)
-        yield Rig(model, stock, engine, service)
+            process.start()
+        yield Rig(model, engine, service, answers)
 
 
 def tower_bytes(model: Path) -> int:
@@ -79,8 +103,7 @@ def tower_bytes(model: Path) -> int:
 
 @pytest.mark.support("Sharing", "an engine without a vision tower (`--cornplug-tower service`)")
 def test_engine_without_tower_answers_as_with_it_and_outlives_its_service(rig: Rig) -> None:
-    image = [photo.data for photo in photos()]
-    log = Path(rig.engine.log).read_text()
+    log = rig.engine.log.read_text()
     told = re.search(
         r"has not loaded .* \((\d+) bytes\): as much as the KV of (\d+) tokens, of (\d+) bytes", log
     )
@@ -88,30 +111,24 @@ def test_engine_without_tower_answers_as_with_it_and_outlives_its_service(rig: R
     size, tokens, each = map(int, told.groups())
     assert size == tower_bytes(rig.model)
     assert tokens == size // each > 0
-    for images, words in (([0], "what is this"), ([2, 1], "compare"), ([0], "what is this")):
-        want = rig.stock.chat(words, images=[image[i] for i in images], max_tokens=8)
-        got = rig.engine.chat(words, images=[image[i] for i in images], max_tokens=8)
-        assert (got.token_ids, got.prompt_tokens) == (want.token_ids, want.prompt_tokens)
-        assert got.logprobs == pytest.approx(want.logprobs, abs=LOGPROB_TOLERANCE)
+    for question in QUESTIONS:
+        rig.same(question)
     passes = rig.service.tower_passes()
     assert passes == 3
     # A tenant's embedding is another's entry.
-    salted = rig.engine.chat("what is this", images=[image[0]], max_tokens=8, cache_salt="acme")
-    assert salted.token_ids == rig.stock.chat("what is this", images=[image[0]], max_tokens=8).token_ids
+    rig.same(FIRST, cache_salt="acme")
     assert rig.service.tower_passes() == passes + 1
     with pytest.raises(RequestFailed, match="At most 2 image"):
-        rig.engine.chat("three", images=image[:3], max_tokens=4)
+        Question("three", (0, 1, 2)).ask(rig.engine)
     with pytest.raises(RequestFailed) as broken:
         rig.engine.chat("what is this", images=[b"\x89PNG no image"], max_tokens=4)
     assert broken.value.status == 400
     rig.service.kill()
-    answer = rig.refused(3)
+    answer = rig.post(3)
     assert answer.status_code == 503
     assert int(answer.headers["retry-after"]) >= 1
     assert rig.service.url in answer.text
-    want = rig.stock.chat("no image here", max_tokens=8)
-    assert rig.engine.chat("no image here", max_tokens=8).token_ids == want.token_ids
+    rig.same(TEXT)
     rig.service.start()
-    wait_until(lambda: rig.refused(3).status_code == 200, deadline_s=60, what="the service's return")
-    want = rig.stock.chat("what is this", images=[image[3]], max_tokens=8)
-    assert rig.engine.chat("what is this", images=[image[3]], max_tokens=8).token_ids == want.token_ids
+    wait_until(lambda: rig.post(3).status_code == 200, deadline_s=60, what="the service's return")
+    rig.same(LATER)

@@ -50,8 +50,6 @@ from cornplug.vllm_connector.model.model_config import (
     tower_identity,
     why_no_videos,
 )
-from cornplug.vllm_connector.no_tower import served_images
-from cornplug.vllm_connector.no_tower.engine_arguments import is_asked_for
 from cornplug.vllm_connector.several_connectors import our_settings
 
 if TYPE_CHECKING:
@@ -93,7 +91,7 @@ class MmIdentifiers:
     """Identity of this API process's model, and the names it gives to media."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
-        self._ours = ours = settings(extra)
+        ours = settings(extra)
         self._secret = read_secret(ours.store.secret_file)
         ec = config.ec_transfer_config
         self.handles = ReceivedHandles(
@@ -120,9 +118,9 @@ class MmIdentifiers:
         _, tower = self._known_tower()
         return tower.identity if tower is not None else None
 
-    def served_images(self, config: VllmConfig) -> None:
-        """Have the service encode images from now on. Raises ConfigError as `served_images.activate`."""
-        served_images.activate(config, self._ours, self._secret, lambda: self._known_tower()[1], self.handles)
+    def tower(self) -> TowerIdentity | None:
+        """The tower of the weights of now; None while it is being read, and where it cannot be identified."""
+        return self._known_tower()[1]
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:
         """(epoch, the tower of its weights if that is known)"""
@@ -193,6 +191,12 @@ class MmIdentifiers:
         }
 
 
+def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
+    """Call `watcher` with config and names (None without) whenever this process starts an engine."""
+    if watcher not in _watchers:
+        _watchers.append(watcher)
+
+
 def _media_digest(item: object) -> bytes | None:
     import torch
 
@@ -207,6 +211,7 @@ def _media_digest(item: object) -> bytes | None:
 
 
 _active: MmIdentifiers | None = None
+_watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
 _asked_for = False
 """Whether this engine has cornplug's connectors, which must not take a client's uuid for a key."""
 
@@ -214,24 +219,25 @@ _asked_for = False
 def _input_processor_init(
     original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
 ) -> None:
-    global _active, _asked_for
     original(this, vllm_config, *args, **kwargs)
-    served_images.deactivate()
+    _begin(vllm_config)
+    for watcher in _watchers:
+        watcher(vllm_config, _active)
+
+
+def _begin(vllm_config: VllmConfig) -> None:
+    global _active, _asked_for
     extra = _extra_config(vllm_config)
     if extra is None or vllm_config.model_config.multimodal_config is None:
         return
     _asked_for = True
-    towerless = is_asked_for(vllm_config)
     try:
         _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
         # An engine with a tower starts without a readable secret file, and shares nothing.
-        if e.field != "store.secret_file" or towerless:
+        if e.field != "store.secret_file" or settings(extra).engine.tower == "service":
             raise
         compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
-        return
-    if towerless:
-        _active.served_images(vllm_config)
 
 
 def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:

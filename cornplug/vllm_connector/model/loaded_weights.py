@@ -11,7 +11,6 @@ from cornplug.engine_common import weight_comparison
 from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR
-from cornplug.vllm_connector.no_tower import left_out_weights
 from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT: Final = "_cornplug_left_out"
@@ -23,7 +22,6 @@ def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any
     config = worker.vllm_config
     if has_cornplug(config) and not kwargs.get("load_dummy_weights"):
         _check(worker.model_runner.get_model(), config)
-        left_out_weights.report(worker)
     return result
 
 

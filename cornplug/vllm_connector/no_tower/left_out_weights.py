@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.no_tower.engine_arguments import is_asked_for
 
 
-def report(worker: Any) -> None:
-    """Log the bytes of the tower that this rank left out, and the KV tokens that fit in as many bytes.
+def report(worker: Any, specs: Mapping[str, Any]) -> None:
+    """Log the bytes of the tower that this rank left out, and the tokens of KV that fit in as many bytes.
+
+    `specs` are those of the layers with a KV cache.
 
     Raises ConfigError where vLLM has loaded the tower all the same.
     """
@@ -24,7 +27,7 @@ def report(worker: Any) -> None:
             f"vLLM has loaded the tower of {worker.vllm_config.model_config.model}, as its class marks none",
             "Leave the option out.",
         )
-    token_bytes = kv_token_bytes(worker.get_kv_cache_spec())
+    token_bytes = kv_token_bytes(specs)
     compat.logger.info(
         "cornplug: rank %d has not loaded %s (%d bytes): as much as the KV of %d tokens, of %d bytes each",
         worker.rank,
@@ -48,10 +51,22 @@ def left_out(model: Any) -> dict[str, int]:
     return found
 
 
-def kv_token_bytes(specs: dict[str, Any]) -> int:
+def kv_token_bytes(specs: Mapping[str, Any]) -> int:
     """Bytes that one token takes in the KV cache of this rank, in all layers that keep one a token."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return sum(
         spec.page_size_bytes // spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)
     )
+
+
+def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
+    specs = original(worker)
+    report(worker, specs)
+    return specs
+
+
+WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", _get_kv_cache_spec),
+)
+"""vLLM asks for the specs once, after the weights are loaded and before it sizes the cache."""

@@ -37,10 +37,18 @@ from cornplug.engine_common import weights_guard
 from cornplug.engine_common.model_identity import TowerIdentity
 from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError, EncoderRefused
 from cornplug.identity import embedding_key
+from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
+from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers
+from cornplug.vllm_connector.model.model_config import tower_identity
 from cornplug.vllm_connector.no_tower import retry_after
-from cornplug.vllm_connector.no_tower.engine_arguments import TAKES_EMBEDDINGS
+from cornplug.vllm_connector.no_tower.engine_arguments import (
+    TAKES_EMBEDDINGS,
+    is_asked_for,
+    ours,
+    settings_in,
+)
 
 _START_S: Final = 5.0
 """Longest that a starting engine waits for the list of a service's models."""
@@ -209,15 +217,17 @@ class ServedImages:
         return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._wants_grid else rows
 
 
-def activate(config: Any, ours: Config, secret: bytes, tower: Any, handles: ReceivedHandles) -> ServedImages:
-    """Have the service encode the images of this process's requests from now on.
+def started(config: Any, names: MmIdentifiers | None) -> None:
+    """Have the service encode the images of this process's engine, if it has no tower.
 
-    `tower()`: as of `ServedImages`. Reads the checkpoint's weights once. Raises ConfigError as
-    `ServedImages.check`, and where the checkpoint cannot be identified.
+    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and where the checkpoint
+    cannot be identified.
     """
-    from cornplug.vllm_connector.model.model_config import tower_identity
-
     global _active
+    deactivate()
+    if names is None or not is_asked_for(config):
+        return
+    said = ours(settings_in(config))
     model = config.model_config
     try:
         known = tower_identity(config)
@@ -228,10 +238,10 @@ def activate(config: Any, ours: Config, secret: bytes, tower: Any, handles: Rece
             "Leave the option out.",
         ) from e
     served = ServedImages(
-        ours,
-        secret,
-        tower,
-        handles,
+        said,
+        read_secret(said.store.secret_file),
+        names.tower,
+        names.handles,
         family=str(model.hf_config.model_type),
         dtype=dtype_name(model.dtype),
     )
@@ -243,7 +253,6 @@ def activate(config: Any, ours: Config, secret: bytes, tower: Any, handles: Rece
     for module, target, wrapper in retry_after.WRAPS:
         compat.wrap(module, target, wrapper)
     _active = served
-    return served
 
 
 def deactivate() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -20,6 +21,8 @@ from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, VALIDATED
 from cornplug.vllm_connector.no_tower import engine_arguments
 from cornplug.vllm_connector.no_tower.engine_arguments import TAKES_EMBEDDINGS, check_model, leave_out
 
+HERE = str(Path(__file__).parent)
+"""A folder that is there: without a network vLLM looks for anything else in the hub's cache."""
 EXTRA = {"engine.tower": "service", "encoder.engine_urls": "http://a:8750"}
 
 
@@ -33,7 +36,7 @@ def arguments(extra: dict[str, Any] | None = None, **fields: Any) -> EngineArgs:
     kv = KVTransferConfig(kv_connector=KV_CONNECTOR, kv_role="kv_both", kv_connector_extra_config=dict(said))
     role = fields.pop("ec_role", "ec_both")
     ec = ECTransferConfig(ec_connector=EC_CONNECTOR, ec_role=role, ec_connector_extra_config=dict(said))
-    return EngineArgs(model="m", kv_transfer_config=kv, ec_transfer_config=ec, **fields)
+    return EngineArgs(model=HERE, kv_transfer_config=kv, ec_transfer_config=ec, **fields)
 
 
 def embedding_input(family: str, **inputs: Any) -> Any:
@@ -56,7 +59,7 @@ def test_takes_embeddings_equals_what_vllms_models_make_of_them(family: str) -> 
     inputs = batch if wants_grid else {"image_embeds": [rows]}
     assert (embedding_input(family, **inputs) is not None) == (family in TAKES_EMBEDDINGS)
     model: Any = ModelRegistry._try_load_model_cls(CLASSES[family])
-    parser: MultiModalDataParser = model._processor_factory.info.get_data_parser(MagicMock())
+    parser: MultiModalDataParser = model._processor_factory.info(MagicMock()).get_data_parser()
     assert (parser.embedding_fields.get("image", {}).get("image_grid_thw") == "metadata") == wants_grid
 
 
@@ -81,7 +84,7 @@ def test_leave_out_without_the_setting_changes_nothing() -> None:
     args = arguments({})
     assert not leave_out(args)
     assert not args.enable_mm_embeds
-    assert not leave_out(EngineArgs(model="m"))
+    assert not leave_out(EngineArgs(model=HERE))
 
 
 @pytest.mark.parametrize(

@@ -32,13 +32,16 @@ class Model(nn.Module):
         self.language_model = nn.Linear(4, 4)
 
 
+SPEC = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
+SPECS = {"layers.0": SPEC, "layers.1": SPEC}
+
+
 def worker(model: nn.Module, secret: Path, tower: str = "service") -> Any:
     extra = {
         "engine.tower": tower,
         "encoder.engine_urls": "http://a:8750",
         "store.secret_file": str(secret),
     }
-    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=8, dtype=torch.float32)
     return SimpleNamespace(
         rank=0,
         vllm_config=SimpleNamespace(
@@ -47,7 +50,6 @@ def worker(model: nn.Module, secret: Path, tower: str = "service") -> Any:
             model_config=SimpleNamespace(model="m"),
         ),
         model_runner=SimpleNamespace(get_model=lambda: model),
-        get_kv_cache_spec=lambda: {"layers.0": spec, "layers.1": spec},
     )
 
 
@@ -56,7 +58,7 @@ def test_report_of_left_out_weights_says_their_bytes_and_the_tokens_that_fit(
 ) -> None:
     caplog.set_level(logging.INFO, "vllm.cornplug")
     logging.getLogger("vllm").propagate = True
-    left_out_weights.report(worker(Model(absent=True), tmp_path / "s"))
+    left_out_weights.report(worker(Model(absent=True), tmp_path / "s"), SPECS)
     # A token: 2 layers of K and V, 2 heads of 8 numbers of 4 bytes.
     assert "vision_tower (144 bytes)" in caplog.text
     assert "KV of 0 tokens, of 256 bytes each" in caplog.text
@@ -65,5 +67,5 @@ def test_report_of_left_out_weights_says_their_bytes_and_the_tokens_that_fit(
 
 def test_report_of_a_loaded_tower_ends_the_start_where_the_service_has_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has loaded the tower"):
-        left_out_weights.report(worker(Model(absent=False), tmp_path / "s"))
-    left_out_weights.report(worker(Model(absent=False), tmp_path / "s", tower="engine"))
+        left_out_weights.report(worker(Model(absent=False), tmp_path / "s"), SPECS)
+    left_out_weights.report(worker(Model(absent=False), tmp_path / "s", tower="engine"), SPECS)
