@@ -52,7 +52,7 @@ def embedding_input(family: str, **inputs: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", sorted(VALIDATED_FAMILIES))
-def test_takes_embeddings_equals_what_vllms_models_make_of_them(family: str) -> None:
+def test_engine_arguments_families_equal_what_vllms_models_take(family: str) -> None:
     rows = torch.zeros(4, 8)
     wants_grid = TAKES_EMBEDDINGS.get(family, False)
     batch = {"image_embeds": rows, "image_grid_thw": torch.tensor([[1, 4, 4]])}
@@ -63,7 +63,7 @@ def test_takes_embeddings_equals_what_vllms_models_make_of_them(family: str) -> 
     assert (parser.embedding_fields.get("image", {}).get("image_grid_thw") == "metadata") == wants_grid
 
 
-def test_takes_embeddings_names_validated_families_only() -> None:
+def test_engine_arguments_families_are_validated_ones_only() -> None:
     assert set(TAKES_EMBEDDINGS) <= VALIDATED_FAMILIES
 
 

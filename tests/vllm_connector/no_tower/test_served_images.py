@@ -256,7 +256,7 @@ def test_service_that_does_not_answer_is_a_503_that_names_it(
     parsed(tracker())
 
 
-def test_image_that_the_service_cannot_read_is_the_clients_error(make: Make, service: Service) -> None:
+def test_served_images_medium_that_cannot_be_read_is_the_clients_error(make: Make, service: Service) -> None:
     make()
     service.error = EncoderRefused("image_url: not an image", reason="unknown_format")
     with pytest.raises(VLLMValidationError, match="not an image"):
