@@ -246,6 +246,13 @@ class EngineConfig(Section):
     with an update that holds every tensor that any update before it changed. The engine then shares after
     such an update, with the engines that began with the same checkpoint and were given the same version.
     Trainers that count from 1 in each run break this rule, unless each run has a store of its own."""
+    tower: Literal["engine", "service"] = "engine"
+    """The place of the vision tower of a vLLM server. "service": the server loads no tower; the services at
+    `encoder.engine_urls` fetch, decode and encode the images of its requests, which get a 503 while none of
+    them answers (`encoder.language_only_timeout_s`)."""
+    images_per_prompt: int | None = Field(default=None, ge=0)
+    """Largest number of images in a prompt of a server without a tower. vLLM's `--limit-mm-per-prompt` sets
+    it; None: no limit."""
     embeddings_by_value: bool = False
     """The engine takes the rows of an embedding from a request. vLLM's `--enable-mm-embeds` sets it."""
 

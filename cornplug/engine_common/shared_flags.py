@@ -39,6 +39,11 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
         "services on other hosts, with commas between them: http://HOST:8750, with #3 behind it for three "
         "times the media of the others (setting encoder.engine_urls).",
     ),
+    "--cornplug-tower": (
+        "engine.tower",
+        "'service': this server loads no vision tower, and the encoder service at the URLs of "
+        "--cornplug-encoder takes the images themselves (vLLM only; default: 'engine').",
+    ),
     "--cornplug-store-deadline": (
         "store.deadline_s",
         "Longest wait for an answer of the store, in seconds; then it is a miss (default: 0.1).",

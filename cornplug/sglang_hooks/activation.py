@@ -17,6 +17,7 @@ from typing import Final
 from cornplug.config import Config
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.engine_common.shared_flags import settings
+from cornplug.errors import ConfigError
 from cornplug.identity import digest
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import tokenizer_workers
@@ -36,7 +37,12 @@ def turn_on(extra: Mapping[str, str]) -> None:
 
     Raises ConfigError naming the setting that is unknown or wrong.
     """
-    settings(extra)
+    if settings(extra).engine.tower == "service":
+        raise ConfigError(
+            "--cornplug-tower",
+            "SGLang has a way of its own to leave the tower to the encoder service",
+            "Start it with --language-only --encoder-urls http://HOST:8750 instead.",
+        )
     os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
     os.environ.pop(_PARTS, None)
     _settled.cache_clear()

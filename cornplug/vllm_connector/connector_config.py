@@ -15,6 +15,7 @@ from cornplug.engine_common import engine_state
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
+from cornplug.vllm_connector.no_tower import engine_arguments
 from cornplug.vllm_connector.several_connectors import (
     connectors,
     has_ours,
@@ -49,10 +50,11 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
         return original(args, *rest, **kwargs)
     engine_state.begin()
     _offload_beside(args)
-    # vLLM writes resolved values into the arguments, so a second try needs them as they were.
-    given = copy.deepcopy(args)
     # vLLM itself sets it for every engine with a connector that loads embeddings.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
+    without_tower = engine_arguments.leave_out(args)
+    # vLLM writes resolved values into the arguments, so a second try needs them as they were.
+    given = copy.deepcopy(args)
 
     def without(*names: str) -> Any:
         fewer = copy.deepcopy(given)
@@ -73,6 +75,8 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     if by_value:
         _note_by_value(config)
     _settle(config)
+    if without_tower:
+        engine_arguments.check_model(config)
     return config
 
 

@@ -49,6 +49,7 @@ def _install() -> None:
     from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
     from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
     from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
+    from cornplug.vllm_connector.no_tower import left_out_weights, served_images
 
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
@@ -60,7 +61,9 @@ def _install() -> None:
         )
     kv = engine_alarm, keys_ahead, provenance, resets
     ec = encoder_only, mm_identifiers
+    no_tower = left_out_weights, served_images
     weights = loaded_weights, reloads, weight_transfers, weight_updates
-    for seams in (flags, connector_config, *ec, *kv, *weights):
+    for seams in (flags, connector_config, *ec, *kv, *no_tower, *weights):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)
+    mm_identifiers.on_start(served_images.started)

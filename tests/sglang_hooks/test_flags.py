@@ -116,6 +116,11 @@ def test_activation_config_file_edited_later_is_ignored(
         given(text, "--enable-cornplug")
 
 
+def test_activation_tower_of_the_service_error_names_sglangs_own_way() -> None:
+    with pytest.raises(ConfigError, match="--language-only --encoder-urls"):
+        activation.turn_on({"engine.tower": "service"})
+
+
 def test_activation_is_on_with_any_flag(text: str) -> None:
     given(text)
     assert not activation.is_on()

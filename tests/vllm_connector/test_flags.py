@@ -26,7 +26,7 @@ ALL = [
     "--cornplug-store-deadline", "0.2", "--cornplug-encoder-deadline", "3", "--cornplug-page-tokens", "128",
     "--cornplug-save", "second", "--cornplug-store-disk", "/nvme/store",
     "--cornplug-store-far", "file:///share,valkey://far:6379/0",
-    "--cornplug-trust-weight-version", "true",
+    "--cornplug-trust-weight-version", "true", "--cornplug-tower", "engine",
 ]  # fmt: skip
 
 
@@ -94,6 +94,7 @@ def test_flags_all_reach_their_settings() -> None:
     assert (config.store.deadline_s, config.encoder.deadline_s) == (0.2, 3.0)
     assert (config.engine.page_tokens, config.engine.save) == (128, "second")
     assert config.engine.trust_weight_version is True
+    assert config.engine.tower == "engine"
     assert config.store.far == ("file:///share", "valkey://far:6379/0")
 
 
@@ -151,6 +152,7 @@ def test_flags_in_conflict_error_names_both(args: list[str], message: str) -> No
         (["--cornplug-store-size", "-1"], "store.size_bytes"),
         (["--cornplug-store-deadline", "0"], "store.deadline_s"),
         (["--cornplug-encoder-deadline", "soon"], "encoder.deadline_s"),
+        (["--cornplug-tower", "none"], "engine.tower"),
     ],
 )
 def test_flags_wrong_value_error_names_field(args: list[str], field: str) -> None:

@@ -25,19 +25,27 @@ from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
+from cornplug.vllm_connector.no_tower import left_out_weights, retry_after, served_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
 KV = (engine_alarm, keys_ahead, provenance, resets)
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
-WRAPPING = (flags, connector_config, *EC, *KV, *WEIGHTS)
+NO_TOWER = (left_out_weights, served_images, retry_after)
+WRAPPING = (flags, connector_config, *EC, *KV, *WEIGHTS, *NO_TOWER)
+CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (
     ("vllm._custom_ops", "swap_blocks_batch"),
     (REGISTER, "host_register"),
     (REGISTER, "host_unregister"),
+    (CONNECTOR, "MediaConnector.load_from_url"),
+    (CONNECTOR, "MediaConnector.load_from_url_async"),
+    (CONNECTOR, "MediaConnector._assert_url_in_allowed_media_domains"),
+    ("vllm.renderers.chat_utils", "BaseMultiModalItemTracker.add"),
 )
-"""Functions of vLLM's own offloading worker that `kv/arena_moves.py` calls."""
+"""Functions of vLLM's own offloading worker that `kv/arena_moves.py` calls, and those of its media loading
+and parsing that `no_tower/served_images.py` calls."""
 OVERRIDING: tuple[tuple[type, type], ...] = (
     (KVConnectorBase_V1, CornplugConnector),
     (ECConnectorBase, CornplugECConnector),
@@ -63,7 +71,8 @@ def seams() -> Iterator[str]:
             function = reduce(getattr, target.split("."), importlib.import_module(home))
             yield f"{home}:{target}({arguments(getattr(function, '_cornplug_original', function))})"
     for home, name in CALLED:
-        yield f"{home}:{name}({arguments(getattr(importlib.import_module(home), name))})"
+        function = reduce(getattr, name.split("."), importlib.import_module(home))
+        yield f"{home}:{name}({arguments(function)})"
     for base, ours in OVERRIDING:
         for name, method in vars(ours).items():
             if not name.startswith("_") and inspect.isfunction(

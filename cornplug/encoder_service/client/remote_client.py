@@ -10,6 +10,7 @@ failed is left out until it has answered a DescribeRequest, which the thread sen
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import math
 import threading
@@ -34,13 +35,23 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRefusal,
     EncodeReply,
     EncodeRequest,
-    Reply,
-    Request,
+    HttpReply,
+    HttpRequest,
+    MediumRefusal,
+    MediumReply,
+    MediumRequest,
     ServedModel,
 )
+from cornplug.encoder_service.wire.status_codes import is_of_medium
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 
-_Answer = Future[EncodeReply | DescribeReply]
+_Reply = EncodeReply | DescribeReply | MediumReply
+_Answer = Future[_Reply]
+_ANSWERS: Final[Mapping[type[HttpRequest], type[_Reply]]] = {
+    EncodeRequest: EncodeReply,
+    DescribeRequest: DescribeReply,
+    MediumRequest: MediumReply,
+}
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
 _LEFT_OUT_S: Final = 0.5
@@ -82,7 +93,7 @@ class RemoteEncoder:
         self._lock = threading.Lock()
         self._unanswered_bytes = 0
         self._closed = False
-        self._decode = msgspec.msgpack.Decoder(Reply).decode
+        self._decode = msgspec.msgpack.Decoder(HttpReply).decode
         self._encode = msgspec.msgpack.Encoder().encode
         self._loop = asyncio.new_event_loop()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,6 +106,17 @@ class RemoteEncoder:
         order = rendezvous.ranking(request.key, self._weights)
         # `_ask` answers an EncodeRequest with an EncodeReply only.
         return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
+
+    def submit_medium(self, request: MediumRequest) -> Future[MediumReply]:
+        """Send one medium, or its URL, to be decoded by the service. Returns at once.
+
+        The future fails as those of `submit`, and with EncoderRefused for a medium that no service takes (the
+        reason of `status_codes.is_of_medium`).
+        """
+        named = hashlib.sha256(request.data or request.url.encode()).digest()
+        order = rendezvous.ranking(named, self._weights)
+        size = len(request.data) + len(request.url)
+        return cast("Future[MediumReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
         """The models of the first service that answers; waits up to `deadline_s`. Raises EncoderError."""
@@ -133,7 +155,7 @@ class RemoteEncoder:
     ) -> None:
         self.close()
 
-    def _enqueue(self, request: Request, order: Sequence[str], deadline_s: float, size: int) -> _Answer:
+    def _enqueue(self, request: HttpRequest, order: Sequence[str], deadline_s: float, size: int) -> _Answer:
         future: _Answer = Future()
         # Running from now on: a caller that gives up does not race with the thread's answer.
         future.set_running_or_notify_cancel()
@@ -167,13 +189,15 @@ class RemoteEncoder:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _begin(self, request: Request, order: Sequence[str], end: float, size: int, future: _Answer) -> None:
+    def _begin(
+        self, request: HttpRequest, order: Sequence[str], end: float, size: int, future: _Answer
+    ) -> None:
         task = self._loop.create_task(self._ask(request, [self._services[url] for url in order], end))
         # Also for a task that `close` cancels before its first step.
         task.add_done_callback(partial(self._ended, size, future))
         self._keep(task)
 
-    def _ended(self, size: int, future: _Answer, task: asyncio.Task[EncodeReply | DescribeReply]) -> None:
+    def _ended(self, size: int, future: _Answer, task: asyncio.Task[_Reply]) -> None:
         with self._lock:
             self._unanswered_bytes -= size
         error: BaseException | None = EncoderUnavailable("this client was closed", reason="encoder_down")
@@ -187,9 +211,7 @@ class RemoteEncoder:
             error = EncoderUnavailable(f"the client failed: {error}", reason="encoder_bad_response")
         future.set_exception(error)
 
-    async def _ask(
-        self, request: Request, order: Sequence[_Service], end: float
-    ) -> EncodeReply | DescribeReply:
+    async def _ask(self, request: HttpRequest, order: Sequence[_Service], end: float) -> _Reply:
         """The answer of the first service that gives one. Raises the last service's EncoderError."""
         last: EncoderError = EncoderUnavailable("no time left to ask", reason="encoder_timeout")
         asked = [s for s in order if s.error is None or isinstance(request, DescribeRequest)]
@@ -204,7 +226,7 @@ class RemoteEncoder:
             try:
                 return await self._exchange(service.url, request, left_s / 2 if spare else left_s)
             except EncoderRefused as e:
-                if e.reason == "bad_input":
+                if is_of_medium(e.reason):
                     raise
                 last = e
                 if e.reason == "overloaded":
@@ -237,7 +259,7 @@ class RemoteEncoder:
             await service.failed.wait()
             await asyncio.sleep(service.pause_s)
 
-    async def _exchange(self, url: str, request: Request, timeout_s: float) -> EncodeReply | DescribeReply:
+    async def _exchange(self, url: str, request: HttpRequest, timeout_s: float) -> _Reply:
         """One service's answer. Raises EncoderError."""
         seal = EngineSeal.new(self._secret)
         try:
@@ -263,8 +285,10 @@ class RemoteEncoder:
             raise EncoderUnavailable(
                 f"{url}: no message of the protocol: {e}", reason="encoder_bad_response"
             ) from e
-        if isinstance(reply, EncodeRefusal):
-            raise EncoderRefused(reply.message, reason=reply.reason, retry_after_s=reply.retry_after_s)
-        if isinstance(reply, EncodeReply) != isinstance(request, EncodeRequest):
+        if isinstance(reply, EncodeRefusal | MediumRefusal):
+            # What is wrong with a medium, the client is told, who need not know of the service.
+            said = reply.message if is_of_medium(reply.reason) else f"{url}: {reply.message}"
+            raise EncoderRefused(said, reason=reply.reason, retry_after_s=reply.retry_after_s)
+        if not isinstance(reply, _ANSWERS[type(request)]):
             raise EncoderUnavailable(f"{url} answered another question", reason="encoder_bad_response")
         return reply

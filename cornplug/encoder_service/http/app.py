@@ -120,7 +120,7 @@ def create_app(
 
     # Without the package there is no such path: an engine's client says which extra brings it.
     if importlib.util.find_spec("cryptography") is not None:
-        route = EngineRoute(encoder, door, threads)
+        route = EngineRoute(encoder, door, threads, encodes)
 
         @app.post(engine_seal.PATH, response_class=Response, include_in_schema=False)
         async def engine(request: Request) -> Response:

@@ -1,4 +1,6 @@
-"""`POST /v1/encode`: fetch, prepare and submit each medium; cancelled when the client disconnects.
+"""`POST /v1/encode`, and media of engines without a tower: fetch, prepare and submit each medium.
+
+Work is cancelled when its client disconnects.
 
 read ─> each medium: fetch or decode base64 ─> MediaIntake: prepare ─> EncoderCore.submit ─> Outcome
                 at most two of one request at a time                       as each finishes
@@ -38,7 +40,7 @@ from cornplug.encoder_service.preprocess.preparer import (
     unknown_model,
 )
 from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, EmbeddingHandle
-from cornplug.encoder_service.wire.messages import EncodeRefusal
+from cornplug.encoder_service.wire.messages import EncodeRefusal, MediumRefusal, MediumReply, MediumRequest
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
@@ -107,6 +109,40 @@ class EncodeRoute:
         if (failed := _all_alike(held, len(asked.sources))) is not None:
             return responses.refused(failed)
         return responses.StreamedEncodings(_chain(held, outcomes), accept)
+
+    async def of_engine(self, asked: MediumRequest) -> MediumReply | MediumRefusal:
+        """The answer to an engine that has proved the secret: it is believed which tenant it asks for."""
+        loaded = self._encoder.registry.by_identity(asked.identity)
+        if loaded is None:
+            served = ", ".join(model.name for model in self._encoder.registry.served())
+            return MediumRefusal(
+                reason="unknown_model",
+                message=f"no tower of identity {asked.identity.hex()[:12]} here, but those of {served}",
+            )
+        source = RequestMedium(
+            modality=asked.modality, field=f"{asked.modality}_url", content=asked.url or asked.data
+        )
+        caller = QosCaller(qos=self._encoder.classes.of_app(asked.app), app=asked.app)
+        deadline_s = self._door.deadline_s(caller.qos, asked.deadline_s)
+        parsed = ParsedRequest(
+            model=loaded.served.name,
+            sources=(source,),
+            many=False,
+            cache_salt=asked.cache_salt,
+            inline=True,
+            deadline_s=deadline_s,
+            sampling=ENGINE_SAMPLING,
+        )
+        end = time.monotonic() + deadline_s
+        job = _HttpRequest(asked=parsed, caller=caller, salt=asked.cache_salt, end=end)
+        outcome = await self._outcome(job, source)
+        if isinstance(outcome, FailedMedium):
+            return MediumRefusal(
+                reason=outcome.reason, message=outcome.message, retry_after_s=outcome.retry_after_s
+            )
+        if outcome.handle is None or outcome.answer.tensor is None:
+            return MediumRefusal(reason="overloaded", message="the model was reloaded meanwhile")
+        return MediumReply(handle=outcome.handle, tensor=outcome.answer.tensor)
 
     async def _outcomes(self, job: _HttpRequest) -> AsyncGenerator[tuple[int, Outcome], None]:
         """(index, outcome) of each medium as it finishes. Closing the generator cancels the others."""

@@ -2,6 +2,7 @@
 
 Body and answer are sealed messages of `wire/messages.py`; `access_control` has checked the proof in the head.
 The service trusts the embedding keys of such engines, and answers with the rows: its store is not theirs.
+Engines without a tower send the medium itself, and get the handle with the rows.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from fastapi import Request, Response
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http.client_gone import unless_gone
+from cornplug.encoder_service.http.encode import EncodeRoute
 from cornplug.encoder_service.wire import messages
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, SealBroken
 from cornplug.encoder_service.wire.messages import (
@@ -26,6 +28,7 @@ from cornplug.encoder_service.wire.messages import (
     EncodeRefusal,
     EncodeReply,
     EncodeRequest,
+    MediumRequest,
 )
 from cornplug.errors import EncoderRefused
 
@@ -37,12 +40,15 @@ SEAL: Final = "cornplug.engine_seal"
 class EngineRoute:
     """The route, for one event loop."""
 
-    def __init__(self, encoder: EncoderCore, door: MediaIntake, threads: Executor) -> None:
+    def __init__(
+        self, encoder: EncoderCore, door: MediaIntake, threads: Executor, encodes: EncodeRoute
+    ) -> None:
         self._encoder = encoder
         self._door = door
         self._threads = threads
+        self._encodes = encodes
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(messages.Request).decode
+        self._decode = msgspec.msgpack.Decoder(messages.HttpRequest).decode
 
     async def __call__(self, request: Request) -> Response:
         """The sealed answer. Raises EncoderRefused for a body that is not sealed, and ClientDisconnect."""
@@ -51,9 +57,11 @@ class EngineRoute:
         # Tens of megabytes of pixels: not on the loop.
         asked = await self._in_thread(self._read, seal, body)
         del body
-        reply: messages.Reply | None = None
+        reply: messages.HttpReply | None = None
         if isinstance(asked, EncodeRequest):
             reply = await unless_gone(request, self._encoded(asked))
+        elif isinstance(asked, MediumRequest):
+            reply = await unless_gone(request, self._encodes.of_engine(asked))
         elif isinstance(asked, DescribeRequest):
             reply = DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served())
         elif asked is not None:
@@ -70,7 +78,7 @@ class EngineRoute:
         # In this host's store, that is: the engine puts the rows into its own.
         return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
 
-    def _read(self, seal: EngineSeal, body: bytes) -> messages.Request | EncodeRefusal | None:
+    def _read(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
         """The message; None for one of another version, whose answer is empty."""
         try:
             message = seal.open_request(body)
@@ -81,7 +89,7 @@ class EngineRoute:
         except msgspec.MsgspecError as e:
             return EncodeRefusal(id=0, reason="bad_input", message=f"body: {e}")
 
-    def _write(self, seal: EngineSeal, reply: messages.Reply | None) -> bytes:
+    def _write(self, seal: EngineSeal, reply: messages.HttpReply | None) -> bytes:
         return seal.seal_answer(b"" if reply is None else self._encode(reply))
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:

@@ -14,6 +14,8 @@ from typing import Final, Literal
 
 import msgspec
 
+from cornplug.checkpoints.families import Modality
+
 PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 256 << 20
 _TRACE_MAX: Final = 512
@@ -112,8 +114,45 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: float | None = None
 
 
+class MediumRequest(msgspec.Struct, frozen=True, tag="medium"):
+    """Encode one medium of an engine without a tower, over HTTP: the service fetches and decodes it."""
+
+    identity: bytes
+    """The model identity of the engine's tower, under which the rows are wanted."""
+    modality: Modality
+    data: bytes
+    """The medium's file; empty where `url` says where it is."""
+    url: str
+    """An http(s) URL, fetched by the service's own rules; "" where `data` holds the file."""
+    cache_salt: str | None
+    app: str
+    deadline_s: float
+    """As of `EncodeRequest`."""
+    trace: dict[str, str] | None = None
+
+
+class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
+    """The rows of a medium, shape (rows, hidden_size), and the signed claims about them."""
+
+    handle: str
+    """The text of an `embedding_handle.EmbeddingHandle`: identity, media digest, key and patch grid."""
+    tensor: WireTensor
+
+
+class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
+    """The service will not encode this medium. `reason` is any of `status_codes`, or one of the medium's."""
+
+    reason: str
+    message: str
+    retry_after_s: float | None = None
+
+
 Request = DescribeRequest | EncodeRequest
 Reply = DescribeReply | EncodeReply | EncodeRefusal
+
+HttpRequest = Request | MediumRequest
+HttpReply = Reply | MediumReply | MediumRefusal
+"""Messages of `POST /v1/engine`."""
 
 
 def trace_of(headers: Mapping[str, str] | None) -> dict[str, str] | None:

@@ -38,6 +38,8 @@ _STATUS: Final[Mapping[str, int]] = {
     "transfer": 501,
 }
 
+_OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
+
 A_FAULT: Final = "a fault of the service; its log says which"
 """The message for an internal error: an exception's text may hold paths, addresses and others' data."""
 
@@ -45,3 +47,8 @@ A_FAULT: Final = "a fault of the service; its log says which"
 def status_of(reason: str) -> int:
     """The HTTP status of a reason: 422 for all reasons that concern the medium."""
     return _STATUS.get(reason, 422)
+
+
+def is_of_medium(reason: str) -> bool:
+    """Whether the medium is at fault, so that no other service and no later request would do."""
+    return status_of(reason) in _OF_THE_MEDIUM

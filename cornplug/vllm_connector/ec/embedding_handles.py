@@ -95,13 +95,17 @@ class ReceivedHandles:
         if len(payload) != math.prod(header.shape) * dtype.itemsize:
             raise _refused("the store's entry is not as long as it says")
         rows = torch.frombuffer(payload, dtype=dtype).view(header.shape)
+        self.keep(claims, rows)
+        return rows
+
+    def keep(self, claims: EmbeddingHandle, rows: torch.Tensor) -> None:
+        """Remember verified claims by their rows, for `name`."""
         digest = _digest(rows, claims.grid)
         with self._lock:
             self._brought[digest] = claims
             self._brought.move_to_end(digest)
             while len(self._brought) > _KEPT:
                 self._brought.popitem(last=False)
-        return rows
 
     def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
         """The `mm_hash` of an embedding item; None for one by value, where the operator takes those.

@@ -118,6 +118,10 @@ class MmIdentifiers:
         _, tower = self._known_tower()
         return tower.identity if tower is not None else None
 
+    def tower(self) -> TowerIdentity | None:
+        """The tower of the weights of now; None while it is being read, and where it cannot be identified."""
+        return self._known_tower()[1]
+
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:
         """(epoch, the tower of its weights if that is known)"""
         epoch, identity = self._tower.now()
@@ -187,6 +191,12 @@ class MmIdentifiers:
         }
 
 
+def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
+    """Call `watcher` with config and names (None without) whenever this process starts an engine."""
+    if watcher not in _watchers:
+        _watchers.append(watcher)
+
+
 def _media_digest(item: object) -> bytes | None:
     import torch
 
@@ -201,6 +211,7 @@ def _media_digest(item: object) -> bytes | None:
 
 
 _active: MmIdentifiers | None = None
+_watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
 _asked_for = False
 """Whether this engine has cornplug's connectors, which must not take a client's uuid for a key."""
 
@@ -208,8 +219,14 @@ _asked_for = False
 def _input_processor_init(
     original: Callable[..., Any], this: Any, vllm_config: VllmConfig, *args: Any, **kwargs: Any
 ) -> None:
-    global _active, _asked_for
     original(this, vllm_config, *args, **kwargs)
+    _begin(vllm_config)
+    for watcher in _watchers:
+        watcher(vllm_config, _active)
+
+
+def _begin(vllm_config: VllmConfig) -> None:
+    global _active, _asked_for
     extra = _extra_config(vllm_config)
     if extra is None or vllm_config.model_config.multimodal_config is None:
         return
@@ -217,8 +234,8 @@ def _input_processor_init(
     try:
         _active = MmIdentifiers(vllm_config, extra)
     except ConfigError as e:
-        # An engine starts without a readable secret file, and shares nothing.
-        if e.field != "store.secret_file":
+        # An engine with a tower starts without a readable secret file, and shares nothing.
+        if e.field != "store.secret_file" or settings(extra).engine.tower == "service":
             raise
         compat.logger.error("cornplug: embeddings of this engine are not shared: %s", e)
 

@@ -226,7 +226,9 @@ class ECScheduler:
 
     def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
         """A new item, loaded from the store or requested from the service; None if it is not shared."""
-        if weights_guard.replaced() or not self._run.config.engine.share_embeddings:
+        engine = self._run.config.engine
+        # The rows of an engine without a tower come with the request.
+        if weights_guard.replaced() or not engine.share_embeddings or engine.tower == "service":
             return None
         rows = feature.mm_position.get_num_embeds()
         key = key_of(feature.identifier, weights_guard.epoch())

@@ -671,6 +671,17 @@ def test_ec_scheduler_share_embeddings_off_asks_no_store(
     assert not here.moves().publish
 
 
+def test_ec_scheduler_without_tower_asks_neither_store_nor_service(
+    stage: Callable[..., Stage], faulty: FaultyStore
+) -> None:
+    here = stage(over=faulty, tower="service")
+    assert here.half.available(here.request("a", 1), 0)
+    assert faulty.calls == {}
+    assert here.service.asked == []
+    assert here.counted() == {}
+    assert here.moves().publish
+
+
 def test_ec_scheduler_replaced_weights_end_sharing(stage: Callable[..., Stage]) -> None:
     here = stage()
     put(here.store, 1)

@@ -1,0 +1,115 @@
+"""`--cornplug-tower service` as vLLM's own settings, and the models that can be served so.
+
+vLLM leaves a tower's weights out where no medium of its modalities may come (`--limit-mm-per-prompt`), and
+takes embeddings of those modalities in their place (`--enable-mm-embeds`). Its own limit of images is then 0;
+the user's is kept in the settings, which reach every API process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from cornplug.config import Config
+from cornplug.engine_common.shared_flags import settings
+from cornplug.errors import ConfigError
+from cornplug.vllm_connector.compat import EC_CONNECTOR
+from cornplug.vllm_connector.several_connectors import our_settings
+
+TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
+    "internvl": False,
+    "llava": False,
+    "llava_next": False,
+    "llava_onevision": False,
+    "qwen2_vl": True,
+    "qwen2_5_vl": True,
+    "qwen3_vl": True,
+    "qwen3_vl_moe": True,
+}
+"""Families whose model takes `image_embeds` in vLLM 0.32 and 0.33 -> whether it wants their grid as well."""
+
+_FLAG: Final = "--cornplug-tower service"
+_LIMIT: Final = "engine.images_per_prompt"
+_NONE: Final = {"image": 0, "video": 0, "audio": 0}
+
+
+def is_asked_for(config: Any) -> bool:
+    """Whether this VllmConfig is of an engine whose tower is the service's."""
+    said = settings_in(config)
+    return bool(said) and ours(said).engine.tower == "service"
+
+
+def settings_in(config: Any) -> list[dict[str, Any]]:
+    """cornplug's settings in engine arguments or a VllmConfig, of each connector."""
+    kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
+    found = [our_settings(kv)]
+    if ec is not None and ec.ec_connector == EC_CONNECTOR:
+        found.append(ec.ec_connector_extra_config)
+    return [said for said in found if said is not None]
+
+
+def ours(said: list[dict[str, Any]]) -> Config:
+    """The Config of `settings_in`; the encoder connector's where there is one."""
+    return settings(dict(said[-1]))
+
+
+def leave_out(args: Any) -> bool:
+    """Set vLLM's flags in engine arguments, where the service has the tower; returns whether it has.
+
+    Raises ConfigError where no service is named, or another flag asks for what the service does not do.
+    """
+    said = settings_in(args)
+    if not said:
+        return False
+    config = ours(said)
+    if config.engine.tower != "service":
+        return False
+    if not config.encoder.engine_urls:
+        raise ConfigError(
+            _FLAG,
+            "an engine without a tower needs the URL of an encoder service, which decodes its images",
+            "Add --cornplug-encoder http://HOST:8750.",
+        )
+    ec = args.ec_transfer_config
+    if args.mm_encoder_only or (ec is not None and ec.ec_role == "ec_producer"):
+        raise ConfigError(_FLAG, "this engine runs its tower and nothing else", f"Leave out {_FLAG}.")
+    if (args.media_io_kwargs or {}).get("image"):
+        raise ConfigError(
+            "--media-io-kwargs",
+            "the encoder service decodes the images of an engine without a tower, by vLLM's defaults",
+            f"Leave out its part 'image', or {_FLAG}.",
+        )
+    limit = _count((args.limit_mm_per_prompt or {}).get("image"))
+    for one in said:
+        # A second call finds the limits of the first.
+        if limit is not None and _LIMIT not in one and args.limit_mm_per_prompt != _NONE:
+            one[_LIMIT] = limit
+    args.limit_mm_per_prompt = dict(_NONE)
+    args.enable_mm_embeds = True
+    return True
+
+
+def check_model(config: Any) -> None:
+    """Raise ConfigError for a VllmConfig whose model needs its tower in the engine."""
+    family = str(getattr(config.model_config.hf_config, "model_type", None))
+    if family not in TAKES_EMBEDDINGS:
+        raise ConfigError(
+            _FLAG,
+            f"vLLM takes no image embeddings for a model of family {family!r}; it does for "
+            f"{', '.join(sorted(TAKES_EMBEDDINGS))}",
+            f"Leave out {_FLAG}: the engine then has its own tower, and asks the service first.",
+        )
+    if not settings_in(config):
+        raise ConfigError(
+            _FLAG,
+            "vLLM takes no connector of cornplug's beside these flags, and the engine has no tower",
+            f"Leave out {_FLAG}, or the flag that the log names.",
+        )
+
+
+def _count(limit: Any) -> int | None:
+    """The number in one modality's limit, in any of vLLM's forms; None without one."""
+    if isinstance(limit, Mapping):
+        limit = limit.get("count")
+    count = getattr(limit, "count", limit)
+    return count if isinstance(count, int) else None

@@ -1,0 +1,72 @@
+"""The log line of a worker about the weights that it did not load, and the room that they leave for KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from cornplug.errors import ConfigError
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.no_tower.engine_arguments import is_asked_for
+
+
+def report(worker: Any, specs: Mapping[str, Any]) -> None:
+    """Log the bytes of the tower that this rank left out, and the tokens of KV that fit in as many bytes.
+
+    `specs` are those of the layers with a KV cache.
+
+    Raises ConfigError where vLLM has loaded the tower all the same.
+    """
+    if not is_asked_for(worker.vllm_config):
+        return
+    parts = left_out(worker.model_runner.get_model())
+    size = sum(parts.values())
+    if not size:
+        raise ConfigError(
+            "--cornplug-tower service",
+            f"vLLM has loaded the tower of {worker.vllm_config.model_config.model}, as its class marks none",
+            "Leave the option out.",
+        )
+    token_bytes = kv_token_bytes(specs)
+    compat.logger.info(
+        "cornplug: rank %d has not loaded %s (%d bytes): as much as the KV of %d tokens, of %d bytes each",
+        worker.rank,
+        ", ".join(parts),
+        size,
+        size // token_bytes if token_bytes else 0,
+        token_bytes,
+    )
+
+
+def left_out(model: Any) -> dict[str, int]:
+    """Modules of a model that vLLM left out -> bytes that this rank's part of their weights would take."""
+    from vllm.model_executor.models.utils import StageMissingLayer
+
+    found = {}
+    for name, module in model.named_modules():
+        # vLLM keeps the module, whose parameters are on no device, out of torch's sight.
+        absent = module.__dict__.get("module") if isinstance(module, StageMissingLayer) else None
+        if absent is not None:
+            found[name] = sum(weight.nbytes for weight in absent.parameters())
+    return found
+
+
+def kv_token_bytes(specs: Mapping[str, Any]) -> int:
+    """Bytes that one token takes in the KV cache of this rank, in all layers that keep one a token."""
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    return sum(
+        spec.page_size_bytes // spec.block_size for spec in specs.values() if isinstance(spec, AttentionSpec)
+    )
+
+
+def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
+    specs = original(worker)
+    report(worker, specs)
+    return specs
+
+
+WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", _get_kv_cache_spec),
+)
+"""vLLM asks for the specs once, after the weights are loaded and before it sizes the cache."""

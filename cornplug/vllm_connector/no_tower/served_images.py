@@ -1,0 +1,347 @@
+"""Images of a chat request as embeddings, in the API process of an engine without a tower.
+
+    image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
+    image_embeds <──rows, whose signed claims are this engine's tower, this salt and no other──┘
+
+The items go on as embeddings by handle do (`ec/embedding_handles.py`), so that an image has one identifier in
+engines with and without a tower. A failure of the service ends this request with a 503 before the engine sees
+it; requests without images never wait for the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from urllib3.util import parse_url
+from vllm.exceptions import GracefulHTTPError, VLLMValidationError
+from vllm.multimodal.media.base import MediaIO
+from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
+
+from cornplug.config import Config
+from cornplug.encoder_service.client.remote_client import RemoteEncoder
+from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
+from cornplug.encoder_service.wire.messages import MediumReply, MediumRequest
+from cornplug.encoder_service.wire.status_codes import is_of_medium
+from cornplug.encoder_service.wire.tensors import dtype_name
+from cornplug.engine_common import weights_guard
+from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.errors import CodecError, ConfigError, CornplugError, EncoderError, EncoderRefused
+from cornplug.identity import embedding_key
+from cornplug.private_paths import read_secret
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
+from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers
+from cornplug.vllm_connector.model.model_config import tower_identity
+from cornplug.vllm_connector.no_tower import retry_after
+from cornplug.vllm_connector.no_tower.engine_arguments import (
+    TAKES_EMBEDDINGS,
+    is_asked_for,
+    ours,
+    settings_in,
+)
+
+_START_S: Final = 5.0
+"""Longest that a starting engine waits for the list of a service's models."""
+_DOWN_S: Final = 2.0
+"""Pause that a client is asked for while no service answers: as long as the engine's own probes may take."""
+
+_salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
+"""`cache_salt` of the request that is being rendered."""
+
+
+class ServiceUnavailable(GracefulHTTPError):
+    """A 503: the image was not encoded, through no fault of the request."""
+
+    def __init__(self, why: str, pause_s: float | None) -> None:
+        pause = retry_after.note(pause_s)
+        super().__init__(
+            "the encoder service, which computes the image embeddings of this server, did not answer with "
+            f"one: {why}; try again in {pause:.0f} s",
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        )
+
+
+class FileBytes(MediaIO[bytes]):
+    """The bytes of a `data:` or `file:` URL, by vLLM's own rules for those, not decoded."""
+
+    def load_bytes(self, data: bytes) -> bytes:
+        return data
+
+    def load_base64(self, media_type: str, data: str) -> bytes:
+        return base64.b64decode(data, validate=True)
+
+    def load_file(self, filepath: Path) -> bytes:
+        return filepath.read_bytes()
+
+
+class ServedImages:
+    """The service's answers for one engine's images. Thread-safe; `close` it."""
+
+    def __init__(
+        self,
+        config: Config,
+        secret: bytes,
+        tower: Callable[[], TowerIdentity | None],
+        handles: ReceivedHandles,
+        *,
+        family: str,
+        dtype: str,
+    ) -> None:
+        """`tower` gives the identity of the checkpoint's tower, None while it is not known."""
+        self._config = config
+        self._secret = secret
+        self._tower = tower
+        self._handles = handles
+        self._wants_grid = TAKES_EMBEDDINGS[family]
+        self._dtype = dtype
+        self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
+
+    def check(self, tower: TowerIdentity, model: str) -> None:
+        """Raise ConfigError where a service answers that has not this checkpoint's tower, or never can.
+
+        A service that is not there yet, or not any more, is one line of the log.
+        """
+        if tower.served_identity is None:
+            raise ConfigError(
+                "--cornplug-tower service",
+                f"this engine's settings change the embeddings of {model}, and the service has the "
+                "checkpoint's",
+                "Leave out --mm-processor-kwargs and other settings of the tower, or --cornplug-tower.",
+            )
+        for url in self._config.encoder.engine_weights():
+            with RemoteEncoder([url], self._secret) as client:
+                try:
+                    models = client.describe(_START_S)
+                except (EncoderError, TimeoutError) as e:
+                    compat.logger.warning(
+                        "cornplug: requests with images get 503 until an encoder service is there: %s", e
+                    )
+                    continue
+            if not any(tower.served_identity == one.identity_for("image") for one in models):
+                raise ConfigError(
+                    "--cornplug-encoder",
+                    f"the service at {url} has the towers of {', '.join(one.name for one in models)} in "
+                    f"{', '.join(sorted({one.dtype for one in models}))}, and none is that of {model} in "
+                    f"{self._dtype}",
+                    f"Start it with --model {model} --dtype {self._dtype}, from the same files.",
+                )
+
+    def limit(self, count: int) -> None:
+        """Raise VLLMValidationError for more images in a prompt than the operator allows."""
+        most = self._config.engine.images_per_prompt
+        if most is not None and count > most:
+            raise VLLMValidationError(
+                f"At most {most} image(s) may be provided in one prompt.", parameter="image", value=count
+            )
+
+    async def item(self, url: str, connector: Any, salt: str | None) -> Any:
+        """The embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
+        if _is_remote(url, connector):
+            request = self._request(salt, url=url)
+        else:
+            request = self._request(salt, data=await connector.load_from_url_async(url, FileBytes()))
+        try:
+            reply = await asyncio.wrap_future(self._client.submit_medium(request))
+        except EncoderError as e:
+            raise _error(e) from e
+        return self._taken(reply, salt)
+
+    def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
+        """As `item`, for an engine without an event loop."""
+        if _is_remote(url, connector):
+            request = self._request(salt, url=url)
+        else:
+            request = self._request(salt, data=connector.load_from_url(url, FileBytes()))
+        try:
+            reply = self._client.submit_medium(request).result()
+        except EncoderError as e:
+            raise _error(e) from e
+        return self._taken(reply, salt)
+
+    def close(self) -> None:
+        """End the connections to the service."""
+        self._client.close()
+
+    def _request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediumRequest:
+        if not data and not url:
+            raise VLLMValidationError("the image is empty", parameter="image_url")
+        return MediumRequest(
+            identity=self._served(),
+            modality="image",
+            data=data,
+            url=url,
+            cache_salt=salt,
+            app=self._config.engine.app,
+            deadline_s=self._config.encoder.language_only_timeout_s,
+        )
+
+    def _served(self) -> bytes:
+        """The identity to ask for. Raises ServiceUnavailable while there is none."""
+        if weights_guard.replaced():
+            raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
+        tower = self._tower()
+        if tower is None or tower.served_identity is None:
+            raise ServiceUnavailable("this server's checkpoint has not been identified yet", _DOWN_S)
+        return tower.served_identity
+
+    def _taken(self, reply: MediumReply, salt: str | None) -> Any:
+        """The item of rows that are proved to be this engine's. Raises ServiceUnavailable for others."""
+        try:
+            claims = EmbeddingHandle.checked(reply.handle, self._secret, now=time.time())
+        except CodecError as e:
+            raise ServiceUnavailable(str(e), None) from e
+        identity, tensor = self._served(), reply.tensor
+        key = embedding_key(self._secret, identity, claims.media, salt)
+        told = (claims.identity, claims.key, claims.modality, claims.dtype, tensor.dtype, len(tensor.shape))
+        if told != (identity, key, "image", self._dtype, self._dtype, 2):
+            raise ServiceUnavailable(
+                f"it sent one of {claims.modality} {claims.identity.hex()[:12]} in {claims.dtype}, not of "
+                f"this server's tower {identity.hex()[:12]} in {self._dtype}",
+                None,
+            )
+        dtype = getattr(torch, tensor.dtype)
+        if len(tensor.data) != math.prod(tensor.shape) * dtype.itemsize:
+            raise ServiceUnavailable("its rows are not as long as it says", None)
+        rows = torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
+        self._handles.keep(claims, rows)
+        return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._wants_grid else rows
+
+
+def started(config: Any, names: MmIdentifiers | None) -> None:
+    """Have the service encode the images of this process's engine, if it has no tower.
+
+    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and where the checkpoint
+    cannot be identified.
+    """
+    global _active
+    deactivate()
+    if names is None or not is_asked_for(config):
+        return
+    said = ours(settings_in(config))
+    model = config.model_config
+    try:
+        known = tower_identity(config)
+    except CornplugError as e:
+        raise ConfigError(
+            "--cornplug-tower service",
+            f"the tower of {model.model} cannot be identified, nor compared with a service's: {e}",
+            "Leave the option out.",
+        ) from e
+    served = ServedImages(
+        said,
+        read_secret(said.store.secret_file),
+        names.tower,
+        names.handles,
+        family=str(model.hf_config.model_type),
+        dtype=dtype_name(model.dtype),
+    )
+    try:
+        served.check(known, str(model.model))
+    except ConfigError:
+        served.close()
+        raise
+    for module, target, wrapper in retry_after.WRAPS:
+        compat.wrap(module, target, wrapper)
+    _active = served
+
+
+def deactivate() -> None:
+    """Leave the images of this process's requests to vLLM: its engine has a tower."""
+    global _active
+    if _active is not None:
+        _active.close()
+    _active = None
+
+
+_active: ServedImages | None = None
+
+
+def _is_remote(url: str, connector: Any) -> bool:
+    """Whether the service fetches it. Raises as vLLM for a host that `--allowed-media-domains` leaves out."""
+    if url[:5].lower() == "data:":
+        return False
+    parts = parse_url(url)
+    if parts.scheme not in ("http", "https"):
+        return False
+    connector._assert_url_in_allowed_media_domains(parts)
+    return True
+
+
+def _error(e: EncoderError) -> Exception:
+    if isinstance(e, EncoderRefused) and is_of_medium(e.reason):
+        return VLLMValidationError(str(e), parameter="image_url")
+    pause_s = getattr(e, "retry_after_s", None)
+    return ServiceUnavailable(str(e), _DOWN_S if pause_s is None else pause_s)
+
+
+def _create_parser(original: Callable[..., Any], tracker: Any, *args: Any, **kwargs: Any) -> Any:
+    parser = original(tracker, *args, **kwargs)
+    if _active is not None:
+        parser.parse_image = functools.partial(_parse_image, _active, tracker, parser)
+    return parser
+
+
+def _parse_image(
+    served: ServedImages, tracker: Any, parser: Any, image_url: str | None, uuid: str | None = None
+) -> None:
+    """In the place of a content parser's method: the image becomes an item of embeddings."""
+    if not image_url:
+        raise VLLMValidationError(
+            "this server has no vision tower and keeps no images: send the image again beside its uuid",
+            parameter="image_url",
+        )
+    if (tracker.media_io_kwargs or {}).get("image"):
+        raise VLLMValidationError(
+            "image: the encoder service decodes the images of this server, by vLLM's defaults; leave it out",
+            parameter="media_io_kwargs",
+        )
+    served.limit(len(tracker._items_by_modality["image_embeds"]) + 1)
+    salt = _salt.get()
+    item: Any
+    if isinstance(tracker, AsyncMultiModalItemTracker):
+
+        async def later() -> tuple[Any, str | None]:
+            return await served.item(image_url, parser._connector, salt), uuid
+
+        item = later
+    else:
+        item = served.item_now(image_url, parser._connector, salt), uuid
+    parser._add_placeholder("image", tracker.add("image_embeds", item))
+
+
+def _salted(prompt_extras: Mapping[str, Any] | None) -> Any:
+    return _salt.set((prompt_extras or {}).get("cache_salt"))
+
+
+def _render_chat(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _salted(kwargs.get("prompt_extras"))
+    try:
+        return original(this, *args, **kwargs)
+    finally:
+        _salt.reset(token)
+
+
+async def _render_chat_async(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
+    token = _salted(kwargs.get("prompt_extras"))
+    try:
+        return await original(this, *args, **kwargs)
+    finally:
+        _salt.reset(token)
+
+
+WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.renderers.chat_utils", "MultiModalItemTracker.create_parser", _create_parser),
+    ("vllm.renderers.chat_utils", "AsyncMultiModalItemTracker.create_parser", _create_parser),
+    ("vllm.renderers.base", "BaseRenderer.render_chat", _render_chat),
+    ("vllm.renderers.base", "BaseRenderer.render_chat_async", _render_chat_async),
+)
