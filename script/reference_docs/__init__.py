@@ -9,6 +9,7 @@ from typing import Final
 from reference_docs import (
     command_line,
     configuration,
+    front_page,
     http_api,
     metrics,
     plan_input,
@@ -21,6 +22,7 @@ from reference_docs import (
 TREE: Final = Path(__file__).parents[2]
 
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    "index.md": front_page.page,
     "configuration.md": configuration.page,
     "metrics.md": metrics.page,
     "http-api.md": http_api.page,
