@@ -27,7 +27,7 @@ def paths(text: str) -> set[str]:
     """Paths of the checkout that a page names in backticks."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     code = {word for span in re.findall(r"`([^`\n]+)`", plain) for word in span.split()}
-    ours = re.compile(r"(?:cornplug|tests|docs|script|benchmarks|examples|dev)/[\w./*-]*")
+    ours = re.compile(r"(?:cornplug|tests|docs|script|benchmarks|examples|deploy|dev)/[\w./*-]*")
     return {word for word in code if ours.fullmatch(word) and "NAME" not in word}
 
 

@@ -19,7 +19,7 @@ _HEAD: Final = (
     "KV reused: own, store",
     "TTFT, ms",
     "stock, ms",
-    "output",
+    "same output",
 )
 
 _PAGE: Final = """# cornplug
@@ -104,7 +104,7 @@ def _rows(requests: list[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
             f"{row['kv_own']}, {row['kv_store']}",
             str(row["ttft_ms"]),
             str(row["stock_ttft_ms"]),
-            "as stock's" if row["same"] else "**another**",
+            "yes" if row["same"] else "**no**",
         )
 
 
