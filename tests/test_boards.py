@@ -112,7 +112,7 @@ def test_board_panels_do_not_overlap_and_say_what_to_read() -> None:
         assert all(panel["description"].endswith(".") for panel in board["panels"])
 
 
-def test_alert_each_has_summary_description_and_severity() -> None:
+def test_board_alert_each_has_summary_description_and_severity() -> None:
     for group in yaml.safe_load(ALERTS.read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("info", "warning", "critical")
