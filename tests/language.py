@@ -14,7 +14,7 @@ from typing import Final
 
 TREE: Final = Path(__file__).parents[1]
 GENERATED: Final = frozenset(
-    {"configuration.md", "metrics.md", "http-api.md", "command-line.md", "troubleshooting.md"}
+    {"index.md", "configuration.md", "metrics.md", "http-api.md", "command-line.md", "troubleshooting.md"}
 )
 
 HABITS: Final[Mapping[str, re.Pattern[str]]] = {

@@ -27,7 +27,7 @@ def paths(text: str) -> set[str]:
     """Paths of the checkout that a page names in backticks."""
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     code = {word for span in re.findall(r"`([^`\n]+)`", plain) for word in span.split()}
-    ours = re.compile(r"(?:cornplug|tests|docs|script|benchmarks|examples|dev)/[\w./*-]*")
+    ours = re.compile(r"(?:cornplug|tests|docs|script|benchmarks|examples|deploy|dev)/[\w./*-]*")
     return {word for word in code if ours.fullmatch(word) and "NAME" not in word}
 
 
@@ -70,8 +70,12 @@ def test_docs_path_and_link_that_do_not_exist_are_seen() -> None:
     assert links(text) == {"nowhere.md#at-all"}
 
 
-def test_docs_every_page_is_linked_from_readme() -> None:
-    linked = {target.partition("#")[0] for target in links((TREE / "README.md").read_text())}
+def test_docs_every_page_is_linked_from_readme_or_the_docs_first_page() -> None:
+    linked = {
+        (front.parent / target.partition("#")[0]).resolve().relative_to(TREE).as_posix()
+        for front in (TREE / "README.md", TREE / "docs" / "index.md")
+        for target in links(front.read_text())
+    }
     unlinked = {page.relative_to(TREE).as_posix() for page in PAGES} - linked - {"README.md"}
     assert not unlinked
 

@@ -8,11 +8,15 @@ tower ran exactly once an image; 1 when not; 2 when something did not start; 130
 from __future__ import annotations
 
 import argparse
+import json
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Final
 
 import httpx
 from checkpoints import App, Apps, make
@@ -28,19 +32,23 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from tables import models, requests, totals
+from tables import models, record, requests, totals
 
 from cornplug.errors import CornplugError
 from devkit.engines import Answer, RequestFailed
 
 _FAILURES = (RequestFailed, CornplugError, httpx.HTTPError, RuntimeError, OSError)
 
+_TREE: Final = Path(__file__).parents[2]
+_RECORD: Final = _TREE / "docs" / "demo.json"
+
 
 class Demo:
     """The acts in their order, and the lines printed meanwhile."""
 
-    def __init__(self, host: Host, console: Console, progress: Progress) -> None:
+    def __init__(self, host: Host, console: Console, progress: Progress, *, save: bool = False) -> None:
         self._host = host
+        self._machine = _machine() if save else None
         self._console = console
         self._progress = progress
         self._began = time.monotonic()
@@ -82,6 +90,8 @@ class Demo:
         self._console.print(requests(ledger.rows), totals(ledger, stat))
         for fault in faults:
             self._console.print(f"[bold red]NOT as promised:[/] {fault}")
+        if self._machine and not faults:
+            _RECORD.write_text(json.dumps({"machine": self._machine, **record(ledger)}, indent=1) + "\n")
         minutes = (time.monotonic() - self._began) / 60
         verdict = "[bold red]failed" if faults else "[bold green]all as promised"
         self._console.print(f"{verdict}[/], after {minutes:.1f} minutes")
@@ -135,10 +145,23 @@ class Demo:
                 self._progress.remove_task(task)
 
 
+def _machine() -> dict[str, Any]:
+    """The measuring machine, before the demo's own load."""
+    asked = [sys.executable, str(_TREE / "benchmarks" / "machine.py")]
+    said = subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60)
+    described: dict[str, Any] = json.loads(said.stdout)
+    return described
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the demo; its exit status."""
     parser = argparse.ArgumentParser(prog="script/demo", description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--keep", action="store_true", help="leave its folder, with the logs, in place")
+    parser.add_argument(
+        "--save",
+        action="store_true",
+        help="write docs/demo.json: script/docs makes a page of it",
+    )
     options = parser.parse_args(argv)
     # Also where a shell that runs this in the background has SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -155,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
         ):
             host.keep = options.keep
             try:
-                status = 0 if Demo(host, console, progress).run() else 1
+                status = 0 if Demo(host, console, progress, save=options.save).run() else 1
             except _FAILURES as e:
                 console.print(f"[bold red]the demo could not go on:[/] {type(e).__name__}", soft_wrap=True)
                 console.print(str(e), markup=False, soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from checkpoints import App, fingerprints
 from ledger import Ledger, Row
@@ -77,3 +78,31 @@ def totals(ledger: Ledger, stat: StoreStat) -> Table:
     table.add_row("", "sum over the rows above: TTFT of stock minus TTFT here; losses count against it")
     table.add_row("", "store bytes include the warm-up's; all other figures leave the warm-up out")
     return table
+
+
+def record(ledger: Ledger) -> dict[str, Any]:
+    """The rows and the sums of both tables, for JSON: docs/index.md shows them."""
+    return {
+        "tower_passes": ledger.passes,
+        "distinct_images": ledger.distinct,
+        "tower_passes_of_engines": sum(row.engine_passes for row in ledger.rows),
+        "kv_tokens_of_the_store": sum(row.kv_store for row in ledger.rows),
+        "ttft_s": round(sum(row.answer.ttft_s for row in ledger.rows), 3),
+        "stock_ttft_s": round(sum(row.stock.ttft_s for row in ledger.rows), 3),
+        "requests": [
+            {
+                "act": row.request.act,
+                "app": row.request.app.name,
+                "image": row.request.image.name,
+                "tower": row.tower,
+                "embedding": row.embedding,
+                "prompt_tokens": row.answer.prompt_tokens,
+                "kv_own": row.kv_own,
+                "kv_store": row.kv_store,
+                "ttft_ms": round(1000 * row.answer.ttft_s),
+                "stock_ttft_ms": round(1000 * row.stock.ttft_s),
+                "same": row.same,
+            }
+            for row in ledger.rows
+        ],
+    }

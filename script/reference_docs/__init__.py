@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from reference_docs import (
+    boards,
     command_line,
     configuration,
+    front_page,
     http_api,
     metrics,
     plan_input,
@@ -21,6 +24,7 @@ from reference_docs import (
 TREE: Final = Path(__file__).parents[2]
 
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    "index.md": front_page.page,
     "configuration.md": configuration.page,
     "metrics.md": metrics.page,
     "http-api.md": http_api.page,
@@ -30,5 +34,6 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "support-matrix.md": support_matrix.page,
     "troubleshooting.md": troubleshooting.page,
     "../cornplug/checkpoints/validated_families.py": validated_families.page,
+    **{f"../deploy/grafana/{name}": partial(boards.board, name) for name in boards.BOARDS},
 }
-"""File of docs/, or a module of data, by its path from there -> its text."""
+"""File of docs/, a module of data, or a board, by its path from docs/ -> its text."""

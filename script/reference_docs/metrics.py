@@ -19,7 +19,8 @@ _INTRO: Final = """# Metrics
 {notice}
 
 Every series is a Prometheus counter, gauge or histogram. [Troubleshooting](troubleshooting.md) explains each
-value of `reason` and `outcome`, with its remedy.
+value of `reason` and `outcome`, with its remedy. There are
+[boards and alert rules](operations.md#boards-and-alerts).
 """
 _ENGINES: Final = """## Engines
 
