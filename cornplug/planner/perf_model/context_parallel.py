@@ -6,8 +6,8 @@ As vLLM does it (0.32, `dcp_comm_backend` "ag_rs"): a decode step gathers the qu
 attends to the rank's own part of the context, and reduces and scatters the outputs. Prefill of a prompt's
 later chunks gathers the earlier ones' vectors with MLA, and does as decode with KV heads.
 
-Prefill context parallelism (PCP): each rank computes the KV of its part of an iteration's tokens, and all hold
-all of it.
+Prefill context parallelism (PCP): each rank computes the KV of its part of an iteration's tokens, and all
+hold all of it.
 """
 
 from __future__ import annotations
