@@ -125,8 +125,10 @@ class ReplicaGroup(PlanRecord):
     """Attention-DP groups of a replica: each has `tp` GPUs, and requests and KV of its own."""
     dcp: int = 1
     """Decode context parallelism: GPUs of a group that divide a request's KV among them."""
+    pcp: int = 1
+    """Prefill context parallelism: groups of `tp` GPUs that divide each prompt's tokens."""
     expert_parallel: bool = False
-    """Whole experts on each of the tp * dp GPUs."""
+    """Whole experts on each of the tp * dp * pcp GPUs."""
     share: float
     """Of a GPU; 1 for whole ones."""
     quantisation: str
@@ -167,7 +169,7 @@ class ReplicaGroup(PlanRecord):
     @property
     def ranks(self) -> int:
         """Processes of one replica, one a GPU."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.pcp
 
 
 class RouteStage(PlanRecord):
@@ -263,6 +265,7 @@ class TimesCorrection(PlanRecord):
     pp: int
     dp: int = 1
     dcp: int = 1
+    pcp: int = 1
     share: float
     quantisation: str
     prefill: float = 1.0

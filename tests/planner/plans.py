@@ -45,6 +45,7 @@ class Case:
     pp: int = 1
     dp: int = 1
     dcp: int = 1
+    pcp: int = 1
     expert_parallel: bool = False
     share: float = 1.0
     quantisation: str = "none"
@@ -95,6 +96,7 @@ def _options() -> Iterator[Case]:
         if engine == "vllm":
             yield Case(tp=8, dcp=8, mla=True, caches=True)
             yield Case(tp=8, dcp=2)
+            yield Case(tp=2, pcp=4, mla=True)
         yield replace(Case("P+D", engine), decode_tp=4)  # type: ignore[arg-type]
         yield replace(Case("P+D", engine), decode_gpu="B200")  # type: ignore[arg-type]
         yield replace(Case("P+D", engine), decode_gpu="B200", mla=True)  # type: ignore[arg-type]
@@ -182,7 +184,7 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
     return ReplicaGroup(
         name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
         components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
-        tp=tp, pp=case.pp, dp=case.dp, dcp=case.dcp, expert_parallel=case.expert_parallel,
+        tp=tp, pp=case.pp, dp=case.dp, dcp=case.dcp, pcp=case.pcp, expert_parallel=case.expert_parallel,
         quantisation=case.quantisation, settings=settings,
         kv=kv.model_copy(update={"element_bytes": 1}) if case.fp8_kv else kv, **common,
     )  # fmt: skip

@@ -133,6 +133,17 @@ def test_decide_a12_qwen_image_matches_published(gpus: int, goodput: float) -> N
     assert replicas(found) == {"qwen-image-llm+qwen-image-dit/PDG@A100-80": gpus}
 
 
+def test_decide_a13_hexgen_prefills_and_decodes_on_different_gpus() -> None:
+    """HexGen-2 has the same performance for 30 % less than one kind of GPU, here it is 17 %."""
+    given = read("a13_hexgen_phases")
+    found = plan(given)
+    gpus = {task: {g.gpu for g in found.groups if g.tasks == task} for task in ("P", "D")}
+    assert "H100" in gpus["P"]
+    assert gpus["D"] == {"A100-80"}
+    alone = [plan(only(given, name)).cost_per_hour for name in ("h100", "a100")]
+    assert found.cost_per_hour < 0.84 * min(alone)
+
+
 def test_decide_a15_encoder_pool_matches_expected_nodes() -> None:
     """Other hit rates: `test_decide.py`."""
     assert nodes(plan(read("a15_encoder_pool"))) == {"A100": 6, "H100": 1}

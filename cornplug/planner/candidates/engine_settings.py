@@ -45,7 +45,7 @@ def engine_settings(
         ),
         prefill_tokens_s=_prefill_tokens_s(service, footprint, hardware),
         weights_bytes=component_shapes.weights_bytes(
-            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp, dp=footprint.dp
+            shape, footprint.quantisation, tp=footprint.tp, pp=footprint.pp, dp=footprint.dp * footprint.pcp
         ),
         speculative=speculates,
         speculative_tokens=roofline.DRAFTS[speculates][0],

@@ -48,15 +48,17 @@ class ReplicaConfig:
     expert_parallel: bool = False
     dcp: int = 1
     """GPUs of a group that divide a request's KV among them."""
+    pcp: int = 1
+    """Groups of `tp` GPUs that divide the tokens of each prompt, and decode a part of the requests each."""
 
     @property
     def gpus(self) -> float:
-        return self.tp * self.pp * self.dp * self.share
+        return self.tp * self.pp * self.dp * self.pcp * self.share
 
     @property
     def ranks(self) -> int:
         """Processes of the replica, one a GPU."""
-        return self.tp * self.pp * self.dp
+        return self.tp * self.pp * self.dp * self.pcp
 
     @property
     def chunk_tokens(self) -> int:
@@ -72,6 +74,7 @@ class ReplicaConfig:
     def name(self) -> str:
         """The configuration's name, without the service: a replica keeps it when its role changes."""
         parallel = f"tp{self.tp}" + (f"pp{self.pp}" if self.pp > 1 else "")
+        parallel += f"pcp{self.pcp}" if self.pcp > 1 else ""
         parallel += f"dcp{self.dcp}" if self.dcp > 1 else ""
         parallel += (f"dp{self.dp}" if self.dp > 1 else "") + ("ep" if self.expert_parallel else "")
         part = f"x{self.share:g}" if self.share < 1 else ""
@@ -104,14 +107,15 @@ def footprints(
         main.pp,
         main.dp,
         main.dcp,
+        main.pcp,
         main.shares,
         main.quantisations_for(service.tasks),
         settings,
     )
-    for engine, node, tp, pp, dp, dcp, share, quantisation, workload in choices:
-        expert_parallel = main.expert_parallel and tp * dp > 1
+    for engine, node, tp, pp, dp, dcp, pcp, share, quantisation, workload in choices:
+        expert_parallel = main.expert_parallel and tp * dp * pcp > 1
         footprint = ReplicaConfig(
-            engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload, dp, expert_parallel, dcp
+            engine, node, gpus[node.gpu], tp, pp, share, quantisation, workload, dp, expert_parallel, dcp, pcp
         )
         reason = _reason_against(footprint, rules) or _reason_against_groups(footprint, service)
         if reason:
@@ -138,7 +142,9 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
         return f"attention data parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
     if f.tp > f.nodes.gpus:
         return f"tensor parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
-    if f.tp * f.dp > TP_WITHOUT_NVLINK and not f.gpu.nvlink:
+    if f.pcp > 1 and f.tp * f.pcp > f.nodes.gpus:
+        return f"prefill context parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
+    if f.tp * f.dp * f.pcp > TP_WITHOUT_NVLINK and not f.gpu.nvlink:
         return f"{f.gpu.name} has no NVLink: tensor parallelism ends at {TP_WITHOUT_NVLINK}"
     if f.gpus > f.nodes.gpus and f.gpus % f.nodes.gpus:
         return f"{f.ranks} GPUs do not fill whole nodes of {f.nodes.name}"
@@ -148,7 +154,7 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
 
 
 def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
-    """Against expert, attention data and decode context parallelism."""
+    """Against expert, attention data and context parallelism."""
     shape = service.components[0].shape
     if f.dp > 1 and f.pp > 1:
         return "attention data parallelism is planned without pipeline stages"
@@ -156,9 +162,11 @@ def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
         return "attention data parallelism is planned for engines that prefill and decode"
     if f.dcp > 1 and (reason := _reason_against_dcp(f, service)):
         return reason
+    if f.pcp > 1 and (reason := _reason_against_pcp(f, service)):
+        return reason
     experts = shape.experts if isinstance(shape, LLMShape) else None
-    if f.expert_parallel and experts and experts % (f.tp * f.dp):
-        return f"{experts} experts cannot be dealt out evenly to {f.tp * f.dp} GPUs"
+    if f.expert_parallel and experts and experts % (f.tp * f.dp * f.pcp):
+        return f"{experts} experts cannot be dealt out evenly to {f.tp * f.dp * f.pcp} GPUs"
     return None
 
 
@@ -178,4 +186,18 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
         return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
     if shape.heads // shape.kv_heads % f.dcp:
         return f"{shape.heads // shape.kv_heads} heads share a KV head: {f.dcp} ranks cannot divide them"
+    return None
+
+
+def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
+    """As vLLM's `PCPManager.validate_config` has it; the rest is not planned."""
+    main = service.components[0]
+    if f.engine != "vllm" or service.tasks != "PD":
+        return "prefill context parallelism is planned for vLLM's engines that prefill and decode text"
+    if not isinstance(main.shape, LLMShape) or main.shape.mla_rank is None:
+        return "vLLM's prefill context parallelism is of models with latent attention (MLA)"
+    if main.acceptance and main.speculative != "none":
+        return "prefill context parallelism is planned without speculation"
+    if f.pp > 1 or f.dp > 1 or f.dcp > 1:
+        return "prefill context parallelism is planned without pp, dp and dcp"
     return None

@@ -32,6 +32,7 @@ def service_times(
         pp=footprint.pp,
         dp=footprint.dp,
         dcp=footprint.dcp,
+        pcp=footprint.pcp,
         share=footprint.share,
         quantisation=footprint.quantisation,
         role=service.tasks,

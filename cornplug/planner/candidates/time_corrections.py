@@ -10,23 +10,23 @@ from cornplug.planner.candidates.services import Service
 from cornplug.planner.plan import ReplicaGroup, TimesCorrection
 from cornplug.planner.simulator.step_times import CellHardware
 
-Place = tuple[str, str, str, int, int, int, int, float, str]
-"""Service, engine, GPU, TP, PP, DP, DCP, share, quantisation: replicas with one profile."""
+Place = tuple[str, str, str, int, int, int, int, int, float, str]
+"""Service, engine, GPU, TP, PP, DP, DCP, PCP, share, quantisation: replicas with one profile."""
 
 
 def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
-    return of.service, of.engine, of.gpu, of.tp, of.pp, of.dp, of.dcp, of.share, of.quantisation
+    return of.service, of.engine, of.gpu, of.tp, of.pp, of.dp, of.dcp, of.pcp, of.share, of.quantisation
 
 
 def place(service: Service, config: ReplicaConfig) -> Place:
     """Of a service's replicas on a footprint."""
     f = config
-    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.share, f.quantisation
+    return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.share, f.quantisation
 
 
 def at_place(at: Place) -> TimesCorrection:
     """One that corrects nothing."""
-    service, engine, gpu, tp, pp, dp, dcp, share, quantisation = at
+    service, engine, gpu, tp, pp, dp, dcp, pcp, share, quantisation = at
     return TimesCorrection(
         service=service,
         engine=engine,
@@ -35,6 +35,7 @@ def at_place(at: Place) -> TimesCorrection:
         pp=pp,
         dp=dp,
         dcp=dcp,
+        pcp=pcp,
         share=share,
         quantisation=quantisation,
     )

@@ -54,7 +54,7 @@ def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig
     places: defaultdict[tuple[object, ...], list[TimedConfig]] = defaultdict(list)
     for one in found:
         f = one.footprint
-        places[f.nodes.name, f.tp, f.pp, f.dp, f.dcp, f.share, f.quantisation, f.workload].append(one)
+        places[f.nodes.name, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.share, f.quantisation, f.workload].append(one)
     kept: list[TimedConfig] = []
     for same in places.values():
         better = any(one.hardware.measured or one.favoured for one in same)

@@ -176,6 +176,7 @@ _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
     "pp": (1, 2, 4, 8),
     "dp": (1, 2, 4, 8),
     "dcp": (1, 2, 4, 8),
+    "pcp": (1, 2, 4, 8),
     "shares": (0.25, 0.5, 1.0),
 }
 TP_DEGREES: Final = tuple(map(int, _SIZES["tp"]))
@@ -232,8 +233,11 @@ class Component(InputTable):
     dcp: list[Count] = Field(default=[1], json_schema_extra=_chain("dcp"))
     """Decode context-parallel degrees among which the plan chooses, on vLLM: so many of a group's tp GPUs
     divide each request's KV where they would repeat it, with MLA or where tp is more than KV heads."""
+    pcp: list[Count] = Field(default=[1], json_schema_extra=_chain("pcp"))
+    """Prefill context-parallel degrees among which the plan chooses, on vLLM, of models with MLA that get no
+    media: a replica has pcp groups of tp GPUs, which divide each prompt's tokens."""
     expert_parallel: Flag = False
-    """Each GPU of a replica holds whole experts, not a part of each. The degree is tp * dp."""
+    """Each GPU of a replica holds whole experts, not a part of each. The degree is tp * dp * pcp."""
     shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
@@ -297,11 +301,13 @@ class Component(InputTable):
             if self.kind != "llm" and getattr(self, key) is not None:
                 yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Leave it out.")
         yield from self.parallelism_errors()
-        if any(degree > 1 for degree in self.dcp):
+        for key in ("dcp", "pcp"):
+            if all(degree == 1 for degree in getattr(self, key)):
+                continue
             if self.kind != "llm":
-                yield wrong("dcp", f"{self.kind} {self.name!r} has no KV", "Leave it out.")
+                yield wrong(key, f"{self.kind} {self.name!r} has no KV", "Leave it out.")
             elif "vllm" not in self.engines:
-                yield wrong("dcp", "it is planned on vLLM only", 'Add "vllm" to engines, or leave it out.')
+                yield wrong(key, "it is planned on vLLM only", 'Add "vllm" to engines, or leave it out.')
         for key, allowed in _SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):

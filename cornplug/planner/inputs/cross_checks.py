@@ -10,6 +10,7 @@ from typing import Any, Final
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs import component_shapes, gpu_catalog, profile_tables, traces
 from cornplug.planner.inputs.input_error import InputError, Place, nearest
+from cornplug.planner.inputs.llm_shape import text_config
 from cornplug.planner.inputs.request_classes import request_classes
 from cornplug.planner.inputs.schema import (
     Application,
@@ -50,6 +51,7 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
         yield from _component(place, component, components)
         for k, profile in enumerate(component.profiles):
             yield from _profile((*place, "profiles", k), profile, gpus, demands)
+    yield from _divided_prompts(plan_input)
     change = plan_input.change
     if change is not None and not change.plan.is_file():
         remedy = "Name the plan.json of the running deployment."
@@ -130,6 +132,19 @@ def _size(place: Place, component: Component, components: Mapping[str, Component
             )
         return
     yield from _quantised(place, component, checkpoint.config)
+    if "index_topk" in text_config(checkpoint.config) and max(component.pcp) > 1:
+        problem = "the model attends to chosen tokens only, and vLLM 0.32 would run it without CUDA graphs"
+        yield InputError((*place, "pcp"), problem, "Leave it out.")
+
+
+def _divided_prompts(plan_input: PlanInput) -> Iterator[InputError]:
+    """vLLM's prefill context parallelism takes no media: `PCPManager.validate_config`."""
+    seeing = {a.llm for a in plan_input.applications if any(r.media for r in a.requests)}
+    seeing |= {c.tower_of for c in plan_input.components if c.tower_of is not None}
+    for i, component in enumerate(plan_input.components):
+        if component.name in seeing and any(degree > 1 for degree in component.pcp):
+            problem = f"{component.name!r} gets media, and vLLM divides prompts of text only"
+            yield InputError(("components", i, "pcp"), problem, "Leave it out.")
 
 
 def _says_all(profile: Profile, kind: Kind) -> bool:

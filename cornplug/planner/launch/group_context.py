@@ -194,7 +194,7 @@ def _shares_kv(group: ReplicaGroup) -> bool:
 
     No run has shown it with attention-DP groups, and the connector refuses context parallelism.
     """
-    if group.dp > 1 or group.dcp > 1:
+    if group.dp > 1 or group.dcp > 1 or group.pcp > 1:
         return False
     if group.kv is not None and group.kv.element_bytes < 2:
         return False

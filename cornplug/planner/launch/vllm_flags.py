@@ -96,6 +96,8 @@ def _parallel(site: ReplicaAddress) -> list[str]:
     if group.dp > 1:
         # One server for all groups: it sends each request to the least busy.
         flags += ["--data-parallel-size", str(group.dp)]
+    if group.pcp > 1:
+        flags += ["--prefill-context-parallel-size", str(group.pcp)]
     if group.dcp > 1:
         flags += ["--decode-context-parallel-size", str(group.dcp)]
     if group.expert_parallel:

@@ -1,8 +1,13 @@
-"""What ranks of decode context parallelism (DCP) send each other: each holds a part of every request's KV.
+"""What ranks of context parallelism send each other.
+
+Decode context parallelism (DCP): each rank holds a part of every request's KV.
 
 As vLLM does it (0.32, `dcp_comm_backend` "ag_rs"): a decode step gathers the queries of all ranks' heads,
 attends to the rank's own part of the context, and reduces and scatters the outputs. Prefill of a prompt's
 later chunks gathers the earlier ones' vectors with MLA, and does as decode with KV heads.
+
+Prefill context parallelism (PCP): each rank computes the KV of its part of an iteration's tokens, and all
+hold all of it.
 """
 
 from __future__ import annotations
@@ -28,3 +33,8 @@ def prefill_bytes(
     if shape.mla_rank is None:
         return attention_bytes(shape, tokens, layers=layers, tp=tp, dcp=dcp)
     return earlier * kv_bytes_per_token(shape, tp=tp, pp=pp) * (dcp - 1) / dcp
+
+
+def kv_gathered_bytes(shape: LLMShape, tokens: float, *, pp: int, pcp: int) -> float:
+    """That a rank sends so that each of `pcp` has the KV of an iteration's tokens; MLA's is whole on each."""
+    return tokens * kv_bytes_per_token(shape, pp=pp) * (pcp - 1) / pcp

@@ -42,6 +42,7 @@ def kv_tokens(
     pp: int,
     dp: int = 1,
     dcp: int = 1,
+    pcp: int = 1,
     share: float,
     quantisation: str,
     chunk_tokens: int,
@@ -52,15 +53,17 @@ def kv_tokens(
 ) -> int:
     """Tokens for which every rank has room, in whole blocks; 0 where the model itself does not fit.
 
-    With attention data parallelism they are those of one of its `dp` groups. `share` of each GPU is this
+    With attention data parallelism they are those of one of its `dp` groups; groups of prefill context
+    parallelism (`pcp`) all have the same KV. `share` of each GPU is this
     replica's. `extra_bytes`: of one rank, for towers in the same engine.
     """
-    spent = weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp) + extra_bytes
+    groups = dp * pcp
+    spent = weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=groups) + extra_bytes
     whole = gpu.memory_gib * GIB
     free = whole * engine_share(
         gpu,
         engine=engine,
-        ranks=tp * pp * dp,
+        ranks=tp * pp * groups,
         share=share,
         chunk_tokens=chunk_tokens,
         max_batch=max_batch,
@@ -70,9 +73,9 @@ def kv_tokens(
     if gpu.generation == "cpu":
         free = whole * share - _CPU_BYTES * share
     elif engine == "vllm":
-        free -= _vllm_step(shape, tp, pp * dp, chunk_tokens, max_batch)
-    if dp > 1:
-        free -= gathered_bytes(shape, chunk_tokens, dp=dp)
+        free -= _vllm_step(shape, tp, pp * groups, chunk_tokens, max_batch)
+    if groups > 1:
+        free -= gathered_bytes(shape, chunk_tokens / pcp, dp=groups)
     tokens = (free - spent) / kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp, element_bytes=element_bytes)
     return max(int(tokens // BLOCK_TOKENS), 0) * BLOCK_TOKENS
 
@@ -107,7 +110,7 @@ def activation_bytes(shape: LLMShape, chunk_tokens: int, *, tp: int = 1) -> int:
     return int(chunk_tokens * shape.hidden * 2 * (4 + 12 / tp))
 
 
-def gathered_bytes(shape: LLMShape, chunk_tokens: int, *, dp: int) -> int:
+def gathered_bytes(shape: LLMShape, chunk_tokens: float, *, dp: int) -> float:
     """Of a layer's experts: the tokens of all `dp` groups, before and after them, at 16 bits."""
     return 2 * dp * chunk_tokens * shape.hidden * 2
 

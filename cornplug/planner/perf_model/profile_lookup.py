@@ -40,6 +40,7 @@ class ProfilePlace:
     pp: int
     dp: int
     dcp: int
+    pcp: int
     share: float
     quantisation: str
     chunk_tokens: int
@@ -57,6 +58,7 @@ def hardware(
     pp: int,
     dp: int = 1,
     dcp: int = 1,
+    pcp: int = 1,
     share: float,
     quantisation: str,
     role: str,
@@ -68,7 +70,7 @@ def hardware(
 ) -> CellHardware | None:
     """Times and memory of one replica in `role`, letters out of "EPDG"; None: no profile fits this cell.
 
-    With attention data parallelism they are those of one of its `dp` groups. With it, and with decode context
+    With attention data parallelism they are those of one of its `dp` groups. With it, and with context
     parallelism, only a roofline tells them: tables and throughputs were measured without.
 
     Args:
@@ -82,7 +84,7 @@ def hardware(
         ConfigError: a measured table cannot be read, or has no rows for the cell it is given for.
     """
     place = ProfilePlace(
-        gpu, engine, tp, pp, dp, dcp, share, quantisation, chunk_tokens, max_batch, context_tokens
+        gpu, engine, tp, pp, dp, dcp, pcp, share, quantisation, chunk_tokens, max_batch, context_tokens
     )
     for profile in component.profiles:
         if isinstance(profile, ThroughputProfile):
@@ -159,6 +161,7 @@ def _llm(
             pp=place.pp,
             dp=place.dp,
             dcp=place.dcp,
+            pcp=place.pcp,
             share=place.share,
             quantisation=place.quantisation,
             chunk_tokens=place.chunk_tokens,
@@ -187,6 +190,7 @@ def _estimated(
         pp=place.pp,
         dp=place.dp,
         dcp=place.dcp,
+        pcp=place.pcp,
         quantisation=place.quantisation,
         chunk_tokens=place.chunk_tokens,
         max_batch=place.max_batch,
@@ -225,7 +229,7 @@ def _isolated(
     if isinstance(shape, TowerShape | GeneratorShape) and not _fits_memory(shape, quantisation, place):
         return None
     if isinstance(profile, MeasuredProfile):
-        if not _is_for(profile, replace(place, pp=profile.pp, dp=1, dcp=1), quantisation):
+        if not _is_for(profile, replace(place, pp=profile.pp, dp=1, dcp=1, pcp=1), quantisation):
             return None
         profile = profile_tables.loaded(profile, place.engine)
         encode = _curve("encode_patches", profile.encode_patches, profile.encode_s)
@@ -298,7 +302,7 @@ def is_for(
 
 def _is_for(profile: ThroughputProfile | MeasuredProfile, place: ProfilePlace, quantisation: str) -> bool:
     there = is_for(profile, place.gpu, place.engine, place.tp, place.pp, quantisation)
-    return there and place.dp == place.dcp == 1
+    return there and place.dp == place.dcp == place.pcp == 1
 
 
 def _fits_memory(shape: TowerShape | GeneratorShape, quantisation: str, place: ProfilePlace) -> bool:

@@ -15,6 +15,10 @@ then has the same work as with tp alone: the experts of dp times the tokens, div
 In place of the second all-reduce of a layer all groups' tokens are gathered before the experts, and their
 results reduced and scattered after them, as both engines do without a further library.
 
+Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, so that each
+attends to the whole context for its part, and decode a pcp-th of the requests each. Experts are divided
+as with attention data parallelism; each layer's KV is gathered from all groups, which then hold the same.
+
 Expert parallelism: a rank computes the experts that it holds. With random routing the fullest of G ranks
 has m + sqrt(2 m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
 """
@@ -114,6 +118,7 @@ def llm_steps(
     pp: int,
     dp: int = 1,
     dcp: int = 1,
+    pcp: int = 1,
     quantisation: str,
     chunk_tokens: int,
     max_batch: int,
@@ -130,24 +135,30 @@ def llm_steps(
     experts = shape.active_parameters is not None
     efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
     device = DevicePeaks.of(gpu, profile, quantisation, efficiency)
-    read = _weights_read(shape, quantisation, tp=tp, pp=pp, dp=dp)
+    groups = dp * pcp if experts else 1
+    read = _weights_read(shape, quantisation, tp=tp, pp=pp, dp=groups)
     layers = shape.layers / pp
-    latency_s = device.latency_s(layers, tp, dp=dp, experts=experts)
-    gather_s = layers * device.all_reduce_s * log2(dcp)
-    ranks = tp * dp if component.expert_parallel else 1
+    latency_s = device.latency_s(layers, tp, dp=groups, experts=experts)
+    gather_s = layers * device.all_reduce_s * log2(max(dcp, pcp))
+    ranks = tp * groups if component.expert_parallel else 1
 
     def stage(tokens: float, attended: float) -> float:
         attention = 2 * layers * shape.heads * shape.head_dim * tokens * attended
         flops = 2 * _multiplied(shape) * tokens / pp + attention
         if ranks > 1:
-            flops += 2 * _routed(shape) * _uneven(tokens * dp, shape, ranks) * tokens / pp
-        sent = _all_reduced(layers, shape.hidden, tokens, tp, dp)
+            flops += 2 * _routed(shape) * _uneven(tokens * groups, shape, ranks) * tokens / pp
+        sent = _all_reduced(layers, shape.hidden, tokens, tp, groups)
         if pp > 1:
             sent += tokens * shape.hidden * _ACTIVATION_BYTES
         return device.seconds(flops / tp, read(tokens), sent) + latency_s
 
+    def kv_gathered_s(tokens: float) -> float:
+        return context_parallel.kv_gathered_bytes(shape, tokens, pp=pp, pcp=pcp) / device.link + gather_s
+
     def prefill(tokens: float) -> float:
-        seconds = stage(tokens, tokens if context_tokens is None else context_tokens)
+        seconds = stage(tokens / pcp, tokens if context_tokens is None else context_tokens)
+        if pcp > 1:
+            seconds += kv_gathered_s(tokens)
         if dcp == 1 or context_tokens is None or context_tokens <= tokens:
             return seconds
         earlier = context_tokens - tokens
@@ -158,12 +169,14 @@ def llm_steps(
     tokens_out = sum(component.acceptance**i for i in range(drafted + 1))
 
     def decode(requests: float) -> float:
-        each = max(requests / pp, 1.0)
+        each = max(requests / pp / pcp, 1.0)
         verify = pp * stage(each * (drafted + 1), 0.0)
         draft = drafted * draft_layers / shape.layers * pp * stage(each, 0.0)
         if dcp > 1:
             sent = context_parallel.attention_bytes(shape, each, layers=layers, tp=tp, dcp=dcp)
             verify += pp * (sent / device.link + gather_s)
+        if pcp > 1:
+            verify += pp * kv_gathered_s(each * pcp)
         return (verify + draft) / tokens_out
 
     def common(tokens: float) -> float:
@@ -180,7 +193,8 @@ def llm_steps(
         decode=_sampled(decode, max_batch),
         kv_token_s=component_shapes.kv_bytes_per_token(shape, tp=tp, pp=pp, dcp=dcp)
         / device.bytes
-        / tokens_out,
+        / tokens_out
+        / pcp,
         request_overhead_s=profile.request_overhead_s,
         pipeline=pp,
         group=_group_prefill(curve, common, dp) if dp > 1 else None,

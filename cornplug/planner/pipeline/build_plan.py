@@ -108,6 +108,7 @@ def _group(
         pp=footprint.pp,
         dp=footprint.dp,
         dcp=footprint.dcp,
+        pcp=footprint.pcp,
         expert_parallel=footprint.expert_parallel,
         share=footprint.share,
         quantisation=footprint.quantisation,

@@ -17,8 +17,8 @@ from cornplug.planner.inputs.schema import ChangeRules
 from cornplug.planner.optimizer.optimization_problem import CurrentState, MachineClass, OptimizationProblem
 from cornplug.planner.plan import Plan, ReplicaGroup
 
-Identity = tuple[str, str, str, int, int, int, int, bool, float, str, int]
-"""Fields that tell one process from another: service, engine, nodes, TP, PP, DP, DCP, EP, share,
+Identity = tuple[str, str, str, int, int, int, int, int, bool, float, str, int]
+"""Fields that tell one process from another: service, engine, nodes, TP, PP, DP, DCP, PCP, EP, share,
 quantisation, and its tokens of one iteration, which are a flag of its command line (0 where nothing is
 planned of them)."""
 
@@ -26,14 +26,14 @@ planned of them)."""
 def of_group(g: ReplicaGroup) -> Identity:
     chunk = 0 if g.settings is None else g.settings.chunk_tokens
     place = (g.service, g.engine, g.nodes)
-    return (*place, g.tp, g.pp, g.dp, g.dcp, g.expert_parallel, g.share, g.quantisation, chunk)
+    return (*place, g.tp, g.pp, g.dp, g.dcp, g.pcp, g.expert_parallel, g.share, g.quantisation, chunk)
 
 
 def of_cell(spec: CellSpec) -> Identity:
     f = spec.footprint
     chunk = 0 if spec.settings is None else spec.settings.chunk_tokens
     place = (spec.service.name, f.engine, f.nodes.name)
-    return (*place, f.tp, f.pp, f.dp, f.dcp, f.expert_parallel, f.share, f.quantisation, chunk)
+    return (*place, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.expert_parallel, f.share, f.quantisation, chunk)
 
 
 def keep_current(specs: Sequence[CellSpec], pruned: Sequence[CellSpec], plan: Plan) -> list[CellSpec]:

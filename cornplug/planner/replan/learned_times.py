@@ -51,7 +51,7 @@ def _name(one: ObservedTime) -> str:
 def text(one: TimesCorrection) -> str:
     """The sentence for an operator."""
     weights = "" if one.quantisation == "none" else f", {one.quantisation}"
-    shape = formatting.shape(one.tp, one.pp, one.share, one.dp, one.dcp)
+    shape = formatting.shape(one.tp, one.pp, one.share, one.dp, one.dcp, one.pcp)
     where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"
     return (
         f"Corrected by its metrics: {where} takes {one.prefill:.2g} x its profile's time to prefill, "

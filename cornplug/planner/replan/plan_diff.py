@@ -58,9 +58,8 @@ def _place(g: ReplicaGroup) -> str:
 
 def _each(g: ReplicaGroup) -> str:
     weights = "" if g.quantisation == "none" else f", {g.quantisation}"
-    return (
-        f"{g.service} ({g.engine} {formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp)}{weights}) on {_on(g)}"
-    )
+    shape = formatting.shape(g.tp, g.pp, g.share, g.dp, g.dcp, g.pcp)
+    return f"{g.service} ({g.engine} {shape}{weights}) on {_on(g)}"
 
 
 def _on(g: ReplicaGroup) -> str:

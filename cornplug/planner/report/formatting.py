@@ -71,11 +71,11 @@ def proof(of: OptimalityProof) -> str:
     return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, none beyond {bound}"
 
 
-def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1) -> str:
-    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8"."""
+def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1, pcp: int = 1) -> str:
+    """One replica's GPUs: "1/4 GPU", "TP4", "TP8·PP2", "TP1·DP8", "TP8·DCP8", "TP1·PCP8"."""
     if share < 1:
         return f"1/{round(1 / share)} GPU"
-    degrees = {"PP": pp, "DP": dp, "DCP": dcp}
+    degrees = {"PP": pp, "DP": dp, "PCP": pcp, "DCP": dcp}
     return f"TP{tp}" + "".join(f"·{name}{n}" for name, n in degrees.items() if n > 1)
 
 

@@ -91,6 +91,31 @@ def test_replica_configs_context_parallel_divides_repeated_kv_only() -> None:
     assert _footprints(dcp=[2], dp=[4], tp=[2], shape=LATENT)[0] == {"tp2dcp2dp4"}
 
 
+def test_replica_configs_prefill_context_parallel_multiplies_gpus_inside_a_node() -> None:
+    found, dropped = _footprints(pcp=[1, 2, 4, 8], tp=[2], shape=LATENT)
+    assert found == {"tp2", "tp2pcp2", "tp2pcp4"}
+    assert any("prefill context parallelism stays inside a node" in said for said in dropped)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tasks": "P"}, "for vLLM's engines that prefill and decode text"),
+        ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "of models with latent attention (MLA)"),
+        ({"speculative": "mtp", "acceptance": 0.7}, "without speculation"),
+        ({"pp": [2]}, "without pp, dp and dcp"),
+        ({"dp": [2]}, "without pp, dp and dcp"),
+        ({"dcp": [2]}, "without pp, dp and dcp"),
+    ],
+)
+def test_replica_configs_prefill_context_parallel_names_reason_against(
+    changes: dict[str, Any], reason: str
+) -> None:
+    found, dropped = _footprints(**{"pcp": [2], "tp": [2], "shape": LATENT, **changes})
+    assert not found
+    assert any(reason in said for said in dropped)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

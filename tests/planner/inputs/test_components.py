@@ -33,6 +33,7 @@ def component(**fields: Any) -> Component:
         ({"kind": "generator", "dp": [8]}, "dp: generator 'm' has no experts. Leave it out."),
         ({"engines": ["sglang"], "dcp": [2]}, "dcp: it is planned on vLLM only. Add"),
         ({"kind": "encoder", "dcp": [2]}, "dcp: encoder 'm' has no KV. Leave it out."),
+        ({"engines": ["sglang"], "pcp": [2]}, "pcp: it is planned on vLLM only. Add"),
         ({"shape": MIXTURE, "dp": [3]}, "dp: [3] is not of the chain"),
         ({"shape": {**MIXTURE, "experts": None}}, "experts: it is missing beside the others"),
         ({"shape": {**DENSE, "experts": 8, "experts_per_token": 2}}, "active_parameters: it is missing"),

@@ -24,6 +24,7 @@ GOOD = [*sorted(TREE.glob("examples/**/*plan*/*.toml")), *sorted(HERE.glob("case
 GOOD = [HERE / "good_input.toml", *(file for file in GOOD if file.name != "qos.toml")]
 BAD = sorted((HERE / "bad_inputs").glob("*.toml"))
 UNSEEN = {
+    "divided_prompts": "tables that name the component",
     "duplicate_requests": "names of two tables",
     "duplicates": "names of two tables",
     "files": "files on disk",

@@ -103,6 +103,19 @@ def test_toml_reader_checkpoint_replaces_shape(tmp_path: Path) -> None:
     assert _read(tmp_path, text.replace("checkpoint", 'quantisations = ["awq"]\ncheckpoint')) == ""
 
 
+def test_toml_reader_sparse_attention_has_no_prefill_context_parallelism(tmp_path: Path) -> None:
+    head, tail = GOOD.split("[components.shape]")
+    text = f'{head}checkpoint = "m"\npcp = [1, 2]\n\n[[applications]]{tail.split("[[applications]]")[1]}'
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text(
+        json.dumps({"model_type": "deepseek_v32", "index_topk": 2048})
+    )
+    said = (
+        "components[1].pcp: the model attends to chosen tokens only, and vLLM 0.32 would run it without CUDA"
+    )
+    assert said in _read(tmp_path, text)
+
+
 def test_toml_reader_broken_checkpoint_is_reported_once(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("[]")

@@ -38,6 +38,7 @@ def test_commands_of_whole_plans_match_golden() -> None:
             engine="sglang", tp=2, dp=4, expert_parallel=True, mla=True
         ),
         "MLA on vLLM, context parallel": Case(tp=8, dcp=8, mla=True, caches=True),
+        "MLA on vLLM, prefill context parallel": Case(tp=2, pcp=4, mla=True, caches=True),
         "monolith on cores": Case(gpu="cpu-core", caches=True),
     }
     made = {

@@ -79,6 +79,7 @@ def test_vllm_flags_every_case_is_accepted_by_vllm(case: Case, checkpoint: str) 
         group = next(g for g in plan(case).groups if g.name == command.group)
         assert (made.tensor_parallel_size, made.pipeline_parallel_size) == (group.tp, group.pp)
         assert made.decode_context_parallel_size == group.dcp
+        assert made.prefill_context_parallel_size == group.pcp
         assert (made.data_parallel_size, made.enable_expert_parallel) == (group.dp, group.expert_parallel)
         assert (made.max_model_len, made.max_num_seqs, made.max_num_batched_tokens) == (8192, 128, 4096)
         assert not any("${" in word for word in (*command.argv, *command.env.values()))

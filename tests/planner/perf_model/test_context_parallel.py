@@ -1,4 +1,4 @@
-"""What decode context parallelism sends and saves, by hand."""
+"""What context parallelism sends and saves, by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.planner.inputs.schema import Component, LLMShape, RooflineProfile
 from cornplug.planner.perf_model import roofline
-from cornplug.planner.perf_model.context_parallel import attention_bytes, prefill_bytes
+from cornplug.planner.perf_model.context_parallel import attention_bytes, kv_gathered_bytes, prefill_bytes
 from cornplug.planner.perf_model.device_efficiency import NVLINK
 from cornplug.planner.simulator.step_times import EngineStepTimes
 
@@ -52,3 +52,39 @@ def test_roofline_context_parallel_reads_a_part_and_sends_for_it(shape: LLMShape
 
 def test_roofline_context_parallel_short_prompts_send_nothing() -> None:
     assert steps(MLA, 8, context_tokens=500).prefill(4096) == steps(MLA, 1, context_tokens=500).prefill(4096)
+
+
+MIXTURE = MLA.model_copy(update={"active_parameters": 2e8, "experts": 64, "experts_per_token": 4})
+
+
+def split_steps(
+    shape: LLMShape, *, pcp: int = 1, dp: int = 1, context_tokens: int = 20_000
+) -> EngineStepTimes:
+    return roofline.llm_steps(
+        Component(name="m", kind="llm"), shape, H200, RooflineProfile(), tp=2, pp=1, dp=dp, pcp=pcp,
+        quantisation="none", chunk_tokens=4096, max_batch=64, context_tokens=context_tokens,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "dp"), [(MIXTURE, 4), (MLA, 1)])
+def test_roofline_prefill_context_parallel_divides_tokens_and_gathers_kv(shape: LLMShape, dp: int) -> None:
+    """A group's part of the tokens takes what attention-DP would take for so many; then KV is gathered."""
+    alone, split = split_steps(shape, dp=dp), split_steps(shape, pcp=4)
+    link = H200.link_gb_s * 1e9 * NVLINK.efficiency
+    rounds = 2 * 10 * NVLINK.latency_s
+    sent = kv_gathered_bytes(shape, 4096, pp=1, pcp=4)
+    assert sent == 4096 * 10 * 72 * 2 * 3 / 4
+    assert split.prefill(4096) == pytest.approx(alone.prefill(1024) + sent / link + rounds)
+    sent = kv_gathered_bytes(shape, 64, pp=1, pcp=4)
+    assert split.decode(64) == pytest.approx(alone.decode(16) + sent / link + rounds)
+    assert split.kv_token_s == pytest.approx(alone.kv_token_s / 4)
+    assert split.group is None
+
+
+def test_roofline_prefill_context_parallel_attends_to_whole_prompt() -> None:
+    whole = split_steps(MLA, pcp=4, context_tokens=4096)
+    by_itself = roofline.llm_steps(
+        Component(name="m", kind="llm"), MLA, H200, RooflineProfile(), tp=2, pp=1, pcp=4,
+        quantisation="none", chunk_tokens=4096, max_batch=64,
+    )  # fmt: skip
+    assert by_itself.prefill(4096) == whole.prefill(4096)

@@ -129,3 +129,11 @@ def test_kv_bytes_per_token_context_parallel_divides_repeated_kv() -> None:
 def test_kv_memory_mla_context_parallel_holds_as_many_times_more() -> None:
     one, eight = (_tokens(DEEPSEEK_V3, H200, tp=8, dcp=n, quantisation="fp8") for n in (1, 8))
     assert eight == pytest.approx(8 * one, rel=1e-3)
+
+
+def test_kv_memory_prefill_context_parallel_divides_experts_and_repeats_kv() -> None:
+    """Of two groups each has half of the experts, and all of the KV."""
+    one, two = (_tokens(DEEPSEEK_V3, H200, tp=4, pcp=n, quantisation="fp8") for n in (1, 2))
+    assert one == 0
+    left = 0.92 * H200.memory_gib * 2**30 - component_shapes.weights_bytes(DEEPSEEK_V3, "fp8", tp=4, dp=2)
+    assert 0 < two * 61 * 576 * 2 < left
