@@ -100,6 +100,7 @@ class _Groups:
             pp=1 if encodes else component.pp[0],
             dp=1 if encodes else component.dp[0],
             dcp=component.dcp[0],
+            pcp=1 if encodes else component.pcp[0],
             expert_parallel=component.expert_parallel,
             share=component.shares[0],
             quantisation=component.quantisations[0],
@@ -161,7 +162,9 @@ def _resources(component: Component) -> ComponentResources:
 
 
 def _ranks(component: Component) -> int:
-    return 1 if component.kind == "encoder" else component.tp[0] * component.pp[0] * component.dp[0]
+    if component.kind == "encoder":
+        return 1
+    return component.tp[0] * component.pp[0] * component.dp[0] * component.pcp[0]
 
 
 def _placement(component: Component, first: int) -> Iterator[list[int]]:

@@ -63,7 +63,7 @@ def _devices(place: Place, component: Component, used: dict[int, float]) -> Iter
     assert its is not None
     if not its.devices:
         return
-    ranks = component.tp[0] * component.pp[0] * component.dp[0]
+    ranks = component.tp[0] * component.pp[0] * component.dp[0] * component.pcp[0]
     share = component.shares[0]
     if its.devices != list(range(its.devices[0], its.devices[0] + len(its.devices))):
         yield InputError(place, f"{its.devices} is no row of numbers", "Write them ascending, without a gap.")
