@@ -114,7 +114,7 @@ def get_payload_into(
 def _recalled(
     store: Store, key: bytes, get: Callable[[], _Found | None], recall_s: float | None, deadline_s: float
 ) -> _Found | None:
-    """What `get` finds: in memory, or once the entry has come there from disk."""
+    """The result of `get`, at once or after a recall from disk."""
     found = get()
     if found is not None or recall_s is None or not has_disk(store):
         return found
