@@ -70,6 +70,7 @@ def launched(file: Path, run_dir: Path, *flags: str) -> Iterator[subprocess.Pope
             deadline_s=LATE_S,
             what="a launch that serves",
         )
+        assert process.poll() is None, (run_dir.parent / "out").read_text()
         yield process
     finally:
         process.send_signal(signal.SIGTERM)
