@@ -10,7 +10,7 @@ prices of GPUs. The last word is the solver's, on the cost itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,7 @@ from cornplug.planner.optimizer.variables import PoolModel
 
 Build = Callable[[OptimizationProblem], PoolModel]
 
-QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.15, 0.2, 0.15, 0.15, 0.05, 0.5
+NEAR, QUICK, POTENTIAL, GROUPS, CHOSEN, ROOT, ROUNDS = 0.1, 0.15, 0.2, 0.15, 0.15, 0.05, 0.5
 """Shares of the work; the solver's last call gets the rest."""
 SMALL = 500
 """Columns of a model that the solver is left alone with: one call has all of the work. Pools of
@@ -45,9 +45,19 @@ def least_cost(
     limits: SolverLimits,
     tell: Tell | None,
     build: Build,
+    near: Collection[str] = (),
 ) -> tuple[SolverRun, Values | None]:
-    """The cheapest plan found, with its proven bound."""
+    """The cheapest plan found, with its proven bound.
+
+    `near`: cells of a like pool's plan. What can be done with them alone is searched first: few cells are
+    soon searched, and the whole begins from a plan.
+    """
     best = Incumbent(model, cost, limits, tell)
+    others = model.x.keys() - set(near)
+    if near and others:
+        with without(model, others):
+            # Another objective to `improve`, for the bound is of these cells only
+            best.improve(1 * cost, NEAR)
     small = len(model.problem.variables()) <= SMALL
     quick = best.improve(cost, 1.0 if small else QUICK)
     settled = best.proven or (small and best.values is not None)

@@ -17,7 +17,7 @@ necessary and sufficient for such a flow to exist; `solution.py` then splits f b
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from math import inf
 from typing import Final
@@ -216,12 +216,14 @@ def solve(
     progress: Callable[[SolveProgress], None] | None = None,
     *,
     notes: Mapping[str, str] | None = None,
+    near: Collection[str] = (),
 ) -> PoolSolution:
     """The best plan of a pool, by its objective; among equals the cheapest, then the best by the tie-break.
 
     The same pool and settings give the same plan, as long as `settings.time_limit_s` is not reached.
 
-    `notes`: demand -> why nothing in the pool can serve it, for the message. Raises PlanInfeasible
+    `notes`: demand -> why nothing in the pool can serve it, for the message. `near`: cells of a plan of a
+    like pool, from which the search for the least cost begins. Raises PlanInfeasible
     with the constraint and how much is lacking, PlanUnfinished when a limit came before any
     plan, ConfigError when the pool itself is impossible.
     """
@@ -233,7 +235,7 @@ def solve(
     limits = _limits(wanted, 0, settings, began, 0.0)
     if pool.objective == "cost":
         cost_objective = wanted[0].expression
-        first, values = decomposition.least_cost(model, cost_objective, limits, progress, build)
+        first, values = decomposition.least_cost(model, cost_objective, limits, progress, build, near)
     else:
         first, values = _minimise(model, wanted[0], limits, progress)
     if first.status == "infeasible":

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
+from cornplug.errors import PlanUnfinished
 from cornplug.planner.candidates.cells import CellSpec
 from cornplug.planner.inputs.schema import SolverOptions
 from cornplug.planner.optimizer.optimization_problem import PoolSolution, SolveProgress
@@ -28,41 +29,67 @@ ENOUGH: Final = 1.5
 """A capacity confirmed for c replicas holds for c / 1.5 to c x 1.5."""
 GROWN: Final = 1.05
 """Where a capacity has grown by this, fewer replicas might do."""
-LATER: Final = 0.5
-"""Of the solver's limits, for rounds after the first: they change little."""
+SCOUT: Final = 0.1
+"""Of the solver's work: for rounds whose cells closed forms rate, so that the plan will not stand."""
+SCOUTS: Final = 3
+"""Such rounds at most."""
+SEARCH: Final = 0.5
+"""Once the cells that a plan uses are simulated."""
+LATER: Final = 0.2
+"""For a problem like one that was solved."""
 
 
 def with_simulated_capacities(
-    problem: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+    problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """The solution, and the problem with the capacities that it was confirmed with.
 
-    `first`: False where a like problem was solved before. Raises as `milp.solve`.
+    `near`: the solution of a like problem, where one was solved before. Raises as `milp.solve`.
     """
     problem = _current_simulated(problem, report)
     floor: PoolSolution | None = None
-    timed_out = False
-    for i in range(ROUNDS):
-        report("solve", i / ROUNDS)
-        settings = _settings(problem.solver, first=first and i == 0)
-        solution = current_deployment_baseline.solve(problem.pool, settings, watch, problem.notes)
+    timed_out, rounds = False, 0
+    # Only a search for the least cost begins from a plan
+    later = LATER if problem.pool.objective == "cost" else SEARCH
+    effort = _first_effort(problem) if near is None else later
+    while True:
+        report("solve", rounds / ROUNDS)
+        settings = _settings(problem.solver, effort)
+        cells = near.replicas if near is not None else ()
+        try:
+            solution = current_deployment_baseline.solve(problem.pool, settings, watch, problem.notes, cells)
+        except PlanUnfinished:
+            if effort == 1:
+                raise
+            effort = 1.0
+            continue
         timed_out = timed_out or solution.timed_out
         solution = replace(_with_bound(solution, floor, problem.solver.gap), timed_out=timed_out)
-        floor = solution
-        doubtful = _doubtful(problem, solution)
-        if not doubtful or not problem.rules.simulate or i == ROUNDS - 1:
-            break
-        found = _simulated(problem, doubtful, report)
-        before, problem = problem, problem.with_cells(found)
-        if _grown(before, problem, found, 1.0) or problem.pool.objective != "cost":
-            floor = None
-        if set(found) <= set(problem.cells) and not _grown(before, problem, found, GROWN):
-            fitted = balance_load(problem.pool, solution, settings)
-            if fitted is not None:
-                report("solve", 1.0)
-                return problem, fitted
-    report("solve", 1.0)
-    return problem, balance_load(problem.pool, solution, settings) or solution
+        floor = near = solution
+        rounds += 1
+        doubtful = _doubtful(problem, solution) if problem.rules.simulate and rounds < ROUNDS else []
+        fitted: PoolSolution | None = None
+        if doubtful:
+            found = _simulated(problem, doubtful, report)
+            before, problem = problem, problem.with_cells(found)
+            if _grown(before, problem, found, 1.0) or problem.pool.objective != "cost":
+                floor = None
+            if set(found) <= set(problem.cells) and not _grown(before, problem, found, GROWN):
+                fitted = balance_load(problem.pool, solution, settings)
+        if fitted is None and doubtful:
+            scouts = effort == SCOUT and rounds < SCOUTS
+            effort = SCOUT if scouts else SEARCH if effort == SCOUT else later
+        elif effort == SCOUT and solution.status != "optimal":
+            effort = SEARCH
+        else:
+            report("solve", 1.0)
+            return problem, fitted or balance_load(problem.pool, solution, settings) or solution
+
+
+def _first_effort(problem: FormulatedProblem) -> float:
+    """The share of the solver's work for the first round."""
+    unsure = any(spec.timed and not spec.simulated_replicas for spec in problem.cells.values())
+    return SCOUT if unsure and problem.rules.simulate and problem.pool.objective == "cost" else 1.0
 
 
 def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
@@ -75,11 +102,9 @@ def _current_simulated(problem: FormulatedProblem, report: Report) -> Formulated
     return problem.with_cells(_simulated(problem, doubtful, report)) if doubtful else problem
 
 
-def _settings(solver: SolverOptions, *, first: bool) -> SolverOptions:
-    if first:
-        return solver
-    later = {"time_limit_s": LATER * solver.time_limit_s, "work": LATER * solver.work}
-    return solver.model_copy(update=later)
+def _settings(solver: SolverOptions, effort: float) -> SolverOptions:
+    limits = {"time_limit_s": effort * solver.time_limit_s, "work": effort * solver.work}
+    return solver.model_copy(update=limits)
 
 
 def _doubtful(problem: FormulatedProblem, solution: PoolSolution) -> list[tuple[CellSpec, int]]:

@@ -6,7 +6,7 @@ good as keeping the current deployment. The pool of the running processes alone 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 from cornplug.errors import PlanInfeasible, PlanUnfinished
@@ -25,14 +25,16 @@ def solve(
     settings: SolverOptions,
     watch: Callable[[SolveProgress], None] | None,
     notes: Mapping[str, str],
+    near: Collection[str] = (),
 ) -> PoolSolution:
-    """The better of both, with the whole pool's bound. Raises as `milp.solve`."""
+    """The better of both, with the whole pool's bound. `near`, and what it raises: as `milp.solve`."""
     current = pool.current
     if current is None or pool.objective != "cost":
-        return milp.solve(pool, settings, watch, notes=notes)
+        return milp.solve(pool, settings, watch, notes=notes, near=near)
     baseline = _baseline(pool, current, settings)
     try:
-        whole = milp.solve(pool, settings, watch, notes=notes)
+        known = {*near, *(baseline.replicas if baseline else ())}
+        whole = milp.solve(pool, settings, watch, notes=notes, near=known)
     except PlanUnfinished:
         if baseline is None:
             raise
@@ -42,8 +44,8 @@ def solve(
     late = whole.timed_out or baseline.timed_out
     if whole.objective <= baseline.objective:
         return replace(whole, timed_out=late)
-    near = baseline.objective - whole.bound <= settings.gap * abs(baseline.objective) + 1e-6
-    return replace(baseline, status="optimal" if near else "feasible", bound=whole.bound, timed_out=late)
+    proven = baseline.objective - whole.bound <= settings.gap * abs(baseline.objective) + 1e-6
+    return replace(baseline, status="optimal" if proven else "feasible", bound=whole.bound, timed_out=late)
 
 
 def _baseline(

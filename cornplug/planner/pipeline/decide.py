@@ -63,10 +63,10 @@ def decide(
 
 
 def _solved(
-    problem: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+    problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """As `with_spare_nodes`, and what is paid for is used where the rules ask for it."""
-    problem, solution = with_spare_nodes(problem, report, watch, first=first)
+    problem, solution = with_spare_nodes(problem, report, watch, near=near)
     if problem.rules.use_idle_gpus:
         solution = use_idle_gpus(problem.pool, solution, problem.solver)
     return problem, solution
@@ -77,7 +77,8 @@ def _validated(problem: FormulatedProblem, digest: str, report: Report, watch: W
     tried: list[PlanDecision] = []
     for i in range(VALIDATION_ROUNDS):
         try:
-            problem, solution = _solved(problem, report, watch, first=not tried)
+            near = tried[-1].solution if tried else None
+            problem, solution = _solved(problem, report, watch, near=near)
             # What was derated in earlier rounds follows from their solutions
             late = any(d.solution.timed_out for d in tried)
             solution = replace(solution, timed_out=solution.timed_out or late)

@@ -66,7 +66,7 @@ def _nodes(problem: FormulatedProblem, solution: PoolSolution, shares: Mapping[s
     pool = replace(pool, current=current_deployment.limited_to(pool.current, used))
     try:
         _, found = with_spare_nodes(
-            replace(problem, pool=pool, cells=used), lambda _phase, _share: None, None, first=False
+            replace(problem, pool=pool, cells=used), lambda _phase, _share: None, None, near=solution
         )
     except (PlanInfeasible, PlanUnfinished):
         return every

@@ -30,17 +30,17 @@ HELD: Final = 1e-6
 
 
 def with_spare_nodes(
-    problem: FormulatedProblem, report: Report, watch: Watch | None, *, first: bool = True
+    problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
     """As `with_simulated_capacities`, and the solution survives each node's loss where the rules ask for it.
 
     Raises as that, and PlanUnfinished where no placement of several solutions survives.
     """
-    for i in range(ROUNDS):
-        problem, solution = with_simulated_capacities(problem, report, watch, first=first and i == 0)
-        crowded = unsurvived(problem.pool, solution)
+    for _ in range(ROUNDS):
+        problem, near = with_simulated_capacities(problem, report, watch, near=near)
+        crowded = unsurvived(problem.pool, near)
         if not crowded:
-            return problem, solution
+            return problem, near
         problem = replace(problem, pool=excluding(problem.pool, crowded))
     raise PlanUnfinished(
         f"no plan of {ROUNDS} survives the loss of each node, and none was proven impossible. "

@@ -92,6 +92,36 @@ def test_least_cost_of_small_pool_is_one_call_with_all_of_the_work(
     assert [limit.work for limit in calls] == [limits.work]
 
 
+def test_least_cost_near_cells_are_searched_first_and_bound_nothing(
+    pool: OptimizationProblem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_cells, bounds, solve = list[set[str]](), list[float](), incumbent.run_solver
+
+    def noted(problem: Any, *arguments: Any, **options: Any) -> SolverRun:
+        open_cells.append({name for name, x in model.x.items() if x.upBound > 0})
+        bounds.append(best_bound())
+        return solve(problem, *arguments, **options)
+
+    def best_bound() -> float:
+        return max((at.bound for at in seen if at.bound is not None), default=-inf)
+
+    monkeypatch.setattr(incumbent, "run_solver", noted)
+    seen = list[SolveProgress]()
+    near = {c.name for c in pool.cells if c.nodes == "small"}
+    model = milp.build(pool)
+    cost = objectives.cost_objective(model).expression
+    limits = SolverLimits(0.0, 1e5, work=20.0)
+    run, values = decomposition.least_cost(model, cost, limits, seen.append, milp.build, near)
+    assert open_cells == [near, {c.name for c in pool.cells}]
+    assert bounds == [-inf, -inf], "what the near cells bound is no bound of the whole"
+    assert values is not None
+    assert run.objective == pytest.approx(milp.solve(pool, EXACT).objective)
+    assert run.bound == pytest.approx(run.objective)
+    first = next(at.incumbent for at in seen if at.incumbent is not None)
+    alone = replace(pool, cells=tuple(c for c in pool.cells if c.name in near))
+    assert first == pytest.approx(milp.solve(alone, EXACT).objective)
+
+
 def test_rounds_find_the_optimum_and_never_bound_beyond_it(pool: OptimizationProblem) -> None:
     """Without the solver's first seconds on the whole, which would settle so small a pool."""
     seen: list[SolveProgress] = []

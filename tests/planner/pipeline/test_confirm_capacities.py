@@ -1,0 +1,86 @@
+"""How much of the solver's work each round has, until every cell that a plan uses is simulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import pytest
+
+from cornplug.errors import PlanUnfinished
+from cornplug.planner.optimizer.optimization_problem import PoolSolution
+from cornplug.planner.pipeline import confirm_capacities, current_deployment_baseline
+from cornplug.planner.pipeline.confirm_capacities import LATER, ROUNDS, SCOUT, SCOUTS, SEARCH
+from cornplug.planner.pipeline.confirm_capacities import with_simulated_capacities as confirmed
+from cornplug.planner.pipeline.formulate import formulate
+
+from ..made_inputs import two_apps
+
+
+@pytest.fixture
+def efforts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Shares of the solver's work, by round."""
+    found, solve = list[float](), current_deployment_baseline.solve
+
+    def noted(pool: Any, settings: Any, *arguments: Any) -> PoolSolution:
+        found.append(round(settings.work / WORK, 6))
+        return replace(solve(pool, settings, *arguments), status=STATUS["now"])
+
+    monkeypatch.setattr(current_deployment_baseline, "solve", noted)
+    return found
+
+
+WORK = two_apps().solver.work
+STATUS: dict[str, Literal["optimal", "feasible"]] = {"now": "feasible"}
+
+
+def quiet(_phase: str, _share: float) -> None:
+    pass
+
+
+def test_simulated_capacities_are_searched_once_and_looked_at_again_with_little_work(
+    efforts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "now", "feasible")
+    problem, solution = confirmed(formulate(two_apps()), quiet, None)
+    assert efforts[0] == SCOUT
+    assert efforts.count(SEARCH) == 1
+    search = efforts.index(SEARCH)
+    assert efforts[:search] == [SCOUT] * search
+    assert search <= SCOUTS
+    assert set(efforts[search + 1 :]) <= {LATER}
+    assert len(efforts) <= ROUNDS
+    used = [problem.cells[name] for name, n in solution.replicas.items() if n]
+    assert all(spec.simulated_replicas for spec in used if spec.timed)
+
+    efforts.clear()
+    confirmed(problem, quiet, None, near=solution)
+    assert set(efforts) == {LATER}
+
+
+def test_simulated_capacities_proven_plan_is_not_searched_again(
+    efforts: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(STATUS, "now", "optimal")
+    confirmed(formulate(two_apps()), quiet, None)
+    assert set(efforts) == {SCOUT}
+
+
+def test_simulated_capacities_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, solve = list[float](), current_deployment_baseline.solve
+
+    def unfinished(pool: Any, settings: Any, *arguments: Any) -> PoolSolution:
+        found.append(round(settings.work / WORK, 6))
+        if found[-1] < 1:
+            raise PlanUnfinished("no plan was found")
+        return solve(pool, settings, *arguments)
+
+    monkeypatch.setattr(current_deployment_baseline, "solve", unfinished)
+    confirmed(formulate(two_apps()), quiet, None)
+    assert found[:2] == [SCOUT, 1.0]
+
+
+def test_simulated_capacities_without_simulation_have_all_of_the_work(efforts: list[float]) -> None:
+    confirmed(formulate(two_apps(simulate=False)), quiet, None)
+    assert efforts == [1.0]
+    assert confirm_capacities._first_effort(formulate(two_apps(objective="goodput"))) == 1.0
