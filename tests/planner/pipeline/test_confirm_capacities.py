@@ -38,7 +38,7 @@ def quiet(_phase: str, _share: float) -> None:
     pass
 
 
-def test_simulated_capacities_are_searched_once_and_looked_at_again_with_little_work(
+def test_plan_cells_are_searched_once_and_looked_at_again_with_little_work(
     efforts: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "now", "feasible")
@@ -58,7 +58,7 @@ def test_simulated_capacities_are_searched_once_and_looked_at_again_with_little_
     assert set(efforts) == {LATER}
 
 
-def test_simulated_capacities_proven_plan_is_not_searched_again(
+def test_plan_proven_plan_is_not_searched_again(
     efforts: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "now", "optimal")
@@ -66,7 +66,7 @@ def test_simulated_capacities_proven_plan_is_not_searched_again(
     assert set(efforts) == {SCOUT}
 
 
-def test_simulated_capacities_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plan_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found, solve = list[float](), current_deployment_baseline.solve
 
     def unfinished(pool: Any, settings: Any, *arguments: Any) -> PoolSolution:
@@ -80,7 +80,7 @@ def test_simulated_capacities_unfinished_round_gets_all_of_the_work(monkeypatch:
     assert found[:2] == [SCOUT, 1.0]
 
 
-def test_simulated_capacities_without_simulation_have_all_of_the_work(efforts: list[float]) -> None:
+def test_plan_without_simulation_has_all_of_the_work(efforts: list[float]) -> None:
     confirmed(formulate(two_apps(simulate=False)), quiet, None)
     assert efforts == [1.0]
     assert confirm_capacities._first_effort(formulate(two_apps(objective="goodput"))) == 1.0
