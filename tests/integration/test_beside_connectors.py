@@ -11,7 +11,7 @@ from typing import Any, Final
 import httpx
 import pytest
 from driver.lmcache import SITE, Lmcache
-from integration.stack import PREAMBLE, count, forget_prefixes
+from integration.stack import PREAMBLE, count, forget_prefixes, wait_for_saves
 
 from cornplug.host import free_port
 from devkit import checkpoints
@@ -65,6 +65,16 @@ def served_by_the_other(server: VllmServer, first: Answer, app: str) -> None:
     assert server.metric(EXTERNAL) >= 0.9 * (first.prompt_tokens - PAGE)
 
 
+def wait_for_pages(server: VllmServer, first: Answer, app: str) -> None:
+    """Until the engine has saved the prompt, which it may do while it idles only."""
+    pages = (first.prompt_tokens - 1) // PAGE
+
+    def stored() -> bool:
+        return count(server, "saves_total", app=app, what="kv_page", outcome="stored") >= 0.9 * pages
+
+    wait_for_saves(server, stored, what="the prompt's pages")
+
+
 @pytest.mark.support("Beside other connectors", "native KV offloading (`--kv-offloading-size`)")
 def test_kv_connector_beside_native_offloading_reaches_a_fresh_engine(folder: Path) -> None:
     both = VllmServer(
@@ -76,6 +86,7 @@ def test_kv_connector_beside_native_offloading_reaches_a_fresh_engine(folder: Pa
         first = both.chat(WORDS, max_tokens=8)
         served_by_the_other(both, first, "both")
         assert both.metric("vllm:kv_offload_load_bytes_total") > 0
+        wait_for_pages(both, first, "both")
         continues(fresh, first)
 
 
@@ -93,6 +104,7 @@ def test_kv_connector_beside_lmcache_reaches_a_fresh_engine(folder: Path) -> Non
         with together(both, fresh):
             first = both.chat(WORDS, max_tokens=8)
             served_by_the_other(both, first, "both")
+            wait_for_pages(both, first, "both")
             continues(fresh, first)
 
 

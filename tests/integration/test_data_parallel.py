@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from integration.stack import PREAMBLE
+from integration.stack import PREAMBLE, wait_for_saves
 
 from devkit import checkpoints
 from devkit.engines import VllmServer
@@ -21,15 +21,15 @@ PAGE: Final = 64
 
 
 @pytest.fixture
-def replicas(short_path: Path) -> Iterator[VllmServer]:
+def replicas(short_path: Path) -> Iterator[tuple[VllmServer, StoreProcess]]:
     """A server of two replicas, and a store."""
     model, socket = checkpoints.qwen2_text(short_path / "model"), short_path / "s"
     ours = ("--kv-connector", "cornplug", "--cornplug-app", "dp", "--cornplug-store", str(socket))
     with (
-        StoreProcess(socket, log=short_path / "store.log"),
+        StoreProcess(socket, log=short_path / "store.log") as store,
         VllmServer(model, *ours, "--data-parallel-size", "2", log=short_path / "log") as server,
     ):
-        yield server
+        yield server, store
 
 
 def ask(server: VllmServer, replica: int) -> dict[str, Any]:
@@ -49,10 +49,15 @@ def ask(server: VllmServer, replica: int) -> dict[str, Any]:
 
 @pytest.mark.timeout(400)
 @pytest.mark.support("Sharing", "data-parallel replicas of one host")
-def test_vllm_replica_continues_what_another_replica_computed(replicas: VllmServer) -> None:
-    first = ask(replicas, 0)
-    again = ask(replicas, 1)
+def test_vllm_replica_continues_what_another_replica_computed(
+    replicas: tuple[VllmServer, StoreProcess],
+) -> None:
+    server, store = replicas
+    first = ask(server, 0)
+    pages = (first["usage"]["prompt_tokens"] - 1) // PAGE
+    # An engine stores a prompt that it had once when it idles.
+    wait_for_saves(server, lambda: store.stat().entries >= 0.9 * pages, what="the prompt's pages")
+    again = ask(server, 1)
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
-    ask(replicas, 1)  # the counters reach /metrics with a further step
-    shareable = (first["usage"]["prompt_tokens"] - 1) // PAGE * PAGE
-    assert replicas.metric("cornplug_saved_tokens_total", app="dp") >= 0.9 * shareable
+    ask(server, 1)  # the counters reach /metrics with a further step
+    assert server.metric("cornplug_saved_tokens_total", app="dp") >= 0.9 * pages * PAGE
