@@ -52,10 +52,10 @@ class Arrivals:
                 self._memory.free(room)
         return arrived
 
-    def hold(self, data: bytearray) -> bytearray | RowPlace:
-        """The place of rows that came by value, or they themselves where there is no room."""
+    def hold(self, data: bytes) -> bytearray | RowPlace:
+        """The place of rows that came by value, or a copy of them where there is no room."""
         if self._memory is None or (room := self._memory.room(len(data))) is None:
-            return data
+            return bytearray(data)
         self._memory.view(room)[:] = data
         return room
 

@@ -298,11 +298,12 @@ class ECScheduler:
     def _take(self, item: PendingEmbedding, answer: EncodeReply) -> None:
         source = self._service.policy.replied(answer, item.expected)
         if answer.tensor is not None:
-            tensor, data = answer.tensor, bytearray(answer.tensor.data)
-            held = self._arrivals.hold(data)
+            tensor = answer.tensor
+            held = self._arrivals.hold(tensor.data)
             self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
             if not answer.stored:
                 # The service could not: it is on another host, say. The next engine of this host finds it.
+                data = held if isinstance(held, bytearray) else bytearray(tensor.data)
                 rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
                 self._publisher.offer(item.expected.key, rows)
         elif not self._from_store(item, source):

@@ -117,10 +117,10 @@ def test_arrivals_dropped_embedding_keeps_no_room(filled: MemoryStore, memory: R
 
 def test_arrivals_rows_by_value_lie_in_mapped_memory(store: MemoryStore, memory: RowMemory) -> None:
     ours = arrivals(store.connect(), memory)
-    held = ours.hold(bytearray(ROWS.tobytes()))
+    held = ours.hold(ROWS.tobytes())
     assert isinstance(held, RowPlace)
     assert bytes(memory.view(held)) == ROWS.tobytes()
-    assert ours.hold(bytearray(b"more")) == bytearray(b"more")
+    assert ours.hold(b"more") == bytearray(b"more")
 
 
 def step(workers: list[ECWorker], moves: CornplugECMetadata) -> tuple[list[Any], Any]:
