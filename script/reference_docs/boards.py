@@ -19,15 +19,16 @@ class Panel(NamedTuple):
     """Legend -> PromQL; `$instance` is the board's choice of processes."""
 
 
-def _rate(series: str, by: str = "", match: str = "") -> str:
-    labels = ", ".join(filter(None, ('instance=~"$instance"', match)))
-    total = f"sum by ({by})" if by else "sum"
-    return f"{total} (rate({series}{{{labels}}}[$__rate_interval]))"
+def _sum(series: str, by: str = "") -> str:
+    return _total(f'{series}{{instance=~"$instance"}}', by)
 
 
-def _sum(series: str, by: str = "", match: str = "") -> str:
-    labels = ", ".join(filter(None, ('instance=~"$instance"', match)))
-    return f"{f'sum by ({by})' if by else 'sum'} ({series}{{{labels}}})"
+def _rate(series: str, by: str = "") -> str:
+    return _total(f'rate({series}{{instance=~"$instance"}}[$__rate_interval])', by)
+
+
+def _total(of: str, by: str) -> str:
+    return f"sum by ({by}) ({of})" if by else f"sum ({of})"
 
 
 def _quantile(share: float, series: str, by: str = "") -> str:
