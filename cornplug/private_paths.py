@@ -113,6 +113,13 @@ def is_own_secret(path: Path) -> bool:
     return path.absolute() == (cache_dir() / "secret").absolute()
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file in the place of another: readers, and cut-off runs, have the old or the new one."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    os.replace(beside, path)
+
+
 def _make_secret(path: Path) -> None:
     """Written beside and linked into place: of two first users one wins, and both read the winner's."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

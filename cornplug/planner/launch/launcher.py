@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -60,8 +60,16 @@ def running(
     for name, text in files(plan, transfer=transfer).items():
         (run_dir / name).write_text(text)
     started: list[CommandProcess] = []
+    stop = stopping or threading.Event()
     try:
-        _start(to_start, started, run_dir, ready_s, event, stopping or threading.Event())
+        start_in_batches(
+            to_start,
+            started,
+            lambda command: run_dir / f"{name_of(command)}.log",
+            ready_s,
+            event,
+            lambda seconds: not stop.wait(seconds),
+        )
         yield started
     finally:
         end(started)
@@ -143,24 +151,37 @@ def end(processes: Sequence[CommandProcess]) -> None:
             process.wait_end(began_s + _drain_s(process.command) + GRACE_S - time.monotonic())
 
 
-def _start(
-    to_start: Sequence[LaunchCommand],
+def start_in_batches(
+    commands: Sequence[LaunchCommand],
     started: list[CommandProcess],
-    run_dir: Path,
+    log: Callable[[LaunchCommand], Path],
     ready_s: float,
     event: Event,
-    stopping: threading.Event,
+    pause: Callable[[float], bool],
 ) -> None:
-    for batch in pending_with_routers_last(to_start):
-        loading: list[CommandProcess] = []
+    """Start commands, each batch once the one before serves, and add their processes to `started`.
+
+    Args:
+        log: The file for a command's output.
+        pause: Waits so many seconds; False: no more is started or waited for.
+    """
+    for batch in pending_with_routers_last(commands):
+        loading = []
         for command in batch:
-            if stopping.is_set():
+            if not pause(0):
                 return
-            process = spawned(command, run_dir / f"{name_of(command)}.log", ready_s)
+            process = spawned(command, log(command), ready_s)
             started.append(process)
             loading.append(process)
             event(process, "starting")
-        _await(loading, event, stopping)
+        while True:
+            for process in [p for p in loading if p.serves()]:
+                loading.remove(process)
+                event(process, "ready")
+            if not loading:
+                break
+            if not pause(_POLL_S):
+                return
 
 
 def spawned(command: LaunchCommand, log: Path, ready_s: float) -> CommandProcess:
@@ -185,15 +206,6 @@ def pending_with_routers_last(commands: Sequence[LaunchCommand]) -> Iterator[lis
             batch = []
     if batch:
         yield batch
-
-
-def _await(loading: list[CommandProcess], event: Event, stopping: threading.Event) -> None:
-    """Until each of them serves; takes them out of the list."""
-    while loading and not stopping.is_set():
-        for process in [p for p in loading if p.serves()]:
-            loading.remove(process)
-            event(process, "ready")
-        stopping.wait(_POLL_S if loading else 0)
 
 
 def _drain_s(command: LaunchCommand) -> float:

@@ -11,10 +11,11 @@ from cornplug.errors import ProcessFailed
 from cornplug.planner.launch.command_lines import LaunchCommand, files, name_of
 from cornplug.planner.launch.command_process import CommandProcess
 from cornplug.planner.launch.kv_transfer import Transfer
-from cornplug.planner.launch.launcher import end, pending_with_routers_last, spawned
+from cornplug.planner.launch.launcher import end, pending_with_routers_last, spawned, start_in_batches
 from cornplug.planner.launch.supervisor import Event, RestartPolicy, Supervisor
 from cornplug.planner.launch.transition import PlanTransition, Render, transition
 from cornplug.planner.plan import Plan
+from cornplug.private_paths import replace_text
 
 CURRENT: Final = "current-plan.json"
 """In the run folder: the plan that runs, with the ports of its processes."""
@@ -123,18 +124,9 @@ class LaunchSession:
         """Processes of new commands, serving. After a ProcessFailed none of them is left."""
         started: list[CommandProcess] = []
         try:
-            for batch in pending_with_routers_last(commands):
-                loading = []
-                for command in batch:
-                    process = spawned(command, self._log(command), self._ready_s)
-                    started.append(process)
-                    loading.append(process)
-                    self._event(process, "starting")
-                while loading:
-                    for process in [p for p in loading if p.serves()]:
-                        loading.remove(process)
-                        self._event(process, "ready")
-                    self._wait(_POLL_S, stop)
+            start_in_batches(
+                commands, started, self._log, self._ready_s, self._event, lambda s: self._wait(s, stop)
+            )
         except BaseException:
             end(started)
             raise
@@ -146,28 +138,23 @@ class LaunchSession:
         plain = self._run_dir / f"{name_of(command)}.log"
         return plain if plain not in used else self._run_dir / f"{name_of(command)}-{command.port}.log"
 
-    def _wait(self, seconds: float, stop: threading.Event) -> None:
-        """Let time pass, with the other processes kept up. Raises ProcessFailed when the launch is ended."""
+    def _wait(self, seconds: float, stop: threading.Event) -> bool:
+        """True once time has passed, with the other processes kept up. Raises ProcessFailed at the launch's
+        end."""
         for _ in range(max(round(seconds / _POLL_S), 1)):
-            if stop.wait(_POLL_S):
+            if stop.wait(min(seconds, _POLL_S)):
                 raise ProcessFailed("the launch was ended before the new plan served")
             self.supervisor.tick()
+        return True
 
     def _write_settings(self, plan: Plan) -> None:
         for name, text in files(plan, transfer=self._transfer).items():
             if name != _ROUTES:
-                _replace(self._run_dir / name, text)
+                replace_text(self._run_dir / name, text)
 
     def _write_routes(self, plan: Plan, *, without: set[str | None]) -> None:
         text = files(plan, transfer=self._transfer, without=without)[_ROUTES]
-        _replace(self._run_dir / _ROUTES, text)
+        replace_text(self._run_dir / _ROUTES, text)
 
     def _save(self, plan: Plan) -> None:
-        _replace(self._run_dir / CURRENT, plan.model_dump_json(indent=1) + "\n")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Readers see the old file or the new one, whole."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
+        replace_text(self._run_dir / CURRENT, plan.model_dump_json(indent=1) + "\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -14,6 +13,7 @@ from cornplug.planner.latency_forecast import PlanRecord
 from cornplug.planner.plan import TimesCorrection
 from cornplug.planner.replan.load_history import DailyRates
 from cornplug.planner.replan.observed_load import MetricsSnapshot
+from cornplug.private_paths import replace_text
 
 
 class KeptSnapshot(PlanRecord):
@@ -64,6 +64,4 @@ def save(path: Path, state: ReplanState, snapshots: Mapping[str, MetricsSnapshot
         for source, s in snapshots.items()
     }
     state = state.model_copy(update={"snapshots": stored})
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(state.model_dump_json() + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    replace_text(path, state.model_dump_json() + "\n")
