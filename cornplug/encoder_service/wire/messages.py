@@ -128,7 +128,6 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium"):
     app: str
     deadline_s: float
     """As of `EncodeRequest`."""
-    trace: dict[str, str] | None = None
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
