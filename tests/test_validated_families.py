@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,26 @@ TREE = Path(__file__).parents[1]
 
 def written(tmp_path: Path, results: Sequence[tuple[str, str, str, bool]]) -> dict[str, frozenset[str]]:
     """VALIDATED of a page made of (engine, release, family, passed)."""
-    file = tmp_path / "results.json"
     names = ("engine", "release", "promise", "passed")
     lines = [{"section": generated.SECTION, **dict(zip(names, result, strict=True))} for result in results]
     other = {**lines[0], "section": "Faults", "promise": "store is killed"}
-    file.write_text(json.dumps([*lines, other]))
+    found: dict[str, frozenset[str]] = page(tmp_path, [*lines, other])["VALIDATED"]
+    return found
+
+
+def page(tmp_path: Path, lines: Sequence[Mapping[str, object]]) -> dict[str, Any]:
+    """Names of the page that is made of these recorded lines."""
+    file = tmp_path / "results.json"
+    file.write_text(json.dumps(lines))
     space: dict[str, Any] = {}
     exec(compile(generated.page(file), "validated_families.py", "exec"), space)
-    found: dict[str, frozenset[str]] = space["VALIDATED"]
-    return found
+    return space
+
+
+def of_sections(tmp_path: Path, results: Sequence[tuple[str, str, str, bool]]) -> dict[str, Any]:
+    """As `page`, of (section, engine, promise, passed)."""
+    names = ("section", "engine", "promise", "passed")
+    return page(tmp_path, [dict(zip(names, result, strict=True)) for result in results])
 
 
 def test_validated_families_have_passed_and_failed_nowhere(tmp_path: Path) -> None:
@@ -47,8 +58,6 @@ def test_validated_families_have_passed_and_failed_nowhere(tmp_path: Path) -> No
 
 
 def test_validated_families_of_video_are_of_videos_alone(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    names = ("section", "engine", "promise", "passed")
     results = [
         (generated.SECTION, "vllm", "llava", True),
         (generated.SECTION, "vllm", "qwen2_vl", True),
@@ -56,16 +65,12 @@ def test_validated_families_of_video_are_of_videos_alone(tmp_path: Path) -> None
         (generated.VIDEOS, "vllm", "qwen3_vl", True),
         (generated.VIDEOS, "vllm", "qwen3_vl", False),
     ]
-    file.write_text(json.dumps([dict(zip(names, result, strict=True)) for result in results]))
-    space: dict[str, Any] = {}
-    exec(compile(generated.page(file), "validated_families.py", "exec"), space)
+    space = of_sections(tmp_path, results)
     assert space["VALIDATED"] == {"vllm": {"llava", "qwen2_vl"}, "sglang": frozenset()}
     assert space["VALIDATED_OF_VIDEO"] == {"vllm": {"qwen2_vl"}, "sglang": frozenset()}
 
 
 def test_validated_families_of_own_towers_are_by_modality(tmp_path: Path) -> None:
-    file = tmp_path / "results.json"
-    names = ("section", "engine", "promise", "passed")
     results = [
         (generated.SECTION, "sglang", "qwen2_vl", True),
         (generated.OWN, "sglang", "qwen2_audio, audio", True),
@@ -74,9 +79,7 @@ def test_validated_families_of_own_towers_are_by_modality(tmp_path: Path) -> Non
         (generated.OWN, "sglang", "gemma3n, image", True),
         (generated.OWN, "sglang", "gemma3n, image", False),
     ]
-    file.write_text(json.dumps([dict(zip(names, result, strict=True)) for result in results]))
-    space: dict[str, Any] = {}
-    exec(compile(generated.page(file), "validated_families.py", "exec"), space)
+    space = of_sections(tmp_path, results)
     assert space["VALIDATED"]["sglang"] == {"qwen2_vl"}
     own = {"image": {"gemma3"}, "audio": {"qwen2_audio"}, "video": frozenset()}
     assert space["VALIDATED_OWN"] == {"sglang": own}

@@ -244,6 +244,15 @@ def selected(request: pytest.FixtureRequest, parameter: str) -> list[str]:
     return [params[parameter] for params in calls if parameter in params]
 
 
+def same_answers(some: Sequence[Answer], others: Sequence[Answer]) -> None:
+    """Fails unless tokens are equal, and log-probabilities within 1e-4, those of other tokens too."""
+    for one, other in zip(some, others, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        for row, column in zip(one.top_logprobs, other.top_logprobs, strict=True):
+            assert row == pytest.approx(column, abs=1e-4)
+
+
 def flush(server: EngineServer) -> None:
     """Counters reach /metrics with the next step of the engine: make two."""
     for _ in range(2):

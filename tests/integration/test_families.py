@@ -12,14 +12,14 @@ from __future__ import annotations
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
-from integration.stack import Pairs, Stack, count, selected
+from integration.stack import Pairs, Stack, count, same_answers, selected
 from PIL import Image
 
 from cornplug.encoder_service.client.sync_client import EncoderClient
@@ -134,14 +134,6 @@ def ask(server: EngineServer, salt: str) -> list[Answer]:
     ]
 
 
-def same(some: Sequence[Answer], others: Sequence[Answer]) -> None:
-    for one, other in zip(some, others, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        for row, column in zip(one.top_logprobs, other.top_logprobs, strict=True):
-            assert row == pytest.approx(column, abs=1e-4)
-
-
 def counters(server: EngineServer) -> dict[str, float]:
     """Hits, and misses by their reason: they explain a failure."""
     return {k: v for k, v in server.metrics().items() if k.startswith("cornplug_") and "_total" in k and v}
@@ -158,7 +150,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
     with EncoderClient(encoder.url) as client:
         for data in IMAGES:
             client.encode(data, model=model, cache_salt=OTHERS)
-    same(ask(server, OTHERS), taken)
+    same_answers(ask(server, OTHERS), taken)
     assert count(server, "hits_total", what="embedding", source="store") == len(IMAGES)
     assert count(server, "misses_total", what="embedding") == missed
     encoder.freeze()
@@ -167,7 +159,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
     finally:
         encoder.cont()
     assert count(server, "misses_total", what="embedding") == missed + len(IMAGES)
-    same(taken, computed)
+    same_answers(taken, computed)
     # Else the comparison would say nothing: the model looks at its images.
     first, second = (answer.top_logprobs[0] for answer in computed)
     assert first != pytest.approx(second, abs=1e-3)

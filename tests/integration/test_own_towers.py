@@ -18,7 +18,7 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-from integration.stack import count, forget_prefixes, services
+from integration.stack import count, forget_prefixes, same_answers, services
 from PIL import Image
 
 from cornplug.sglang_hooks.compat import OWN_TOWERS
@@ -86,14 +86,6 @@ def each(server: EngineServer, modality: str, salt: str) -> list[Answer]:
     return [ask(server, [medium], salt) for medium in MEDIA[modality]]
 
 
-def same(some: Sequence[Answer], others: Sequence[Answer]) -> None:
-    for one, other in zip(some, others, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
-        for row, column in zip(one.top_logprobs, other.top_logprobs, strict=True):
-            assert row == pytest.approx(column, abs=1e-4)
-
-
 def embeddings(server: EngineServer, name: str, **labels: str) -> float:
     return count(server, f"{name}_total", what="embedding", **labels)
 
@@ -119,7 +111,7 @@ def test_own_tower_stored_embeddings_equal_computed(family: str, modality: str, 
         )
         taken = each(server, modality, "first")
         assert embeddings(server, "hits", source="store") == stored, counters(server)
-        same(taken, computed)
+        same_answers(taken, computed)
         a_new_salt_is_computed(server, modality, computed)
         if family in PAIRED:
             two_in_one_request_are_the_same_two(server, modality)
@@ -127,7 +119,7 @@ def test_own_tower_stored_embeddings_equal_computed(family: str, modality: str, 
 
 def a_new_salt_is_computed(server: EngineServer, modality: str, computed: Sequence[Answer]) -> None:
     hits = embeddings(server, "hits")
-    same(each(server, modality, "second"), computed)
+    same_answers(each(server, modality, "second"), computed)
     assert embeddings(server, "hits") == hits
     # Else the comparison would say nothing: the model looks at its media.
     first, second = (answer.top_logprobs[0] for answer in computed)
@@ -148,7 +140,7 @@ def two_in_one_request_are_the_same_two(server: EngineServer, modality: str) -> 
     )
     forget_prefixes(server)
     hits = embeddings(server, "hits")
-    same([ask(server, MEDIA[modality], mixed)], [beside])
+    same_answers([ask(server, MEDIA[modality], mixed)], [beside])
     assert embeddings(server, "hits") == hits + 1
 
 
