@@ -66,7 +66,9 @@ def served_by_the_other(server: VllmServer, first: Answer, app: str) -> None:
 
 
 def wait_for_pages(server: VllmServer, first: Answer, app: str) -> None:
-    """Until the engine has saved the prompt, which it may do while it idles only."""
+    """Until the engine has saved the prompt: while it idles, from its own prefix cache, which a test empties.
+
+    What another connector loads after that is not the engine's own, and not saved."""
     pages = (first.prompt_tokens - 1) // PAGE
 
     def stored() -> bool:
@@ -84,9 +86,9 @@ def test_kv_connector_beside_native_offloading_reaches_a_fresh_engine(folder: Pa
     fresh = alone(folder)
     with together(both, fresh):
         first = both.chat(WORDS, max_tokens=8)
+        wait_for_pages(both, first, "both")
         served_by_the_other(both, first, "both")
         assert both.metric("vllm:kv_offload_load_bytes_total") > 0
-        wait_for_pages(both, first, "both")
         continues(fresh, first)
 
 
@@ -103,8 +105,8 @@ def test_kv_connector_beside_lmcache_reaches_a_fresh_engine(folder: Path) -> Non
         fresh = alone(folder)
         with together(both, fresh):
             first = both.chat(WORDS, max_tokens=8)
-            served_by_the_other(both, first, "both")
             wait_for_pages(both, first, "both")
+            served_by_the_other(both, first, "both")
             continues(fresh, first)
 
 
