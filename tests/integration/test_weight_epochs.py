@@ -187,6 +187,8 @@ def vllm(folder: Path, model: Path, name: str, *flags: str) -> VllmServer:
         "VLLM_SERVER_DEV_MODE": "1",
         "CORNPLUG_STORE_AUTOSTART": "false",
         "CORNPLUG_STORE_LOAD_WHEN": "always",
+        # vLLM wants a NUMA node a rank unless it is told otherwise.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     return VllmServer(model, "--block-size", "32", *flags, log=folder / f"{name}.log", env=env)
 
