@@ -20,7 +20,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import ProcessFailed
-from cornplug.host import free_port, has_gpu
+from cornplug.host import free_port, has_gpu, tls_context
 from cornplug.processes import ManagedProcess, answers
 from devkit.photos import Photo, photos
 from devkit.processes import EncoderProcess, StoreProcess, environment, wait_until
@@ -122,7 +122,7 @@ class EngineServer(ManagedProcess):
             **fields,
         }
         url = f"{self.url}/v1/chat/completions"
-        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+        with httpx.Client(timeout=timeout_s, trust_env=False, verify=tls_context()) as client:
             sent = time.perf_counter()
             with client.stream("POST", url, json=body) as response:
                 if response.status_code != 200:
@@ -131,7 +131,8 @@ class EngineServer(ManagedProcess):
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics: `name{label="value",...}`, labels sorted, -> value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+        answer = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False, verify=tls_context())
+        text = answer.raise_for_status().text
         samples = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 import httpx
 
 from cornplug.errors import ProcessFailed
-from cornplug.host import free_port, has_gpu
+from cornplug.host import free_port, has_gpu, tls_context
 from devkit.engines import EngineServer, RequestFailed, data_url
 
 # Small and exact, unless the caller says otherwise.
@@ -149,7 +149,9 @@ class SglangServer(EngineServer):
         self._post("/flush_cache", {}, 30)
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> httpx.Response:
-        response = httpx.post(self.url + path, json=body, timeout=timeout_s, trust_env=False)
+        response = httpx.post(
+            self.url + path, json=body, timeout=timeout_s, trust_env=False, verify=tls_context()
+        )
         if response.status_code != 200:
             raise RequestFailed(response.status_code, response.text)
         return response
