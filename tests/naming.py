@@ -40,6 +40,7 @@ PARTS: Final = frozenset(
         "connector",
         "scheduler",
     }
+    | {"dockerfile", "compose", "manifest", "kustomize"}
     | {"worker", "page_key", "page_keys", "embedding_key", "plugin", "flags", "kv", "ec", "http", "cli"}
 )
 """Units that are more than one module."""

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from example_modules import example_modules
 
 from cornplug.config import EncoderConfig, StoreConfig
 from devkit.engines import Answer, wait_until
@@ -30,10 +30,8 @@ class Demo(NamedTuple):
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Demo]:
-    monkeypatch.syspath_prepend(str(FOLDER))
-    yield Demo(*(import_module(name) for name in Demo._fields))
-    for name in Demo._fields:
-        sys.modules.pop(name, None)
+    with example_modules(monkeypatch, FOLDER, Demo._fields) as modules:
+        yield Demo(*modules)
 
 
 def answer(**changes: Any) -> Answer:
@@ -163,8 +161,3 @@ def test_demo_store_socket_is_where_engines_start_it(demo: Demo, monkeypatch: py
         assert StoreConfig().socket == host.store_socket
         assert EncoderConfig().socket == host.encoder_socket
     assert signal.getsignal(signal.SIGTERM) == before  # all processes of later tests would ignore it
-
-
-@pytest.mark.parametrize("script", [*FOLDER.glob("*.sh"), FOLDER / "models.env"], ids=lambda p: p.name)
-def test_demo_launch_scripts_are_valid_bash(script: Path) -> None:
-    subprocess.run(["bash", "-n", str(script)], check=True, timeout=10)

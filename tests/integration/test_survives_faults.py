@@ -32,7 +32,7 @@ from devkit.engines import EngineServer, photos, wait_until
 from devkit.processes import at_once
 
 SGLANG = pytest.param("sglang", marks=pytest.mark.sglang_alone)
-LATE_SGLANG = pytest.param("sglang", marks=[pytest.mark.sglang_alone, pytest.mark.stress])
+LATE_SGLANG = pytest.param("sglang", marks=pytest.mark.sglang_alone)
 EACH_ENGINE = pytest.mark.parametrize("subject", ["vllm", SGLANG], indirect=True, scope="module")
 VLLM_FIRST = pytest.mark.parametrize("subject", ["vllm", LATE_SGLANG], indirect=True, scope="module")
 """For faults that both plugins meet in code that they have in common, the clients of store and service. A

@@ -45,7 +45,7 @@ def test_oracle_keys_differ_where_numbers_differ(
     assert report.cases >= 0.97 * wanted
 
 
-@pytest.mark.stress
+@pytest.mark.more
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(2, 10))
 def test_oracle_long_run_keys_differ_where_numbers_differ(

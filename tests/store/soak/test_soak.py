@@ -115,7 +115,7 @@ def test_soak_client_other_bytes_are_reported(
     assert "other bytes than were written" in report.read_text()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_soak_for_half_a_minute_keeps_the_stores_promises(short_path: Path) -> None:
     """Three clients, fewer than in `script/soak`: CI has two cores."""
@@ -125,8 +125,7 @@ def test_soak_for_half_a_minute_keeps_the_stores_promises(short_path: Path) -> N
     assert set(outcome.faults) == NEAR_FAULTS | (FAR_FAULTS if _FAR else set())
 
 
-@pytest.mark.stress
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.timeout(900)
 def test_soak_for_five_minutes_keeps_the_stores_promises(short_path: Path) -> None:
     outcome = run_soak(SoakOptions(short_path, 300, seed=2, **_TIERS), Console())

@@ -216,7 +216,7 @@ EVENTS = st.lists(
 )
 
 
-@hypothesis.settings(deadline=None, max_examples=80, derandomize=True)
+@hypothesis.settings(max_examples=80, derandomize=True)
 @hypothesis.given(EVENTS, st.booleans())
 def test_tracked_requests_completing_miss_no_page(events: list[tuple[str, int, int, int]], own: bool) -> None:
     """Chunks, decoding, drafts that are rejected, tokens that come late, preemption, refusals of a store."""
