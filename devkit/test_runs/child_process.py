@@ -8,10 +8,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 
-def run_child(command: Sequence[str], *, env: Mapping[str, str], output: Path | None = None) -> int:
-    """Run a command to its end and return its exit status, 128 + N if signal N ended it.
+class ChildExit(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    """Its exit status; 128 + N if signal N ended it."""
+    interrupted: bool
+    """Whether this process received SIGINT or SIGTERM while the command ran."""
+
+
+def run_child(command: Sequence[str], *, env: Mapping[str, str], output: Path | None = None) -> ChildExit:
+    """Run a command to its end.
 
     The command gets a process group of its own, and SIGINT and SIGTERM are passed on to its first process. In
     the group of this process a Ctrl-C, or a CI job that is cancelled, would interrupt pytest twice, and the
@@ -27,7 +37,10 @@ def run_child(command: Sequence[str], *, env: Mapping[str, str], output: Path | 
             process_group=0,
         )
 
+        received = []
+
         def pass_on(number: int, frame: FrameType | None) -> None:
+            received.append(number)
             child.send_signal(number)
 
         before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -36,4 +49,4 @@ def run_child(command: Sequence[str], *, env: Mapping[str, str], output: Path | 
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-    return status if status >= 0 else 128 - status
+    return ChildExit(status if status >= 0 else 128 - status, bool(received))

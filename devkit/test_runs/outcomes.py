@@ -49,6 +49,8 @@ class Outcomes:
     collected: list[CollectedTest] = field(default_factory=list)
     complete: bool = True
     """False if collection failed or pytest stopped before the last test."""
+    interrupted: bool = False
+    """True if this process received SIGINT or SIGTERM during the run."""
 
     def failed(self) -> list[str]:
         """Node ids of the failed tests, in the order in which they ran."""
@@ -57,10 +59,6 @@ class Outcomes:
     def count(self, outcome: str) -> int:
         """Number of tests with this outcome."""
         return sum(found == outcome for found in self.tests.values())
-
-    def line(self) -> str:
-        """The closing line of a run: "3 passed, 0 failed, 1 skipped"."""
-        return ", ".join(f"{self.count(outcome)} {outcome}" for outcome in ("passed", "failed", "skipped"))
 
 
 def run_pytest(
@@ -83,9 +81,11 @@ def run_pytest(
         file = Path(scratch) / "outcomes"
         added = {**(env or {}), FILE_VARIABLE: str(file), **({ONLY_VARIABLE: only} if only else {})}
         command = [str(python), "-m", "pytest", "-p", __name__, *arguments]
-        status = run_child(command, env={**os.environ, **added}, output=output)
+        status, interrupted = run_child(command, env={**os.environ, **added}, output=output)
         lines = file.read_text().splitlines() if file.exists() else []
-    return read_outcomes(status, [json.loads(line) for line in lines])
+    found = read_outcomes(status, [json.loads(line) for line in lines])
+    found.interrupted = interrupted
+    return found
 
 
 def read_outcomes(status: int, lines: Sequence[Mapping[str, Any]]) -> Outcomes:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from devkit.test_runs.outcomes import Outcomes, run_pytest
@@ -22,50 +23,74 @@ from devkit.test_runs.outcomes import Outcomes, run_pytest
 MAX_SECOND_TRIES: Final = 2
 
 
-def apply_second_tries(first: Outcomes, run_alone: Callable[[str], Outcomes]) -> list[str]:
-    """Run the failed tests again and write their new outcomes into `first`. Return those that now passed.
+@dataclass
+class FinishedRun:
+    """A pytest process that ended, and how to repeat one of its tests."""
 
-    Args:
-        first: Outcomes of the whole run. If it may not be repeated, it is left as it is.
-        run_alone: Runs the test with this node id in a process of its own.
-    """
-    failed = first.failed()
-    if first.status != 1 or not first.complete or not 0 < len(failed) <= MAX_SECOND_TRIES:
-        return []
-    recovered = []
-    for nodeid in failed:
-        print(f"\n=== second try: {nodeid}", flush=True)
-        again = run_alone(nodeid)
-        if again.status not in (0, 1):
-            break  # interrupted
-        if again.status == 0 and again.tests.get(nodeid) == "passed":
-            first.tests[nodeid] = "passed"
-            recovered.append(nodeid)
-    if not first.failed():
-        first.status = 0
-    return recovered
+    outcomes: Outcomes
+    run_alone: Callable[[str], Outcomes]
+    """Runs the test with this node id in a process of its own."""
+    title: str = ""
+    """Precedes the node ids in the summary."""
+    recovered: list[str] = field(default_factory=list)
+    """Node ids of the tests that passed on the second try."""
+
+    def can_repeat(self) -> bool:
+        """Whether every test has an outcome and some failed."""
+        return self.outcomes.status == 1 and self.outcomes.complete
+
+    def labelled(self, nodeids: Sequence[str]) -> list[str]:
+        """Lines of the summary."""
+        return [f"  {self.title} {nodeid}" if self.title else f"  {nodeid}" for nodeid in nodeids]
 
 
-def summary(outcomes: Outcomes, recovered: Sequence[str]) -> str:
-    """The last lines of a run's output."""
+def apply_second_tries(runs: Sequence[FinishedRun]) -> None:
+    """Repeat the failed tests of these runs and write their new outcomes into the runs."""
+    if sum(len(run.outcomes.failed()) for run in runs) > MAX_SECOND_TRIES:
+        return
+    if any(run.outcomes.interrupted for run in runs):
+        return
+    for run in runs:
+        for nodeid in run.outcomes.failed() if run.can_repeat() else ():
+            print(f"\n=== second try: {nodeid}", flush=True)
+            again = run.run_alone(nodeid)
+            if again.interrupted:
+                return
+            if again.status == 0 and again.tests.get(nodeid) == "passed":
+                run.outcomes.tests[nodeid] = "passed"
+                run.recovered.append(nodeid)
+        if run.recovered and not run.outcomes.failed():
+            run.outcomes.status = 0
+
+
+def summary(runs: Sequence[FinishedRun]) -> str:
+    """The last lines of the output: second tries, failures, and the counts."""
+    recovered = [line for run in runs for line in run.labelled(run.recovered)]
+    failed = [line for run in runs for line in run.labelled(run.outcomes.failed())]
     lines = []
     if recovered:
-        lines += ["", "passed on the second try:", *(f"  {nodeid}" for nodeid in recovered)]
-    if failed := outcomes.failed():
-        lines += ["", "failed:", *(f"  {nodeid}" for nodeid in failed)]
+        lines += ["passed on the second try:", *recovered, ""]
+    if failed:
+        lines += ["failed:", *failed, ""]
     if len(failed) > MAX_SECOND_TRIES:
-        lines += ["", f"No second try: more than {MAX_SECOND_TRIES} tests failed."]
-    if not outcomes.complete:
-        lines += ["", f"Incomplete: pytest ended with status {outcomes.status} before all tests had run."]
-    return "\n".join([*lines, "", outcomes.line()])
+        lines += [f"No second try: more than {MAX_SECOND_TRIES} tests failed.", ""]
+    for run in runs:
+        if not run.outcomes.complete:
+            place = f"{run.title}: " if run.title else ""
+            lines += [f"{place}pytest ended with status {run.outcomes.status} before all tests had run.", ""]
+    counts = [
+        f"{sum(run.outcomes.count(outcome) for run in runs)} {outcome}"
+        for outcome in ("passed", "failed", "skipped")
+    ]
+    return "\n".join(["", *lines, ", ".join(counts)])
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run pytest with these arguments; return the exit status."""
-    outcomes = run_pytest(arguments)
-    recovered = apply_second_tries(outcomes, lambda nodeid: run_pytest(arguments, only=nodeid))
-    print(summary(outcomes, recovered), flush=True)
-    return outcomes.status
+    run = FinishedRun(run_pytest(arguments), lambda nodeid: run_pytest(arguments, only=nodeid))
+    apply_second_tries([run])
+    print(summary([run]), flush=True)
+    return run.outcomes.status
 
 
 if __name__ == "__main__":
