@@ -14,7 +14,8 @@ TREE = Path(__file__).parents[1]
 SETUP = r"""#!/usr/bin/env bash
 set -euo pipefail
 cd "$(dirname "$0")/.."
-echo "set-up in $PWD as $(id -u), shm $(df -k --output=size /dev/shm | tail -n 1 | tr -d ' '), PYTHON ${PYTHON:-}"
+shm=$(df -k --output=size /dev/shm | tail -n 1 | tr -d ' ')
+echo "set-up in $PWD as $(id -u), shm $shm, PYTHON ${PYTHON:-}"
 [[ $PWD != */"of cornplug" || ! -e fail ]]
 mkdir -p .venv/bin
 printf '#!/usr/bin/env bash\necho "tests: $*"\n' >.venv/bin/python
