@@ -83,8 +83,9 @@ def store_hung(stack: Stack, subject: Subject) -> None:
     engine = subject.server
 
     def late() -> float:
-        """Lookups and saves that met a late store. After the first unanswered request, whoever sent it, others
-        are not sent: they count as "store_slow"."""
+        """Number of lookups and saves that met a late store.
+
+        While a request is unanswered, further ones are not sent and count as "store_slow"."""
         return sum(
             engine.metric("cornplug_misses_total", reason=reason)
             + engine.metric("cornplug_saves_total", outcome=reason)
@@ -96,7 +97,7 @@ def store_hung(stack: Stack, subject: Subject) -> None:
         answered(seen, 5)
         stack.store.freeze()
         try:
-            wait_until(lambda: late() > before, deadline_s=COUNTED_S, what="a counted miss: the store is late")
+            wait_until(lambda: late() > before, deadline_s=COUNTED_S, what="a counted late store")
             answered(seen, 10)
         finally:
             stack.store.cont()
