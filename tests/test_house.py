@@ -11,7 +11,6 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-import naming
 import pytest
 
 TREE = Path(__file__).parents[1]
@@ -111,9 +110,3 @@ def test_house_class_name_of_one_word_is_rare() -> None:
     }
     short = {name for name in names if re.fullmatch(r"[A-Z][a-z]+\d*|[A-Z]+", name)}
     assert len(short) < 0.25 * len(names)
-
-
-def test_names_of_tests_say_unit_case_and_effect() -> None:
-    files = sorted((TREE / "tests").rglob("test_*.py"))
-    bad = {str(file.relative_to(TREE)): naming.misnamed(file) for file in files}
-    assert {file: names for file, names in bad.items() if names} == {}
