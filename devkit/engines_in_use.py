@@ -15,7 +15,7 @@ class UsedEngine(NamedTuple):
     """An engine as a test used it."""
 
     engine: str
-    """ "vllm" or "sglang"."""
+    """Either "vllm" or "sglang"."""
     bed: str
     """The bed of a vLLM (devkit/vllm_beds.py); empty for SGLang."""
     python: Path

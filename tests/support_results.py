@@ -1,7 +1,7 @@
 """Results of tests marked `support`, by engine, release and bed: docs/support-matrix.json.
 
-`RECORD_SUPPORT=1 pytest ...` adds the results of a run to those of earlier runs; script/test and
-script/test-more set it. script/docs writes docs/support-matrix.md from the file.
+`RECORD_SUPPORT=1 pytest ...` adds the results of a run to those of earlier runs; script/test-more sets it.
+script/docs writes docs/support-matrix.md from the file.
 
     @pytest.mark.support("Faults", "{subject}'s store is killed", engine="{subject}")
 

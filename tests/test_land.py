@@ -196,6 +196,14 @@ def test_land_record_of_changed_files_is_refused(toy: ToyRepository, extra: str,
     assert (toy.top / ".cache/tested").exists() == recorded
 
 
+@pytest.mark.parametrize("dirty", [False, True])
+def test_land_record_without_start_is_of_clean_tree(toy: ToyRepository, dirty: bool) -> None:
+    if dirty:
+        (toy.top / "file").write_text("changed\n")
+    subprocess.run(["script/record-green"], cwd=toy.top, env=git_environment(), check=True)
+    assert toy.proven() == (not dirty)
+
+
 def test_land_record_of_dirty_start_is_refused(toy: ToyRepository) -> None:
     (toy.top / "untracked").touch()
     subprocess.run(["script/test"], cwd=toy.top, env=git_environment(), check=True)

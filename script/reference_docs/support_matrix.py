@@ -21,8 +21,8 @@ COVERED: Final = ("cornplug", ":!cornplug/apps", ":!cornplug/planner", ":!cornpl
 """The code that runs in or beside an engine, as git pathspecs."""
 _INTRO: Final = f"""# Support matrix
 
-*Written by the test run: `script/test` and `script/test-more` keep the results of tests with real engines in
-`docs/support-matrix.json`, and `script/docs` makes this page of them.*
+*Generated: `script/test-more` keeps the results of tests with real engines, their commits and dates in
+`docs/support-matrix.json`, and `script/docs` writes this page from them.*
 
 "yes": the tests of this promise passed on this engine; "**no**": one failed; "-": none ran there. "(old)":
 one of these tests last ran more than {OLD_AFTER} commits ago. Only commits to `cornplug/` count, without its
