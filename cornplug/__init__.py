@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cornplug.encoder_service.client.sync_client import AsyncEncoderClient, EncoderClient
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["AsyncEncoderClient", "EncoderClient", "__version__"]
 

@@ -7,18 +7,24 @@ import errno
 import random
 import shutil
 import socket
+import ssl
 import subprocess
 from functools import cache
 from typing import Final
+
+import httpx
 
 _PORTS: Final = range(20_000, 32_768)
 """Below those that Linux gives to outgoing connections (`ip_local_port_range`): such a connection, of any
 process, could have the port by the time that a server binds it, seconds later."""
 
 
-def free_port() -> int:
-    """A TCP port of the loopback address on which no process listens now."""
-    for port in random.sample(_PORTS, 64):
+def free_port(*, room: int = 0) -> int:
+    """A TCP port of the loopback address on which no process listens now.
+
+    `room`: ports above it that a server takes besides; no outgoing connection gets one of them either.
+    """
+    for port in random.sample(_PORTS[: len(_PORTS) - room], 64):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
@@ -32,3 +38,13 @@ def has_gpu() -> bool:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
     return listed.stdout.startswith("GPU")
+
+
+@cache
+def tls_context() -> ssl.SSLContext:
+    """The TLS context of this process's HTTP clients, httpx's own.
+
+    A client without one makes its own, for plain HTTP too, and reads the host's list of authorities for it:
+    66 ms of CPU on a small machine, at each poll of a starting engine.
+    """
+    return httpx.create_ssl_context()

@@ -23,6 +23,7 @@ from typing import Final, Self
 import httpx
 
 from cornplug.errors import ProcessFailed
+from cornplug.host import tls_context
 
 GRACE_S: Final = 20.0
 """Seconds from SIGTERM to SIGKILL."""
@@ -227,7 +228,7 @@ class ManagedProcess:
 def answers(url: str) -> bool:
     """Whether a GET of `url` returns 200 within two seconds."""
     try:
-        return httpx.get(url, timeout=2, trust_env=False).status_code == 200
+        return httpx.get(url, timeout=2, trust_env=False, verify=tls_context()).status_code == 200
     except httpx.TransportError:
         return False
 

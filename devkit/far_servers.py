@@ -21,11 +21,12 @@ class RedisServer(ManagedProcess):
 
     Args:
         program: As `redis_program`'s.
+        port: None: a free one.
         most_bytes: What it keeps, the entries used last; 0: all.
     """
 
-    def __init__(self, program: str, folder: Path, *, most_bytes: int = 0) -> None:
-        self.port = free_port()
+    def __init__(self, program: str, folder: Path, *, port: int | None = None, most_bytes: int = 0) -> None:
+        self.port = free_port() if port is None else port
         self.url = f"valkey://127.0.0.1:{self.port}/0"
         command = [
             program,

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 import httpx
 
 from cornplug.config import load
-from cornplug.host import free_port
+from cornplug.host import free_port, tls_context
 from cornplug.processes import ManagedProcess, answers
 from cornplug.store.client import PoolStore
 from cornplug.store.stats.store_stats import StoreStat
@@ -157,7 +157,8 @@ class EncoderProcess(ManagedProcess):
 
     def tower_passes(self) -> int:
         """Media that the service has run a tower for, since it began."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+        answer = httpx.get(f"{self.url}/metrics", timeout=10, trust_env=False, verify=tls_context())
+        text = answer.raise_for_status().text
         name = "cornplug_encoder_tower_passes_total"
         (line,) = [line for line in text.splitlines() if line.startswith(name)]
         return int(float(line.split()[-1]))

@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Final
 import httpx
 
 from cornplug.errors import ProcessFailed
-from cornplug.host import free_port, has_gpu
+from cornplug.host import free_port, has_gpu, tls_context
 from devkit.engines import EngineServer, RequestFailed, data_url
+from devkit.engines_in_use import UsedEngine, names_cornplug
 
 # Small and exact, unless the caller says otherwise.
 _DEFAULTS: Final[Mapping[str, str | None]] = {
@@ -106,7 +107,12 @@ class SglangServer(EngineServer):
         path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else _CPU_ENV
         super().__init__(
-            command, port=port, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
+            command,
+            port=port,
+            log=log,
+            env={"PATH": path, **_QUIET, **cpu, **(env or {})},
+            ready_s=ready_s,
+            engine=UsedEngine("sglang", "", python, names_cornplug(command[3:])),
         )
 
     def generate(
@@ -149,7 +155,9 @@ class SglangServer(EngineServer):
         self._post("/flush_cache", {}, 30)
 
     def _post(self, path: str, body: Mapping[str, Any], timeout_s: float) -> httpx.Response:
-        response = httpx.post(self.url + path, json=body, timeout=timeout_s, trust_env=False)
+        response = httpx.post(
+            self.url + path, json=body, timeout=timeout_s, trust_env=False, verify=tls_context()
+        )
         if response.status_code != 200:
             raise RequestFailed(response.status_code, response.text)
         return response

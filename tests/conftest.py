@@ -11,9 +11,11 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import support_results
 
+import devkit.engines_in_use
 import devkit.processes  # notes the environment before a test imports an engine, which changes it
 from cornplug.config import StoreConfig
 from cornplug.host import has_gpu
@@ -25,6 +27,9 @@ collect_ignore = [
     for folder, engine in (("vllm_connector", "vllm"), ("sglang_hooks", "sglang"))
     if importlib.util.find_spec(engine) is None
 ]
+# A limit for one example measures the machine that runs it; each test has one of its own (`timeout`).
+hypothesis.settings.register_profile("no deadline")
+hypothesis.settings.load_profile("no deadline")
 _TESTS = Path(__file__).parent
 _ENGINE_TEST_S = 900
 _results: list[support_results.Result] = []
@@ -39,10 +44,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark by folder, give processes time, skip what wants a GPU where none is; long tests come first."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
-        if folder in ("integration", "stress"):
-            item.add_marker(folder)
-        processes = item.get_closest_marker("integration") or item.get_closest_marker("stress")
-        if processes is not None and item.get_closest_marker("timeout") is None:
+        if folder == "integration":
+            item.add_marker("more")
+        slow = folder == "promises" or item.get_closest_marker("more") is not None
+        if slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_ENGINE_TEST_S))
         if item.get_closest_marker("gpu") is not None and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
@@ -56,6 +61,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             for name, value in report.user_properties:
                 if name == "table" and report.when == "call":
                     terminalreporter.write_line(f"\n{report.nodeid}\n{value}")
+
+
+def pytest_runtest_logstart() -> None:
+    """Forget the engines of the test before."""
+    devkit.engines_in_use.begin_test()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,9 @@ import pytest
 import yaml
 from reference_docs import metrics, troubleshooting
 
+from cornplug.planner.replan import observed_load
+from cornplug.planner.report import prometheus_files
+
 TREE = Path(__file__).parents[1]
 BOARDS = sorted((TREE / "deploy" / "grafana").glob("*.json"))
 ALERTS = TREE / "deploy" / "prometheus" / "alerts.yml"
@@ -21,6 +24,14 @@ SERIES = {
     one.name: one
     for room in (metrics.engines(), metrics.service(), metrics.store(), metrics.admission())
     for one in room
+}
+# Of a plan, and of engines with its label: the names that `cornplug replan` reads in their text.
+_ENGINES = ("engine", "model_name", prometheus_files.GROUP)
+SERIES |= {
+    name: metrics.Series(name, "gauge", labels, "") for name, labels in prometheus_files.LABELS.items()
+} | {
+    name: metrics.Series(name, "counter" if name.endswith("_total") else "histogram", _ENGINES, "")
+    for name in (*observed_load.FINISHED, *observed_load.TTFT, *observed_load.TPOT)
 }
 REASONS = {word for section in troubleshooting.reasons().values() for word in section}
 

@@ -39,10 +39,12 @@ class Options:
     quick: bool
     out: Path
     engine: str = VLLM
+    default: bool = False
+    """Only stock and the default, in more rounds."""
 
 
-def options(description: str | None, *, engines: bool = False) -> Options:
-    """`[--quick] [--out DIR]`; with `engines` also `[--sglang]`."""
+def options(description: str | None, *, engines: bool = False, default: bool = False) -> Options:
+    """`[--quick] [--out DIR]`; with `engines` also `[--sglang]`, with `default` also `[--default]`."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="smaller sizes, fewer samples; three minutes")
     parser.add_argument(
@@ -51,10 +53,13 @@ def options(description: str | None, *, engines: bool = False) -> Options:
     )  # fmt: skip
     if engines:
         parser.add_argument("--sglang", action="store_true", help="SGLang in place of vLLM")
+    if default:
+        parser.add_argument("--default", action="store_true", help="stock and the default alone, more rounds")
     args = parser.parse_args()
     # More threads than cores would measure the kernel's scheduler.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
-    return Options(args.quick, args.out, SGLANG if engines and args.sglang else VLLM)
+    engine = SGLANG if engines and args.sglang else VLLM
+    return Options(args.quick, args.out, engine, default and args.default)
 
 
 @dataclass(frozen=True, slots=True)

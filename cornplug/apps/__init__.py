@@ -5,16 +5,18 @@
     file = AppsFile.read(Path("services.toml"))
     plan = plan_of(file)          # for `cornplug launch`
     file.to_toml()
+    file.application("chat").client(routes=run_dir)    # an openai.OpenAI
 
 `Component`, `Application` and `Route` are tables of the planner's input: `cornplug plan` reads the same file
 once it has a pool.
 """
 
+from cornplug.apps.application import RoutedApplication as Application
 from cornplug.apps.apps_file import AppsFile
 from cornplug.apps.direct_plan import plan_of
 from cornplug.planner.inputs.components import Component, ComponentResources
 from cornplug.planner.inputs.request_tables import RequestMedia, RequestSpec
-from cornplug.planner.inputs.schema import Application, AppNamespace, ClassOfService, LaunchOptions, Route
+from cornplug.planner.inputs.schema import AppNamespace, ClassOfService, LaunchOptions, Route
 from cornplug.planner.inputs.slo import Slo
 
 __all__ = [

@@ -8,8 +8,11 @@ from typing import Any, Self
 from pydantic import Field
 
 from cornplug.apps import launch_checks
+from cornplug.apps.application import RoutedApplication
 from cornplug.apps.toml_text import toml_text
+from cornplug.errors import ConfigError
 from cornplug.planner.inputs import toml_reader
+from cornplug.planner.inputs.input_error import nearest
 from cornplug.planner.inputs.json_schema import plan_schema
 from cornplug.planner.inputs.schema import NodeClass, PlanInput
 
@@ -30,6 +33,14 @@ class AppsFile(PlanInput):
         for error in launch_checks.errors(self):
             raise error
         return self
+
+    def application(self, name: str) -> RoutedApplication:
+        """The application of this name, for its client. Raises ConfigError("application")."""
+        for one in self.applications:
+            if one.name == name:
+                return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
+        names = [one.name for one in self.applications]
+        raise ConfigError("application", f"there is no {name!r}", nearest(name, names))
 
     def to_toml(self) -> str:
         """The file that `read` takes: values that were set, paths as they are."""

@@ -19,6 +19,7 @@ from cornplug.planner.inputs.schema import (
 )
 from cornplug.planner.latency_forecast import LatencyForecast, PercentileSlo
 from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT
+from cornplug.planner.launch.generator_servers import generator_command
 from cornplug.planner.plan import (
     CacheSize,
     OptimalityProof,
@@ -60,6 +61,7 @@ def plan_of(file: AppsFile) -> Plan:
         caches=list(_caches(file, started)),
         reservations=list(_reservations(file)),
         applications=[_settings(app) for app in file.applications],
+        store_flags=file.launch.store_flags,
         proof=OptimalityProof(
             status="feasible", solver="none", seconds=0.0, incumbent=0.0, bound=0.0, gap=0.0
         ),
@@ -115,7 +117,8 @@ class _Groups:
             fixed_ports=its.port is not None,
             flags=its.flags,
             env=its.env,
-            command=its.command,
+            command=its.command
+            or generator_command(component.server, model_of(component), tp=component.tp[0], flags=its.flags),
             health=its.health,
         )
 

@@ -8,6 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cornplug.apps.launched_parts import encoder_of, launched
+from cornplug.apps.store_flags import store_flag_errors
 from cornplug.config import ClassConfig, NamespaceConfig, QosConfig, StoreConfig
 from cornplug.planner.inputs.cross_checks import application_errors, duplicates
 from cornplug.planner.inputs.input_error import InputError, Place, nearest
@@ -16,11 +17,16 @@ from cornplug.planner.inputs.schema import Application, Component, PlanInput, Re
 
 def errors(file: PlanInput) -> Iterator[InputError]:
     """All errors of one stage: names first, then resources, then routes and shares, which rest on them."""
-    for stage in (application_errors, _resources, _paths_and_shares):
+    for stage in (application_errors, _resources_and_store, _paths_and_shares):
         found = list(stage(file))
         yield from found
         if found:
             return
+
+
+def _resources_and_store(file: PlanInput) -> Iterator[InputError]:
+    yield from store_flag_errors(file)
+    yield from _resources(file)
 
 
 def _resources(file: PlanInput) -> Iterator[InputError]:
@@ -42,7 +48,11 @@ def _resources(file: PlanInput) -> Iterator[InputError]:
 def _program(place: Place, component: Component) -> Iterator[InputError]:
     its = component.resources
     assert its is not None
-    if component.kind == "generator" and not its.command:
+    serves = component.kind == "generator" and component.server is not None
+    if serves and its.command:
+        remedy = "Leave one of them out: the server's command is written from its model."
+        yield InputError((*place, "resources", "command"), f"beside server = {component.server!r}", remedy)
+    if component.kind == "generator" and not serves and not its.command:
         remedy = 'Write command = ["python", "server.py", "--port", "{port}"], or leave resources out.'
         yield InputError((*place, "resources", "command"), "missing, which starts a generator", remedy)
     if component.kind == "generator" and its.replicas > 1:
@@ -53,7 +63,7 @@ def _program(place: Place, component: Component) -> Iterator[InputError]:
         yield InputError(
             (*place, "resources", "command"), f"on a component of kind {component.kind!r}", remedy
         )
-    if component.kind != "generator" and component.model is None and component.checkpoint is None:
+    if (component.kind != "generator" or serves) and component.model is None and component.checkpoint is None:
         remedy = 'Write model = "HUB/ID" or a folder ("./NAME" is beside the file).'
         yield InputError((*place, "model"), "missing, which the engine loads", remedy)
 

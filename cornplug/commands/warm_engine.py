@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.commands.warm_file import LineError, WarmLine
 from cornplug.errors import ConfigError
+from cornplug.host import tls_context
 
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.5
@@ -51,7 +52,11 @@ class WarmedEngine:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(
-            base_url=self.url, headers=headers, timeout=httpx.Timeout(timeout_s, connect=10), trust_env=False
+            base_url=self.url,
+            headers=headers,
+            timeout=httpx.Timeout(timeout_s, connect=10),
+            trust_env=False,
+            verify=tls_context(),
         )
         self._lost = False
         self.model = model or self._first_model()

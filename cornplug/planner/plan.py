@@ -290,6 +290,8 @@ class Plan(PlanRecord):
     reservations: list[QosReservation] = Field(default_factory=list)
     applications: list[PlannedApplication] = Field(default_factory=list)
     """Those with a tenant, a namespace or prompts."""
+    store_flags: list[str] = Field(default_factory=list)
+    """Of each host's store, beside those that follow from the plan."""
     router_ports: int = 0
     """Added to the routers' ports: `--apply` starts new routers beside the old ones."""
     proof: OptimalityProof

@@ -16,7 +16,7 @@ from pydantic.fields import FieldInfo
 from cornplug import config
 from cornplug.encoder_service import server_flags as encoder_flags
 from cornplug.engine_common.shared_flags import SETTINGS
-from cornplug.store.daemon.main import _parser as store_parser
+from cornplug.store.daemon.main import store_parser
 
 from .markdown import notice, table
 

@@ -81,6 +81,17 @@ def test_apps_file_schema_takes_the_file_without_a_pool(tmp_path: Path) -> None:
             "command = []",
             r"components\[4\].resources.command: missing, which starts a generator. Write command",
         ),
+        (
+            'kind = "generator"',
+            'kind = "generator"\nserver = "vllm-omni"\nmodel = "org/speech"',
+            r"components\[4\].resources.command: beside server = 'vllm-omni'. Leave one of them out",
+        ),
+        (
+            'kind = "generator"\n\n[components.resources]\ndevice = "cpu"\ndevices = [0]\n'
+            'command = ["python", "speech.py", "--port", "{port}"]\nhealth = "/ok"',
+            'kind = "generator"\nserver = "vllm-omni"\nresources = { device = "cpu", devices = [0] }',
+            r"components\[4\].model: missing, which the engine loads",
+        ),
         ('model = "org/small"\nengines', "engines", r"components\[0\].model: missing, which"),
         ('resources = { devices = [0] }', "", r"applications\[0\].llm: 'small' is not launched. Write"),
         ('qos = "premium"', 'qos = "premum"', r"applications\[1\].qos: .*Did you mean 'premium'\?"),

@@ -62,6 +62,16 @@ def test_plan_of_generator_runs_its_command_at_its_port(commands: dict[str, Laun
     assert speech.health == "http://127.0.0.1:18502/ok"
 
 
+def test_plan_of_generator_of_vllm_omni_has_its_command(tmp_path: Path) -> None:
+    known = ('kind = "generator"', 'kind = "generator"\nserver = "vllm-omni"\nmodel = "org/speech"')
+    own = ('command = ["python", "speech.py", "--port", "{port}"]\nhealth = "/ok"', 'flags = ["--log-stats"]')
+    made = plan_of(services(tmp_path, known, own))
+    speech = next(command for command in command_lines.commands(made) if command.group == "speech")
+    address = ("--host", "127.0.0.1", "--port", "18502")
+    assert speech.argv == ("vllm-omni", "serve", "org/speech", "--omni", *address, "--log-stats")
+    assert speech.health == "http://127.0.0.1:18502/health"
+
+
 def test_plan_of_generator_beside_the_file_is_found_from_anywhere(tmp_path: Path) -> None:
     made = plan_of(services(tmp_path, ('"speech.py"', '"./speech.py"')))
     speech = next(group for group in made.groups if group.name == "speech")

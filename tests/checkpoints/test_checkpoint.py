@@ -151,7 +151,7 @@ def test_tensors_that_engines_do_not_read_do_not_count(tmp_path: Path) -> None:
 # --- what differs ---
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(name=st.sampled_from(TOWER_IN_CUT), bit=st.integers(0, 64 * 8 - 1))
 def test_embedding_key_flipped_bit_in_any_tower_tensor_changes_it(
     tmp_path_factory: pytest.TempPathFactory, name: str, bit: int

@@ -103,7 +103,7 @@ def test_safetensors_digest_oversized_header_costs_no_memory(tmp_path: Path, len
     assert peak < 1 << 20
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=300), st.integers(0, 400))
 @example(b"", 0)
 def test_safetensors_digest_damaged_header_never_changes_tensors_silently(

@@ -27,7 +27,7 @@ from . import hostile_images
 from .conftest import eventually
 from .hostile_images import sample_image, saved
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.more
 
 MAX_PIXELS: Final = 4_000_000
 MAX_BODY: Final = 2_000_000
@@ -330,7 +330,7 @@ def damaged(draw: Any) -> bytes:
     return bytes(data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=400) | damaged())
 def test_decode_any_bytes_are_an_image_or_a_media_error(data: bytes) -> None:
     with warnings.catch_warnings():

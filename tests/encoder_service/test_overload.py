@@ -168,7 +168,7 @@ class Pauses:
         self._thread.join()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_encoder_at_triple_load_keeps_class_guarantees(
     make_encoder: MakeEncoder, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:

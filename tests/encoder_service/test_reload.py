@@ -259,7 +259,7 @@ def beside(pair: tuple[Path, Path]) -> Iterator[EncoderCore]:
         replica.close()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_replica_reload_frees_old_and_restarts_with_new_weights(
     beside: EncoderCore, pair: tuple[Path, Path]
 ) -> None:
@@ -278,7 +278,7 @@ def test_replica_reload_frees_old_and_restarts_with_new_weights(
     assert set(replica._models) == {new.served.identity}  # type: ignore[attr-defined]
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_server_sighup_reloads_weights(short_path: Path, pair: tuple[Path, Path]) -> None:
     service = RealService(short_path, [pair[0]])
     try:

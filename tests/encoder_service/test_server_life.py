@@ -53,7 +53,7 @@ class Caller:
             return answer.status_code
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_server_sigterm_under_load_ends_streams_then_process(
     llava_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -81,7 +81,7 @@ def test_server_sigterm_under_load_ends_streams_then_process(
         assert all("error" not in row for row in caller.rows)
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_server_sigterm_while_decoding_ends_the_process(
     llava_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -115,7 +115,7 @@ def decoding(url: str) -> float:
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_server_socket_removed_by_a_cleaner_is_made_again(
     llava_pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -255,7 +255,7 @@ def test_server_forwarded_headers_are_not_believed(config: Config) -> None:
 FLOOD = 1400
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_server_flood_of_idle_connections_leaves_room_for_health(
     short_path: Path, llava_pair: tuple[Path, Path]
 ) -> None:

@@ -285,7 +285,7 @@ def real(short_path: Path, llava_pair: tuple[Path, Path]) -> Iterator[RealServic
     service.end()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_server_process_survives_sigstop_and_drains(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:
@@ -317,7 +317,7 @@ def test_server_process_survives_sigstop_and_drains(
         assert reason(client.submit(request)) == "encoder_down"
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_client_service_killed_fails_running_requests(
     real: RealService, request_for: Requests, llava_pair: tuple[Path, Path]
 ) -> None:

@@ -23,8 +23,6 @@ from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
 from devkit.processes import together
 from devkit.sglang_engine import SglangServer
 
-pytestmark = pytest.mark.integration
-
 HIDDEN, LAYERS, RANK = 64, 2, 8
 V_ARGS = ("--block-size", "32", "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(RANK))
 # Of SGLang's backends for LoRA the only one without a GPU's kernels.
@@ -152,7 +150,6 @@ def test_kv_under_adapter_is_shared_only_under_that_adapter(engines: Engines, fi
     assert saved(reader, then) - before >= 0.9 * shareable
 
 
-@pytest.mark.stress
 def test_engines_with_adapter_answer_as_stock(engines: Engines) -> None:
     """From the store, each answers as the stock server does with the same adapter."""
     stock: dict[tuple[str, str], Answer] = {}

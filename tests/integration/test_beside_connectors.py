@@ -19,8 +19,6 @@ from devkit.engines import Answer, VllmServer, wait_until
 from devkit.processes import StoreProcess, together
 from devkit.vllm_beds import NIXL, bed_of_this_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.stress]
-
 WORDS: Final = f"{PREAMBLE} {PREAMBLE} Who stands beside whom?"
 PAGE: Final = 64
 BLOCKS: Final = ("--block-size", "32")

@@ -14,8 +14,6 @@ from devkit import checkpoints
 from devkit.engines import VllmServer
 from devkit.processes import StoreProcess
 
-pytestmark = [pytest.mark.integration, pytest.mark.stress]
-
 WORDS: Final = f"{PREAMBLE} {PREAMBLE} What is a replica?"
 PAGE: Final = 64
 

@@ -14,8 +14,6 @@ from integration.text_host import TextHost
 from devkit import checkpoints
 from devkit.engines import Answer, StoreProcess
 
-pytestmark = pytest.mark.integration
-
 ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(3))
 
 
@@ -36,7 +34,7 @@ def on_disk(store: StoreProcess) -> int:
 
 
 @pytest.mark.support("Faults", "the host restarts: a prefix from the store's disk", engine="{kind}")
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.stress)])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_engine_after_everything_is_killed_takes_its_prefix_from_disk(host: TextHost, kind: str) -> None:
     answers: list[Answer] = []
     store, first = host.store(), host.engine(kind, "first")

@@ -20,8 +20,6 @@ from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, VllmServer, data_url, photos, wait_until
 from devkit.vllm_beds import next_vllm
 
-pytestmark = [pytest.mark.integration, pytest.mark.stress]
-
 BEDS = ("v1-one", "v1", "next-v1-one")
 IMAGES = [{"type": "image_url", "image_url": {"url": data_url(photos()[i].data)}} for i in range(2)]
 VIDEO = {"type": "video_url", "video_url": {"url": video()}}

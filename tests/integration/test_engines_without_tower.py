@@ -19,7 +19,7 @@ from devkit import checkpoints
 from devkit.engines import Answer, RequestFailed, StoreProcess, VllmServer, data_url, photos
 from devkit.processes import EncoderProcess, wait_until
 
-pytestmark = [pytest.mark.integration, pytest.mark.stress, pytest.mark.timeout(2400)]
+pytestmark = pytest.mark.timeout(2400)
 
 MAKERS = {"llava": checkpoints.llava, "qwen2_vl": checkpoints.qwen2_vl}
 LOGPROB_TOLERANCE = 1e-4

@@ -31,8 +31,6 @@ from devkit.engines import Answer, EncoderProcess, EngineServer
 from devkit.family_trials import trial_environment
 from devkit.sglang_engine import sglang_python
 
-pytestmark = pytest.mark.integration
-
 VLLM: Mapping[str, Callable[[Path], Path]] = {
     "llava": checkpoints.llava,
     "llava_next": checkpoints.llava_next,
@@ -46,12 +44,6 @@ VLLM: Mapping[str, Callable[[Path], Path]] = {
 }
 SGLANG = ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MODELS = {**VLLM, "glm4v": checkpoints.glm4v}
-REPRESENTATIVES = ("vllm-llava_onevision", "vllm-qwen3_vl_moe", "sglang-qwen3_vl_moe")
-"""The lines of script/test: tiles with a row's end between them, and rows with deepstack levels beside them,
-the two forms that no other test of script/test has. LLaVA and Qwen2-VL are those of test_sharing and
-test_two_engines, and tests/vllm_connector/test_engine_towers.py compares every family's tower with vLLM's in
-one process. The other lines are script/test-more's: run `script/test-more -k families` after a change of a
-family."""
 needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 SIZES = ((90, 80), (240, 100))
 TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
@@ -59,14 +51,12 @@ TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
 
 
 def lines(engine: str, families: Iterable[str]) -> list[object]:
-    """The lines of an engine, "ENGINE-FAMILY"; all but the representatives are stress tests."""
+    """The lines of an engine, "ENGINE-FAMILY"."""
     found = []
     for family in families:
         name = f"{engine}-{family}"
-        marks = [pytest.mark.support("Families: embeddings equal the engine's", family, engine=engine)]
-        if name not in REPRESENTATIVES:
-            marks.append(pytest.mark.stress)
-        found.append(pytest.param(name, marks=marks))
+        mark = pytest.mark.support("Families: embeddings equal the engine's", family, engine=engine)
+        found.append(pytest.param(name, marks=mark))
     return found
 
 

@@ -26,8 +26,6 @@ from devkit.engines import Answer, EngineServer, VllmServer, wait_until
 from devkit.family_trials import trial_environment
 from devkit.vllm_beds import next_vllm
 
-pytestmark = pytest.mark.integration
-
 PAGE = 64
 FAMILIES: Mapping[str, Callable[[Path], Path]] = {
     "qwen2_5_vl": checkpoints.qwen2_5_vl,
@@ -37,19 +35,13 @@ FAMILIES: Mapping[str, Callable[[Path], Path]] = {
 }
 RATES = "--trust-request-mm-kwargs"
 """Requests may name a video's rate."""
-QUICK = ("v1-one", "qwen2_5_vl")
-"""The line of script/test: the family whose positions follow a video's rate."""
 TIMED = frozenset(FAMILIES) - {"qwen2_vl"}
 """Families whose answers follow the rate."""
 
 
 def lines() -> list[object]:
-    """(bed, family) of each line; all but one are stress tests."""
-    return [
-        pytest.param(bed, family, marks=() if (bed, family) == QUICK else pytest.mark.stress)
-        for bed in ("v1-one", "next-v1-one")
-        for family in FAMILIES
-    ]
+    """(bed, family) of each line."""
+    return [(bed, family) for bed in ("v1-one", "next-v1-one") for family in FAMILIES]
 
 
 @cache

@@ -84,7 +84,7 @@ class Scene:
 @pytest.fixture(
     scope="module",
     # The same four engines again: a matrix, which is script/test-more's.
-    params=["llava", pytest.param("qwen2_vl", marks=pytest.mark.stress)],
+    params=["llava", "qwen2_vl"],
 )
 def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     kin = FAMILIES[request.param]
@@ -137,7 +137,6 @@ def test_tower_llm_of_another_width_shares_features(scene: Scene) -> None:
     same(answer, scene.own(wider))
 
 
-@pytest.mark.stress
 @pytest.mark.support("Sharing", "embeddings for a fine-tune with a quantised language model")
 def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> None:
     """Another name, another revision, other and quantised LLM weights, unknown to the service."""
@@ -149,7 +148,6 @@ def test_tower_fine_tune_with_quantised_llm_shares_embeddings(scene: Scene) -> N
     same(answer, scene.own(tuned))
 
 
-@pytest.mark.stress  # script/test has it of the keys (tests/checkpoints, the oracle)
 def test_tower_one_value_changed_shares_nothing(scene: Scene) -> None:
     touched, passes = scene.engines.get("touched"), scene.encoder.tower_passes()
     answer = SHARED.put(touched, salt=SALT)

@@ -20,8 +20,6 @@ from devkit import checkpoints
 from devkit.engines import VllmServer, wait_until
 from devkit.processes import StoreProcess
 
-pytestmark = pytest.mark.integration
-
 WORDS = f"{PREAMBLE} {PREAMBLE} What is a router?"
 
 

@@ -22,8 +22,6 @@ from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
 from devkit.processes import at_once
 from devkit.quantised import with_kv_scales
 
-pytestmark = pytest.mark.stress
-
 ASKED: Final = (f"{PREAMBLE} What is a cache?", f"{PREAMBLE} {PREAMBLE} Say it again.")
 
 

@@ -18,7 +18,6 @@ from devkit.processes import StoreProcess, at_once
 from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
-    pytest.mark.stress,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
 ]
 

@@ -27,7 +27,7 @@ from devkit.engines import Answer, EngineServer, data_url, wait_until
 from devkit.family_trials import trial_environment
 from devkit.sglang_engine import sglang_python
 
-pytestmark = [pytest.mark.integration, pytest.mark.sglang_alone]
+pytestmark = pytest.mark.sglang_alone
 
 MODELS: Mapping[str, Callable[[Path], Path]] = {
     "gemma3": checkpoints.gemma3,
@@ -35,18 +35,12 @@ MODELS: Mapping[str, Callable[[Path], Path]] = {
     "qwen2_audio": checkpoints.qwen2_audio,
 }
 LINES = (("gemma3", "image"), ("internvl_chat", "image"), ("qwen2_audio", "audio"))
-QUICK = ("qwen2_audio", "audio")
-"""The line of script/test: the only test there of audio in an engine."""
 PAIRED = ("gemma3", "internvl_chat")
 """Families that take two media in a request. Qwen2-Audio's is not one in SGLang 0.5.23: its
 `Qwen2AudioMultimodalProcessor.process_mm_data_async` gives the lengths of all audio to the first item, and
 `get_audio_feature` then misses them at the second."""
 NO_CACHE = {"SGLANG_VLM_CACHE_SIZE_MB": "0"}
 needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
-
-
-def lines() -> list[object]:
-    return [pytest.param(*line, marks=() if line == QUICK else pytest.mark.stress) for line in LINES]
 
 
 def _image(seed: int) -> Mapping[str, Any]:
@@ -94,7 +88,7 @@ def embeddings(server: EngineServer, name: str, **labels: str) -> float:
 @pytest.mark.support(
     "Families: stored embeddings equal the engine's", "{family}, {modality}", engine="sglang"
 )
-@pytest.mark.parametrize(("family", "modality"), lines())
+@pytest.mark.parametrize(("family", "modality"), LINES)
 def test_own_tower_stored_embeddings_equal_computed(family: str, modality: str, tmp_path: Path) -> None:
     model = MODELS[family](tmp_path / family)
     untested = {modality: {family} - OWN_TOWERS[modality]}

@@ -12,13 +12,11 @@ from typing import Any, Final
 
 import httpx
 import pytest
-from integration.stack import PREAMBLE, count
+from integration.stack import PREAMBLE, count, settle_saves
 
 from devkit import checkpoints
 from devkit.engines import Answer, VllmServer
 from devkit.processes import StoreProcess, together
-
-pytestmark = [pytest.mark.integration, pytest.mark.stress]
 
 PAGE: Final = 64
 
@@ -29,6 +27,7 @@ class Sides:
 
     stock: VllmServer
     ours: VllmServer
+    store: StoreProcess
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, **query: Any) -> None:
         """The same call to both: the same answer."""
@@ -47,6 +46,12 @@ class Sides:
         assert ours.token_ids == stock.token_ids
         return ours
 
+    def saved(self, words: str) -> Answer:
+        """As `chat`; then the idle engine has saved the prompt."""
+        answer = self.chat(words)
+        settle_saves(self.ours, self.store)
+        return answer
+
     def loaded(self) -> float:
         """Pages that came from the store so far."""
         return count(self.ours, "hits_total", what="kv_page")
@@ -57,7 +62,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
     folder = tmp_path_factory.mktemp("pauses")
     model, socket = checkpoints.qwen2_text(folder / "model"), folder / "s"
     ours = ("--kv-connector", "cornplug", "--cornplug-store", str(socket))
-    with StoreProcess(socket, log=folder / "store.log"):
+    with StoreProcess(socket, log=folder / "store.log") as store:
         stock, shared = (
             VllmServer(
                 model, "--block-size", "32", *flags, log=folder / f"{name}.log",
@@ -66,7 +71,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sides]:
             for name, flags in (("stock", ()), ("ours", ours))
         )  # fmt: skip
         with together(stock, shared):
-            yield Sides(stock, shared)
+            yield Sides(stock, shared, store)
 
 
 def prompt(name: str) -> str:
@@ -96,7 +101,7 @@ def test_vllm_that_was_paused_answers_as_stock_and_keeps_the_store(sides: Sides,
     path, query, end = next(
         one for one in LINES if line == f"{one[0]} {' '.join(f'{k}={v}' for k, v in one[1].items())}"
     )
-    first = sides.chat(prompt(line))
+    first = sides.saved(prompt(line))
     before = sides.loaded()
     sides.post(path, **query)
     late: list[Answer] = []
@@ -132,7 +137,7 @@ def test_vllm_paused_amid_an_answer_goes_on_as_stock(sides: Sides) -> None:
 
 @pytest.mark.support("Pauses", "reset_prefix_cache")
 def test_vllm_reset_of_its_own_cache_leaves_the_store(sides: Sides) -> None:
-    first = sides.chat(prompt("reset"))
+    first = sides.saved(prompt("reset"))
     before = sides.loaded()
     sides.post("reset_prefix_cache")
     sides.chat(prompt("reset"))
@@ -141,13 +146,13 @@ def test_vllm_reset_of_its_own_cache_leaves_the_store(sides: Sides) -> None:
 
 @pytest.mark.support("Pauses", "reset_prefix_cache reset_external=true: the engine computes again")
 def test_vllm_reset_of_connectors_hides_stored_pages_from_this_engine(sides: Sides) -> None:
-    sides.chat(prompt("external"))
+    sides.saved(prompt("external"))
     before = sides.loaded()
     sides.post("reset_prefix_cache", reset_external=True)
     sides.chat(prompt("external"))
     assert sides.loaded() == before
     # What is stored later is shared as ever.
-    later = sides.chat(prompt("later"))
+    later = sides.saved(prompt("later"))
     sides.post("reset_prefix_cache")
     sides.chat(prompt("later"))
     assert sides.loaded() - before >= 0.9 * pages(later)
@@ -155,7 +160,7 @@ def test_vllm_reset_of_connectors_hides_stored_pages_from_this_engine(sides: Sid
 
 @pytest.mark.support("Pauses", "a reload of the weights: shares again")
 def test_vllm_whose_weights_were_reloaded_finds_its_pages_again(sides: Sides) -> None:
-    first = sides.chat(prompt("reload"))
+    first = sides.saved(prompt("reload"))
     before = sides.loaded()
     sides.post("pause", mode="abort")
     sides.post("collective_rpc", {"method": "reload_weights"})
@@ -171,7 +176,7 @@ def test_vllm_whose_weights_were_reloaded_finds_its_pages_again(sides: Sides) ->
 @pytest.mark.support("Pauses", "a weight update ends sharing")
 def test_vllm_whose_weights_were_replaced_shares_no_more(sides: Sides) -> None:
     """The last of the module: its engine shares nothing from here on."""
-    sides.chat(prompt("update"))
+    sides.saved(prompt("update"))
     before = sides.loaded()
     sides.post("pause", mode="abort")
     # Any method may be a trainer's.

@@ -6,7 +6,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
-import pytest
 
 from devkit import checkpoints
 from devkit.engines import VllmServer
@@ -14,7 +13,6 @@ from devkit.engines import VllmServer
 WORDS = "the cat sat on a mat and then it went to the door of the house where the dog was "
 
 
-@pytest.mark.stress
 def test_engine_default_settings_measure_loads_and_answer_alike(tmp_path: Path, short_path: Path) -> None:
     model = checkpoints.llava(tmp_path / "llava")
     env = {

@@ -20,8 +20,6 @@ from cornplug.planner.launch.launcher import local_commands, running
 from devkit import checkpoints
 from devkit.engines import photos, wait_until
 
-pytestmark = pytest.mark.integration
-
 
 def embeddings_hit(url: str) -> float:
     text = httpx.get(f"{url}/metrics", trust_env=False, timeout=10).raise_for_status().text

@@ -21,8 +21,6 @@ from devkit.checkpoints.tiles import gemma3
 from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer, data_url, photos
 from devkit.processes import EncoderProcess, together
 
-pytestmark = pytest.mark.integration
-
 DEADLINE_S = 6.0
 
 
@@ -31,7 +29,7 @@ DEADLINE_S = 6.0
     [
         pytest.param(checkpoints.qwen2_vl, id="qwen2_vl"),
         # The tokens of an image attend both ways: no chunk may end inside one.
-        pytest.param(gemma3, id="gemma3", marks=pytest.mark.stress),
+        pytest.param(gemma3, id="gemma3"),
     ],
 )
 def test_engine_prefills_before_images_in_flight_and_answers_as_stock(

@@ -9,7 +9,7 @@ from cornplug.planner.pipeline.decide import decide
 from cornplug.planner.profiler import profile_command
 from devkit import checkpoints
 
-pytestmark = pytest.mark.stress  # three minutes of engines for tables whose reading has unit tests
+# three minutes of engines for tables whose reading has unit tests
 
 PLAN = """
 [[components]]

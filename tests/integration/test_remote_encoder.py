@@ -20,8 +20,6 @@ from devkit.network_hosts import ADDRESSES, NetworkHosts, reason_against
 from devkit.processes import EncoderProcess, at_once, wait_until
 from devkit.sglang_engine import SglangServer, sglang_python
 
-pytestmark = pytest.mark.integration
-
 FROM_SERVICE = (Ask("What is shown?", (0,)), Ask("Compare the two.", (1, 0)))
 AFTER_DEATH = Ask("What is shown?", (2,))
 SGLANG = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed")

@@ -14,9 +14,8 @@ from integration.text_host import TextHost
 from devkit import checkpoints
 from devkit.engines import Answer, StoreProcess
 
-pytestmark = pytest.mark.integration
-
-ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(8))
+# Together they fit in a test server's pool of 8,192 tokens: what leaves it before a pause is not stored.
+ASKS = tuple(Ask(f"{i}. {PREAMBLE} {PREAMBLE} What is a cache?") for i in range(5))
 
 
 @pytest.fixture
@@ -41,7 +40,7 @@ def written(store: StoreProcess) -> int:
 
 
 @pytest.mark.support("Sharing", "another host's prefix, by a far store", engine="{kind}")
-@pytest.mark.parametrize("kind", ["vllm", pytest.param("sglang", marks=pytest.mark.stress)])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
 def test_second_host_engine_takes_prefixes_of_the_first_host(
     hosts: tuple[TextHost, TextHost], tmp_path: Path, kind: str
 ) -> None:

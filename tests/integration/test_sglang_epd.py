@@ -24,7 +24,6 @@ from devkit.processes import at_once
 from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed"),
 ]
 
@@ -107,7 +106,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
 # One after the other: a server that idles while the encoder is killed and started again has missed an
 # embedding at its first requests, and the first server's tests do both.
 # One of them in script/test: they differ in who waits for the rows.
-@pytest.fixture(scope="module", params=[BACKENDS[0], pytest.param(BACKENDS[1], marks=pytest.mark.stress)])
+@pytest.fixture(scope="module", params=[BACKENDS[0], BACKENDS[1]])
 def server(scene: Scene, request: pytest.FixtureRequest) -> Iterator[SglangServer]:
     with scene.server(request.param) as running:
         yield running

@@ -21,7 +21,6 @@ from devkit.processes import StoreProcess, at_once
 from devkit.sglang_engine import Generation, SglangServer, sglang_python
 
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
 ]
 
@@ -66,7 +65,6 @@ KINDS: Final[Mapping[str, Kind]] = {
         {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"},
     ),
 }
-_REPRESENTATIVE: Final = "windows"
 
 
 @dataclass
@@ -80,9 +78,7 @@ class Servers:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        name if name == _REPRESENTATIVE else pytest.param(name, marks=pytest.mark.stress) for name in KINDS
-    ],
+    params=list(KINDS),
 )
 def kind(request: pytest.FixtureRequest) -> str:
     return str(request.param)

@@ -18,8 +18,6 @@ from devkit.sglang_engine import Generation, SglangServer, sglang_python
 from devkit.vllm_beds import NIXL, bed_environment
 
 pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.stress,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
     pytest.mark.timeout(300),
 ]

@@ -16,7 +16,6 @@ from devkit.processes import StoreProcess, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
 ]
 

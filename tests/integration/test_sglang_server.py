@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 pytestmark = [
-    pytest.mark.integration,
     pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup"),
 ]
 
@@ -41,7 +40,7 @@ def expected(folder: Path) -> tuple[list[int], list[float]]:
     ("family", "layout", "backend"),
     [
         ("qwen2_vl", "page_head", "kernel"),
-        pytest.param("deepseek_v2", "page_first_direct", "direct", marks=pytest.mark.stress),
+        ("deepseek_v2", "page_first_direct", "direct"),
     ],
 )
 def test_sglang_server_cold_and_from_storage_answers_as_transformers(

@@ -11,15 +11,13 @@ import math
 import struct
 import tempfile
 import wave
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
-from integration.stack import Pairs, selected
 
 from devkit.checkpoints import llava, qwen2_text
 from devkit.checkpoints.audio import whisper
@@ -91,11 +89,6 @@ LINES = {
         says="kv_load_failure_policy is set to 'recompute'",
     ),
 }
-# The two that a review saw fail are started here, all in script/test-more.
-QUICK = ("no-images", "encoder-decoder")
-
-
-pytestmark = pytest.mark.integration
 
 
 def _ours(line: Line, folder: Path) -> VllmServer:
@@ -107,28 +100,6 @@ def _ours(line: Line, folder: Path) -> VllmServer:
     )
 
 
-@pytest.fixture(scope="module")
-def engines(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pairs]:
-    """The engines of QUICK, each with its model."""
-
-    def engine(name: str) -> EngineServer:
-        folder = tmp_path_factory.mktemp(name)
-        LINES[name].make(folder / "model")
-        return _ours(LINES[name], folder)
-
-    with closing(Pairs(engine, selected(request, "quick"))) as engines:
-        yield engines
-
-
-@pytest.mark.support("Starts", "{quick}")
-@pytest.mark.parametrize("quick", QUICK)
-def test_vllm_command_line_that_stock_accepts_starts(quick: str, engines: Pairs) -> None:
-    line, server = LINES[quick], engines.get(quick)
-    assert line.ask(server) == line.ask(server)
-    assert line.says is None or line.says in server.log.read_text()
-
-
-@pytest.mark.stress
 @pytest.mark.support("Answers as stock", "{name}")
 @pytest.mark.parametrize("name", LINES)
 def test_vllm_command_line_answers_as_stock(name: str, tmp_path: Path) -> None:

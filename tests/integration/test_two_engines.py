@@ -199,7 +199,6 @@ def drift(one: Answer, other: Answer) -> float:
 
 
 @pytest.mark.support("Both engines", "bfloat16", engine="vllm sglang")
-@pytest.mark.stress
 @pytest.mark.parametrize(("first", "then"), [("v16", "s16"), ("s16", "v16")])
 def test_engines_in_bfloat16_drift_no_more_than_the_format(
     halves: Stack, cold: Mapping[tuple[str, Ask], Answer], first: str, then: str

@@ -18,14 +18,12 @@ from devkit.processes import at_once
 ASKED = (0, 1, 2, 4, 7)
 """Text alone, one image twice, two images, a prompt of several chunks."""
 PAGE = 64
-QUICK = ("next-v2-gpu",)
-"""Beside the bed of script/test's other engines, v1-one: the other release, runner and layout."""
-ALL = ("v2", "v2-gpu", "next-v1", "next-v2", *QUICK)
+ALL = ("v2", "v2-gpu", "next-v1", "next-v2", "next-v2-gpu")
 
 
 @pytest.fixture(
     scope="module",
-    params=[bed if bed in QUICK else pytest.param(bed, marks=pytest.mark.stress) for bed in ALL],
+    params=ALL,
 )
 def bed(
     request: pytest.FixtureRequest,

@@ -10,11 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from devkit import checkpoints
-
-pytestmark = pytest.mark.integration
 
 
 def test_videos_equal_those_of_vllm(tmp_path: Path) -> None:

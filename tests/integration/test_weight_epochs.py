@@ -19,8 +19,6 @@ from devkit.engines import EngineServer, VllmServer, data_url, photos, wait_unti
 from devkit.processes import StoreProcess, together
 from devkit.sglang_engine import SglangServer, sglang_python
 
-pytestmark = [pytest.mark.integration, pytest.mark.stress]
-
 TOKENS = [(7 * i + 300) % 600 for i in range(700)]
 SHAREABLE = 640
 """Of them, in whole pages of 64; the last token is always computed."""

@@ -91,7 +91,7 @@ def test_decide_a05_published_mix_matches_published() -> None:
     assert found.cost_per_hour == pytest.approx(74.75)
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_decide_a07_splitwise_has_mostly_prompt_machines() -> None:
     found = plan(read("a07_splitwise_code"))
     machines = replicas(found)

@@ -75,7 +75,7 @@ def test_simulate_md1_matches_closed_form() -> None:
     assert queue(1, 0.5, np.ones(50_000), rng).e2e.mean() == pytest.approx(ttft_single(1.0, 0.5), rel=0.02)
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.parametrize("servers", [1, 4, 16])
 def test_simulate_mmc_under_high_load_matches_closed_forms(servers: int) -> None:
     check_mmc(servers, 0.8, 500_000, seed=1)

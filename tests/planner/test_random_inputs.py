@@ -68,7 +68,7 @@ def inputs(draw: st.DrawFn, objective: str) -> PlanInput:
 @pytest.mark.parametrize("objective", ["cost", "goodput", "max-min"])
 def test_decide_random_input_has_whole_plan(objective: str) -> None:
     @given(inputs(objective))
-    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+    @settings(max_examples=12, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
     def check(given_input: PlanInput) -> None:
         try:
             decision = decide(given_input, digest="")

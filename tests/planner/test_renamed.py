@@ -60,7 +60,7 @@ def decided(of: PlanInput) -> dict[str, Any]:
 
 
 @given(st.lists(st.floats(0.5, 40), min_size=1, max_size=2), st.sampled_from(["a", "Z", "m-"]))
-@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 def test_decide_renamed_input_has_same_plan(rates: list[float], prefix: str) -> None:
     before = small(rates)
     other = PlanInput.model_validate(renamed(before.model_dump(exclude_unset=True), {}, prefix))

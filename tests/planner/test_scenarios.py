@@ -14,7 +14,7 @@ TIMES = ("ttft", "tpot", "e2e")
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.integration) for name in SCENARIOS],
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.more) for name in SCENARIOS],
 )
 def test_decide_every_scenario_keeps_bounds(name: str) -> None:
     plan = decide(PlanInput.model_validate(SCENARIOS[name]), digest="0" * 64).plan

@@ -111,7 +111,7 @@ WAITS = [
 ]
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.parametrize(("machines", "router", "p95", "p99"), WAITS)
 def test_waits_by_router(machines: int, router: str, p95: float, p99: float) -> None:
     got = np.mean([one_at_a_time(machines, router, 1200, seed) for seed in range(3)], axis=0)
@@ -174,7 +174,7 @@ def test_splitwise_cheapest_cluster_has_mostly_prompt_machines() -> None:
     check_cluster(0, 240)
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.parametrize("seed", range(1, 6))
 def test_splitwise_cheapest_cluster_holds_for_any_seed(seed: int) -> None:
     check_cluster(seed, 600)

@@ -36,8 +36,8 @@ GUARANTEES = {"images": NamespaceConfig(share=0.3), "chat": NamespaceConfig(shar
     [
         ("conversation", 800),
         ("synthetic", 800),
-        pytest.param("conversation", None, marks=[pytest.mark.stress, pytest.mark.timeout(1200)]),
-        pytest.param("synthetic", None, marks=[pytest.mark.stress, pytest.mark.timeout(1200)]),
+        pytest.param("conversation", None, marks=[pytest.mark.more, pytest.mark.timeout(1200)]),
+        pytest.param("synthetic", None, marks=[pytest.mark.more, pytest.mark.timeout(1200)]),
     ],
 )
 def test_store_saves_no_less_than_lru_on_mooncakes_traces(

@@ -53,7 +53,7 @@ def test_replay_reference_policy_misses_as_libcachesim(
 SMALL = st.lists(st.integers(0, 4), min_size=1, max_size=9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SMALL, st.integers(1, 3))
 def test_offline_optimum_equal_sizes_is_best_of_all_choices(keys: list[int], slots: int) -> None:
     accesses = [TraceAccess(key, 10, 2.0) for key in keys]
@@ -78,7 +78,7 @@ def _best_hits(keys: Sequence[int], slots: int) -> int:
     return max(states.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=2, max_size=60), st.integers(1, 40))
 def test_offline_optimum_mixed_sizes_exceeds_each_policy(
     drawn: list[tuple[int, bool]], capacity: int

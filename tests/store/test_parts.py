@@ -159,4 +159,4 @@ class PartsInAnyOrder(RuleBasedStateMachine):
 
 
 TestPartsInAnyOrder = PartsInAnyOrder.TestCase
-TestPartsInAnyOrder.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestPartsInAnyOrder.settings = settings(max_examples=150, stateful_step_count=30)

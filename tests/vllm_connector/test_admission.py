@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 
@@ -111,7 +111,6 @@ def test_ttft_forecast_idle_engine_keeps_measured_rate() -> None:
     assert verdict.wait_s == pytest.approx(likely(6) / 10)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(st.floats(0, 5), st.floats(0, 1e6), st.floats(0, 1e9), st.sampled_from([0, 1, 2])),

@@ -17,7 +17,7 @@ from cornplug.encoder_service import towers
 from cornplug.encoder_service.wire.tensors import to_wire
 from devkit import checkpoints
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 
 SECONDS = (0.53, 3.0, 31.27)
 """The last one is more than one chunk of Ultravox, whose own frames do not fill a stack."""

@@ -11,7 +11,7 @@ import pytest
 
 from devkit import checkpoints
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.more, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("make", [checkpoints.llava, checkpoints.qwen2_vl])

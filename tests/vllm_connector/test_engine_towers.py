@@ -22,7 +22,7 @@ from cornplug.encoder_service.towers.base import Projector, Tower
 from cornplug.encoder_service.wire.tensors import to_wire
 from devkit import checkpoints
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "llava": checkpoints.llava,

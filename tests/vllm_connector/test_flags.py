@@ -227,7 +227,7 @@ def test_runtime_in_untested_vllm_is_config_error(monkeypatch: pytest.MonkeyPatc
         runtime_module.runtime({})
 
 
-@pytest.mark.integration  # vLLM looks at a model class in a process of its own: 10 s each
+@pytest.mark.more  # vLLM looks at a model class in a process of its own: 10 s each
 @pytest.mark.parametrize("tower", [True, False])
 def test_kv_connector_for_text_model_shares_kv_alone(tmp_path: Path, tower: bool) -> None:
     make = qwen2_vl if tower else qwen2_text

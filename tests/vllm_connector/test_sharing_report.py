@@ -18,7 +18,7 @@ from devkit import checkpoints
 from devkit.quantised import with_kv_scales
 
 # One process builds every kind, and one starts as the doctor starts it.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.more, pytest.mark.timeout(600)]
 
 
 # A process imports vLLM for a quarter of a minute: one looks at all of them, and at the model classes itself

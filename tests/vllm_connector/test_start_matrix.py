@@ -21,7 +21,7 @@ from devkit.checkpoints.text import deepseek_v2
 from devkit.checkpoints.tiles import gemma3
 from devkit.vllm_cli import parse_serve
 
-pytestmark = pytest.mark.integration  # vLLM looks at each model class in a process of its own
+pytestmark = pytest.mark.more  # vLLM looks at each model class in a process of its own
 
 MODELS: dict[str, Callable[[Path], Path]] = {
     "text": qwen2_text,

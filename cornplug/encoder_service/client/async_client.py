@@ -27,6 +27,7 @@ from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Me
 from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
 from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
 from cornplug.errors import EncoderError, EncoderUnavailable
+from cornplug.host import tls_context
 from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 
@@ -81,7 +82,9 @@ class AsyncEncoderClient:
             headers[APP_HEADER] = app
         if service_class is not None:
             headers[CLASS_HEADER] = service_class
-        self._http = httpx.AsyncClient(headers=headers, transport=transport, follow_redirects=False)
+        self._http = httpx.AsyncClient(
+            headers=headers, transport=transport, verify=tls_context(), follow_redirects=False
+        )
 
     async def encode(
         self,

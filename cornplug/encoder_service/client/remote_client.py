@@ -44,6 +44,7 @@ from cornplug.encoder_service.wire.messages import (
 )
 from cornplug.encoder_service.wire.status_codes import is_of_medium
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
+from cornplug.host import tls_context
 
 _Reply = EncodeReply | DescribeReply | MediumReply
 _Answer = Future[_Reply]
@@ -175,7 +176,9 @@ class RemoteEncoder:
         asyncio.set_event_loop(self._loop)
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
         headers = {"accept-encoding": "identity", "content-type": MEDIA_TYPE}
-        self._http = httpx.AsyncClient(headers=headers, limits=limits, follow_redirects=False)
+        self._http = httpx.AsyncClient(
+            headers=headers, limits=limits, verify=tls_context(), follow_redirects=False
+        )
         for service in self._services.values():
             self._keep(self._loop.create_task(self._watch(service)))
         self._loop.run_forever()

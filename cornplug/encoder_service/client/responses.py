@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef, from_store
+from cornplug.encoder_service.client.retry_after import retry_after_s
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 from cornplug.store.base import Store
@@ -98,11 +98,11 @@ def check(answer: HttpAnswer) -> None:
         precise = error.get("retry_after_s")
     except (KeyError, ValueError, TypeError, AttributeError) as e:
         raise _bad_response(answer, f"HTTP {answer.status}") from e
-    retry_after_s = _seconds(precise)
-    if retry_after_s is None:
-        retry_after_s = _seconds(answer.headers.get("retry-after"))
-    if answer.status in _BUSY or (answer.status in _FAILED and retry_after_s is not None):
-        raise RetryLater(refusal, retry_after_s)
+    pause_s = retry_after_s(precise)
+    if pause_s is None:
+        pause_s = retry_after_s(answer.headers.get("retry-after"))
+    if answer.status in _BUSY or (answer.status in _FAILED and pause_s is not None):
+        raise RetryLater(refusal, pause_s)
     if answer.status in _FAILED:
         raise RemoteFailure(refusal)
     raise refusal
@@ -115,15 +115,6 @@ def status_in(body: bytes) -> int:
         return 200 if error is None else status_of(str(error["reason"]))
     except (KeyError, ValueError, TypeError, AttributeError):
         return 502
-
-
-def _seconds(value: object) -> float | None:
-    """A Retry-After in seconds; None if absent or a date, which the encoder service does not send."""
-    try:
-        seconds = float(value) if isinstance(value, int | float | str) else math.nan
-    except ValueError:
-        return None
-    return seconds if math.isfinite(seconds) and seconds >= 0 else None
 
 
 def _bad_response(answer: HttpAnswer, why: str) -> EncoderUnavailable:

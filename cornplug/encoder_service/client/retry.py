@@ -69,6 +69,11 @@ class CircuitBreakers:
         self._circuits = {url: _Circuit() for url in urls}
         self._random = random
 
+    def watch(self, urls: Iterable[str]) -> None:
+        """Add services that are not known yet; the others keep their state."""
+        for url in urls:
+            self._circuits.setdefault(url, _Circuit())
+
     def is_open(self, url: str, now: float) -> bool:
         """Whether this service may not be asked now."""
         return now < self._circuits[url].opens_at

@@ -12,6 +12,7 @@ from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
     Flag,
+    GeneratorServer,
     InputPath,
     InputTable,
     Kind,
@@ -165,8 +166,8 @@ class ComponentResources(InputTable):
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables beside the launcher's own."""
     command: list[Model] = Field(default_factory=list)
-    """Generator only: its server's program and arguments, with "{port}" for the port; ./NAME is beside the
-    file."""
+    """Generator without `server` only: its server's program and arguments, with "{port}" for the port and
+    "{host}" for the address; ./NAME is beside the file."""
     health: str = "/health"
     """With `command`: path of the URL that answers 200 once the server serves."""
 
@@ -242,6 +243,9 @@ class Component(InputTable):
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
     """Engines among which the plan chooses."""
+    server: GeneratorServer | None = None
+    """Generator only: the server whose command cornplug writes; its program must be on the PATH. Left out:
+    your own server."""
     speculative: Literal["none", "mtp", "eagle3"] = "none"
     """Speculative decoding: by the model's own draft layers (mtp) or a draft model (eagle3)."""
     speculative_model: Model | None = None

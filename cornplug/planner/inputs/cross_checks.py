@@ -106,6 +106,9 @@ def _component(
         yield InputError(
             (*place, "speculative_model"), "missing, which EAGLE-3 needs", "Name the draft model."
         )
+    if component.server is not None and component.kind != "generator":
+        remedy = "Leave it out: its engine is started by the engine's own command."
+        yield InputError((*place, "server"), f"on a component of kind {component.kind!r}", remedy)
     yield from _size(place, component, components)
 
 

@@ -27,6 +27,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 
 Kind = Literal["encoder", "llm", "generator"]
 Engine = Literal["vllm", "sglang"]
+GeneratorServer = Literal["vllm-omni"]
 Workload = Literal["online", "semi-online", "offline"]
 Quantisation = Literal["none", "fp8", "awq", "gptq"]
 RouterPolicy = Literal["power_of_two", "random"]

@@ -267,6 +267,10 @@ class LaunchOptions(InputTable):
     """Of the first engine; further ones follow. Encoder services begin 750 above it."""
     store_gib: NonNegative = 1.0
     """GiB of the host's store; 0: nothing is shared."""
+    store_flags: list[str] = Field(default_factory=list)
+    """Further flags of the launched `cornplug serve-store`: `--far`, `--disk`, `--disk-size`, `--metrics`,
+    `--quarantine-s`, `--clamp`. Other users of the host can read them: a far store's URL with a password is
+    set as `CORNPLUG_STORE_FAR` of the launcher."""
 
 
 class PlanInput(InputTable):

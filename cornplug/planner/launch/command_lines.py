@@ -154,7 +154,15 @@ def _stores(
             "store",
             number,
             host,
-            ("cornplug", "serve-store", "--socket", STORE_SOCKET, "--size", f"{size:g}GiB"),
+            (
+                "cornplug",
+                "serve-store",
+                "--socket",
+                STORE_SOCKET,
+                "--size",
+                f"{size:g}GiB",
+                *plan.store_flags,
+            ),
             env,
             "store",
             socket=STORE_SOCKET,
@@ -280,7 +288,10 @@ def _engine(site: ReplicaAddress, its: GroupContext) -> LaunchCommand:
         case "external":
             devices = ",".join(map(str, site.devices))
             env = {} if is_cpu(group) else {"CUDA_VISIBLE_DEVICES": devices}
-            argv = [word.replace("{port}", str(site.port)) for word in group.command]
+            argv = [
+                word.replace("{port}", str(site.port)).replace("{host}", its.bind_address)
+                for word in group.command
+            ]
         case "cornplug":
             raise ValueError("encoders have commands of their own")
         case _:

@@ -49,12 +49,15 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """Settings that turn off sharing without a use in the plan: it would cost a copy for nothing."""
-        off = {
+        """Settings that turn off sharing without a use in the plan (it would cost a copy for nothing), and
+        the start of a store by the engine: it would take the socket of the launcher's while that one is
+        being restarted."""
+        on = {
             "CORNPLUG_ENGINE_SHARE_KV": self.kv,
             "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
+            "CORNPLUG_STORE_AUTOSTART": False,
         }
-        return {name: "false" for name, on in off.items() if not on} if self.anything else {}
+        return {name: "false" for name, value in on.items() if not value} if self.anything else {}
 
 
 @dataclass(frozen=True)

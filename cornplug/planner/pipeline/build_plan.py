@@ -15,6 +15,7 @@ from cornplug.planner.inputs.request_classes import RequestClass
 from cornplug.planner.inputs.schema import Component, LLMShape, Slo, Workload
 from cornplug.planner.inputs.slo import QUANTITIES
 from cornplug.planner.latency_forecast import LatencyForecast, PercentileSlo, SimulatedSlowdown
+from cornplug.planner.launch.generator_servers import generator_command
 from cornplug.planner.optimizer import solvers
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import build_plan_routes
@@ -124,6 +125,7 @@ def _group(
         router=problem.rules.router,
         apps=sorted({u.app.name for u in users}),
         profile=spec.source,
+        command=generator_command(main.server, _model(main), tp=footprint.tp),
     )
 
 

@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.errors import ConfigError, CornplugError
+from cornplug.host import tls_context
 from cornplug.planner.inputs.profile_tables import ProfileRow
 
 _DEADLINE_S: Final = 600.0
@@ -103,7 +104,8 @@ def points(
 def passes(url: str) -> PassCounter:
     """The counters of the service's /metrics. Raises CornplugError where it is no encoder service."""
     try:
-        text = httpx.get(f"{url}/metrics", timeout=10, trust_env=False).raise_for_status().text
+        answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
+        text = answer.raise_for_status().text
     except httpx.HTTPError as e:
         raise CornplugError(f"{url}: {e}. Is this an encoder service's address?", reason="server") from e
     values = {

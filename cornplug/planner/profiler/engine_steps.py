@@ -9,6 +9,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import CornplugError
+from cornplug.host import tls_context
 from cornplug.planner.inputs.profile_tables import ProfileRow
 from cornplug.planner.profiler import vllm_bench
 from cornplug.planner.profiler.sample_grid import SampleGrid
@@ -100,7 +101,7 @@ def _cached_tokens(url: str) -> float:
 def _metrics(url: str) -> str:
     """The text of /metrics; SGLang has none unless it was asked to."""
     try:
-        answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False)
+        answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
     except httpx.TransportError as e:
         raise CornplugError(f"{url} does not answer: {e}", reason="server") from e
     return answer.text if answer.status_code == 200 else ""
@@ -108,7 +109,7 @@ def _metrics(url: str) -> str:
 
 def _get_json(url: str) -> dict[str, Any]:
     try:
-        answer = httpx.get(url, timeout=10, trust_env=False).raise_for_status()
+        answer = httpx.get(url, timeout=10, trust_env=False, verify=tls_context()).raise_for_status()
     except httpx.HTTPError as e:
         raise CornplugError(f"{url}: {e}. Is this an engine's address?", reason="server") from e
     body: dict[str, Any] = answer.json()

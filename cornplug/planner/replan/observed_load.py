@@ -17,6 +17,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.errors import ConfigError
+from cornplug.host import tls_context
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
 """Name and sorted labels."""
@@ -174,7 +175,7 @@ def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
 
 def _get(address: str) -> str:
     try:
-        return httpx.get(address, timeout=_TIMEOUT_S).raise_for_status().text
+        return httpx.get(address, timeout=_TIMEOUT_S, verify=tls_context()).raise_for_status().text
     except httpx.HTTPError as e:
         raise ConfigError(
             f"--metrics {address}", str(e) or type(e).__name__, "Is the engine up, and is this its /metrics?"

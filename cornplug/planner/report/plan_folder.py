@@ -12,14 +12,16 @@ from cornplug.errors import ConfigError
 from cornplug.planner.launch import command_list
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import Plan
-from cornplug.planner.report import html_report
+from cornplug.planner.report import html_report, prometheus_files
 
 WRITTEN: Final = ".cornplug-plan.json"
 """Names of the files that a run wrote."""
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[list[Path], str]:
-    """Write plan.json, report.html, commands.txt and its files; returns paths, and why commands are missing.
+    """Write plan.json, report.html, commands.txt with its files, and those for Prometheus.
+
+    Returns their paths, and why commands are missing.
 
     Raises ConfigError where a file of that name exists that no earlier run wrote.
     """
@@ -32,6 +34,7 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> tuple[lis
         without = ""
         try:
             command_list.write(plan, new, transfer=transfer)
+            prometheus_files.write(plan, new)
         except ConfigError as e:
             without = str(e)
         return _replace(folder, new), without

@@ -73,7 +73,8 @@ class IdleBackups:
         cache = scheduler.tree_cache
         self._turns += 1
         if cache.tp_world_size > 1:
-            if self._turns % _VOTE_TURNS:
+            # One that sleeps between turns has one a second: eight are longer than most pauses.
+            if self._turns % _VOTE_TURNS and not scheduler.server_args.sleep_on_idle:
                 return
             vote = torch.tensor([self._room(scheduler)], dtype=torch.int64)
             cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)

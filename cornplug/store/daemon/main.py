@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     """Serve until SIGTERM or SIGINT. Exit status: 0 ended well, 2 wrong setting, 3 already served."""
     try:
         settings = config.load().store
-        options = _parser(settings).parse_args(argv)
+        options = store_parser(settings).parse_args(argv)
         if options.detach and os.fork():
             # The starter waits for this exit only: the daemon has no parent to leave it a zombie.
             os._exit(0)
@@ -71,7 +71,8 @@ def main(argv: list[str]) -> int:
         return 2
 
 
-def _parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
+def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
+    """The command line of `cornplug serve-store`; `defaults`: values of flags that are not given."""
     parser = argparse.ArgumentParser(
         prog="cornplug serve-store", description="Run the cache daemon that all engines of this host share."
     )

@@ -117,7 +117,7 @@ class World:
 OUTCOMES = st.sampled_from(["answers", "down", "silent", "busy", "busy 0", "busy 3", "busy 1e9"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.integers(1, 4),
     st.lists(OUTCOMES, min_size=1, max_size=40),
@@ -136,7 +136,7 @@ def test_retry_any_outcomes_end_by_deadline(
         assert world.now <= began + deadline_s + 1e-6
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.sets(st.sampled_from(URLS), max_size=3), st.permutations(URLS), st.integers(0, 1000))
 def test_retry_with_one_live_service_reaches_it(dead: set[str], order: list[str], seed: int) -> None:
     world = World(lambda url, now: "down" if url in dead else "answers", seed=seed)

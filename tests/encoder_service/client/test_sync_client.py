@@ -295,7 +295,7 @@ def test_encoder_client_many_with_killed_service_answers_all(two: list[Served], 
     assert [r for r in found.values() if not isinstance(r, EmbeddingRef)] == []
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_encoder_client_killed_process_fails_over(short_path: Path, llava_pair: tuple[Path, Path]) -> None:
     model = str(llava_pair[0])
     items = [png(sample_image(seed)) for seed in range(80)]

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug import __version__
@@ -71,7 +71,6 @@ def test_service_history_samples_hold_differences() -> None:
     assert [s.seq for s in history.since(3)] == [4]
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(0, 100), min_size=1), st.floats(0.01, 1))
 def test_quantile_of_any_values_is_nearest_rank(values: list[float], part: float) -> None:
     ordered = sorted(values)
@@ -195,7 +194,7 @@ def says(browser: Any, selector: str, text: str, seconds: float = 15) -> None:
     eventually(lambda: text in shown(browser, selector), seconds)
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_dashboard_page_in_chromium_shows_figures(
     browser: Any, process: EncoderProcess, llava_pair: tuple[Path, Path]
 ) -> None:

@@ -156,7 +156,7 @@ def test_video_damaged_file_decodes_or_is_refused(kind: str) -> None:
     assert refused > 0
 
 
-@settings(max_examples=40, deadline=2000)
+@settings(max_examples=40)
 @given(st.binary(max_size=400), st.sampled_from([b"", *(f[:200] for f in FILES.values())]))
 def test_video_any_bytes_decode_or_are_refused(data: bytes, begin: bytes) -> None:
     with contextlib.suppress(MediaError):
@@ -169,7 +169,7 @@ def test_video_any_bytes_decode_or_are_refused(data: bytes, begin: bytes) -> Non
     rate=st.sampled_from([1.0, 10.0, 23.976, 24.0, 25.0, 29.97, 30.0, 60.0]),
     fps=st.sampled_from([None, 0.5, 1.0, 2.0, 4.0, 31.0]),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_video_sampled_frames_equal_vllm(
     name: str, theirs: str, total: int, rate: float, fps: float | None
 ) -> None:
@@ -184,7 +184,7 @@ def test_video_sampled_frames_equal_vllm(
 
 @pytest.mark.parametrize("name", SAMPLERS)
 @given(total=st.integers(1, 3000), count=st.integers(1, 5000))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_video_any_sampling_stays_inside_the_video(name: str, total: int, count: int) -> None:
     source = VideoHeader(total=total, fps=25.0, width=8, height=8)
     found = list(SAMPLERS[name](source, FrameSampling(num_frames=count)))

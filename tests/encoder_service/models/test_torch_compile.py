@@ -15,7 +15,7 @@ from cornplug.encoder_service.models.torch_compile import CompiledTower
 from ..conftest import Requests
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_compiled_tower_features_equal_uncompiled(
     registry: ModelRegistry, request_for: Requests, qwen: Path
 ) -> None:

@@ -34,7 +34,7 @@ from ..conftest import SECRET, Requests, eventually, plant_modules
 from ..tower_rig import wire
 from ..towers.test_towers import CASES
 
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.more
 
 ONE_THREAD = ReplicaSettings(dtype="float32", threads=1)
 

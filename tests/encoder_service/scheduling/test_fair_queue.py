@@ -74,7 +74,7 @@ classes = st.lists(st.tuples(st.floats(0.02, 1), st.integers(-2, 2)), min_size=1
 sizes = st.one_of(st.integers(100, 300), st.sampled_from([576, 1500]))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(classes, st.data())
 def test_fair_queue_saturated_shares_hold_within_one_batch(
     made: list[ServiceClass], data: st.DataObject
@@ -98,7 +98,7 @@ def test_fair_queue_saturated_shares_hold_within_one_batch(
             assert late[qos] - early[qos] >= qos.share * span - slack
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(classes, st.data())
 def test_form_batch_each_job_leaves_once_with_its_tower(
     made: list[ServiceClass], data: st.DataObject
@@ -120,7 +120,7 @@ def test_form_batch_each_job_leaves_once_with_its_tower(
     assert len(out) == len({one.number for one in out}) == len(come)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(classes, st.integers(1, 2000), st.booleans())
 def test_fair_queue_flood_of_others_starves_no_class(
     made: list[ServiceClass], size: int, other: bool
@@ -167,7 +167,7 @@ def test_fair_queue_apps_take_turns_earliest_deadline_first() -> None:
     assert dues == sorted(dues)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(classes, st.data())
 def test_backlog_ahead_prediction_equals_service(made: list[ServiceClass], data: st.DataObject) -> None:
     """The fluid forecast against the order itself, from any state of the tags."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -128,7 +128,6 @@ def test_service_metrics_models_have_fingerprints(make_encoder: MakeEncoder) -> 
     }
 
 
-@settings(deadline=None)
 @given(st.lists(st.text(), max_size=300))
 def test_service_metrics_client_labels_are_bounded(names: list[str]) -> None:
     bounded = BoundedLabels(8, known=("mine",))

@@ -49,7 +49,7 @@ _video = st.tuples(st.just("video"), st.tuples(st.integers(1, 3), _side, _side))
 _batch = st.lists(st.one_of(_picture, _video), min_size=2, max_size=5)
 
 
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(batch=_batch)
 def test_tower_qwen_batch_equals_each_medium_alone(
     tower: tuple[str, Halves], batch: list[tuple[str, tuple[int, int, int]]]

@@ -40,7 +40,7 @@ def looped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[
     )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(0, 1000))
 def test_attention_any_segments_equal_plain_loop(lengths: list[int], seed: int) -> None:
     q, k, v = random(sum(lengths), seed)

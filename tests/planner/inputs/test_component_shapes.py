@@ -327,7 +327,7 @@ def _tiny(make: str) -> Callable[[Path], Path]:
     return written
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.parametrize(
     "make",
     [

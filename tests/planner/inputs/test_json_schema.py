@@ -108,7 +108,7 @@ def refused(plan: dict[str, Any]) -> set[str]:
     return {"cross"} if next(cross_checks.errors(read), None) else set()
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(changed_inputs())
 def test_json_schema_random_change_has_verdict_of_reader(plan: dict[str, Any]) -> None:
     """The schema refuses nothing that the reader takes, and sees all but comparisons of two places."""

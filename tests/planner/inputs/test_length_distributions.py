@@ -57,7 +57,7 @@ def test_log_normal_max_below_mean_is_refused() -> None:
         LogNormal(mean=600, max=100)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(mean=st.floats(1, 1e5), cv=st.floats(0, 4), q=st.floats(0, 1))
 def test_quantile_any_log_normal_grows_within_range(mean: float, cv: float, q: float) -> None:
     length = LogNormal(mean=mean, cv=cv, max=200_000)

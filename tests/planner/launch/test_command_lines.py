@@ -15,7 +15,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, name_of
 from cornplug.planner.launch.command_list import write
 from cornplug.planner.plan import Plan, QosReservation, RouteStage
-from cornplug.store.daemon.main import _parser as store_parser
+from cornplug.store.daemon.main import store_parser
 
 from ..plans import Case, matrix, plan
 

@@ -15,7 +15,7 @@ from cornplug.planner.launch.command_list import quoted, text, write
 from ..plans import Case, matrix, plan
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(
     st.lists(
         st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\0\n"))

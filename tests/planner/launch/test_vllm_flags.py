@@ -25,7 +25,7 @@ from devkit.vllm_cli import parse_serve
 from ..plans import Case, matrix, plan
 
 # Nothing is started, but vLLM's parser and its checks of a config take half a minute.
-pytestmark = pytest.mark.integration
+pytestmark = pytest.mark.more
 
 VALUES = {"RUN_DIR": "/run/x", "PLAN_DIR": "/plan", "SECRET_FILE": "/etc/cornplug/secret"}
 VALUES |= {f"HOST_{n}": f"10.0.0.{n}" for n in range(1, 10)}

@@ -52,7 +52,7 @@ def test_solve_urgent_work_on_tight_cells_loose_work_fills_rest() -> None:
     assert ("fast", "loose") not in carried
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.floats(0.1, 6), st.floats(0.1, 6))
 def test_flows_add_up_to_the_work_and_keep_their_tiers(tight: float, loose: float) -> None:
     pool = two_tiers(tight, loose)

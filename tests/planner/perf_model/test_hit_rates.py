@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cornplug.planner.perf_model import hit_rates
@@ -34,7 +34,6 @@ def test_che_rate_matches_lru_cache() -> None:
     assert hits / 35_000 == pytest.approx(hit_rates.che(500, 0.9, 80), abs=0.01)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 10**7), st.floats(0, 2), st.floats(0, 1), st.floats(0, 1))
 def test_che_larger_cache_hits_no_less(catalogue: int, zipf: float, one: float, other: float) -> None:
     small, large = sorted((one, other))

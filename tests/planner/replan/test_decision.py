@@ -42,7 +42,7 @@ def texts(found: ReplanDecision) -> list[str]:
     return [step.text for step in found.steps]
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rate=st.floats(0.5, 60))
 def test_decision_same_load_changes_nothing(tmp_path: Path, rate: float) -> None:
     running(tmp_path, sample_input.given(rate=rate))

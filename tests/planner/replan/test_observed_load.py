@@ -123,7 +123,7 @@ def test_read_absent_source_is_refused(tmp_path: Path) -> None:
         observed_load.between(MetricsSnapshot(2, {}), MetricsSnapshot(1, {}))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.01, 999), min_size=1, max_size=40), st.floats(0.01, 1))
 def test_histogram_counts_quantile_lies_in_true_bucket(values: list[float], q: float) -> None:
     bounds = (1.0, 10.0, 100.0, 1000.0)

@@ -57,7 +57,7 @@ def test_engine_replica_kv_and_batch_are_of_each_group() -> None:
     assert np.ptp(waits.e2e) > 0.2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.floats(0, 1), st.integers(1, 400), st.integers(1, 30)), min_size=1, max_size=8),
     st.integers(2, 4),

@@ -297,7 +297,7 @@ def any_station(tasks: str, replicas: int) -> Station:
     st.integers(1, 4),
     st.sampled_from(["least_work", "join_shortest_queue", "power_of_two", "random"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_simulate_every_job_ends_no_sooner_than_alone(
     rows: list[tuple[float, SampledRequest]], tasks: str, replicas: int, router: str
 ) -> None:
@@ -311,7 +311,7 @@ def test_simulate_every_job_ends_no_sooner_than_alone(
 
 
 @given(ARRIVALS, st.sampled_from(["G", "PDG"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_simulate_serial_station_is_fifo_and_never_idle(
     rows: list[tuple[float, SampledRequest]], tasks: str
 ) -> None:
@@ -324,7 +324,7 @@ def test_simulate_serial_station_is_fifo_and_never_idle(
 
 
 @given(ARRIVALS, st.integers(1, 3))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_simulate_one_more_replica_delays_no_job(
     rows: list[tuple[float, SampledRequest]], replicas: int
 ) -> None:

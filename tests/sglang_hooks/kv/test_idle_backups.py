@@ -51,7 +51,11 @@ class Server:
             _all_reduce=self._reduce,
             _execute_and_commit_kv_backup=self.tree.backed.append,
         )
-        self.scheduler = SimpleNamespace(tree_cache=self.cache, is_fully_idle=lambda: not self.busy)
+        self.scheduler = SimpleNamespace(
+            tree_cache=self.cache,
+            is_fully_idle=lambda: not self.busy,
+            server_args=SimpleNamespace(sleep_on_idle=False),
+        )
         self.votes = 0
 
     def _free_tokens(self) -> int | None:
@@ -148,3 +152,13 @@ def test_idle_backups_ranks_copy_in_one_turn() -> None:
     server.other_votes = [10_000]
     assert server.idles(1, turns=idle_backups._VOTE_TURNS) == [1]
     assert server.votes == 4
+
+
+def test_idle_backups_ranks_that_sleep_between_turns_copy_in_the_second() -> None:
+    """SGLang sleeps a second a turn with --sleep-on-idle: requests would come before an eighth turn."""
+    server = Server(ranks=2)
+    server.scheduler.server_args.sleep_on_idle = True
+    server.other_votes = [10_000]
+    server.finish(1)
+    assert server.idles(1, turns=2) == [1]
+    assert server.votes == 2

@@ -32,7 +32,7 @@ def naive(layout: str, size: int, slot: int, h: int, layer: int, plane: int, t: 
             return plane, slot // size, h, t, layer
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(LAYOUTS), st.sampled_from([16, 64]), st.data())
 def test_host_pages_equal_naive_indexing(layout: str, size: int, data: st.DataObject) -> None:
     host = host_pool(device_pool(size), layout)

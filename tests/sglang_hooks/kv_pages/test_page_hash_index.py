@@ -61,7 +61,7 @@ def check(index: PageHashIndex, tokens: list[int], hashes: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("page_size", "page_tokens"), PAIRS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(data=st.data())
 def test_page_hash_index_parts_equal_plain_chain(
     page_size: int, page_tokens: int, data: st.DataObject

@@ -190,7 +190,7 @@ class _Entry:
 APPS = st.sampled_from(["a", "c", "scan"])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(
         st.tuples(APPS, st.integers(1, 5), st.sampled_from([0.0, 0.1, 7.0]), st.booleans()), max_size=150

@@ -207,7 +207,7 @@ class IndexAgainstModel(RuleBasedStateMachine):
 
 
 TestIndexAgainstModel = IndexAgainstModel.TestCase
-TestIndexAgainstModel.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestIndexAgainstModel.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 def test_holes_melt_whatever_the_order() -> None:

@@ -91,7 +91,7 @@ def test_segment_scan_cut_at_any_byte_finds_every_whole_record(
     _check_cuts(folder, written, edges)
 
 
-@pytest.mark.stress
+@pytest.mark.more
 def test_segment_scan_thousand_random_cuts_finds_every_whole_record(
     folder: Path, written: tuple[bytes, list[tuple[int, int]]]
 ) -> None:

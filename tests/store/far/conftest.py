@@ -106,7 +106,7 @@ def nixl(monkeypatch: pytest.MonkeyPatch) -> str:
     return "nixl://" + "+".join(f"127.0.0.1:{free_port()}" for _ in range(3)) + "?segment=64MiB"
 
 
-_SERVED = [pytest.param(kind, marks=pytest.mark.integration) for kind in ("mooncake", "nixl", "s3")]
+_SERVED = [pytest.param(kind, marks=pytest.mark.more) for kind in ("mooncake", "nixl", "s3")]
 
 
 @pytest.fixture(params=["file", *_SERVED, "valkey"])

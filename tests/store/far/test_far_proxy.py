@@ -29,7 +29,7 @@ def proxy(redis: RedisServer) -> Iterator[RecordProxy]:
     one.close()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.timeout(240)
 def test_far_tier_proxy_that_changes_records_gets_counted_misses_and_reads_nothing(
     host: Callable[..., Host], redis: RedisServer, proxy: RecordProxy

@@ -34,7 +34,7 @@ def cluster(mooncake: MooncakeMaster, tmp_path: Path) -> FarStore:
     return store
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_mooncake_store_record_takes_the_place_of_an_older_one(cluster: FarStore) -> None:
     for record in (b"old", b"newer" * 1000):
         cluster.put("cp1/a", record)
@@ -49,7 +49,7 @@ def test_mooncake_store_record_takes_the_place_of_an_older_one(cluster: FarStore
     eventually(lambda: cluster._client.ended)  # type: ignore[attr-defined]
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_mooncake_store_killed_client_is_replaced(cluster: FarStore) -> None:
     cluster.put("cp1/a", b"record")
     cluster._client._process.kill()  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def test_mooncake_store_killed_client_is_replaced(cluster: FarStore) -> None:
     cluster.close()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 @pytest.mark.parametrize("hangs", [False, True])
 def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
     host: Hosts, mooncake: MooncakeMaster, hangs: bool

@@ -20,7 +20,7 @@ from .far_stage import Host
 from .test_far_faults import near_is_quick
 from .test_far_tier import found
 
-pytestmark = [pytest.mark.integration, pytest.mark.skipif(bool(reason_against()), reason=reason_against())]
+pytestmark = [pytest.mark.more, pytest.mark.skipif(bool(reason_against()), reason=reason_against())]
 
 Hosts = Callable[..., Host]
 PORT = 8760

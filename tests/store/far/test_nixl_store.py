@@ -58,7 +58,7 @@ def members(nixl: str, tmp_path: Path) -> Iterator[tuple[FarStore, FarStore]]:
         store.close()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_nixl_store_records_of_one_member_are_read_and_deleted_by_another(
     members: tuple[FarStore, FarStore],
 ) -> None:
@@ -74,7 +74,7 @@ def test_nixl_store_records_of_one_member_are_read_and_deleted_by_another(
         first.put("cp1/larger than its memory", bytes(100 << 20))
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_nixl_store_killed_member_is_replaced_empty_and_found_again(
     members: tuple[FarStore, FarStore],
 ) -> None:
@@ -91,7 +91,7 @@ def test_nixl_store_killed_member_is_replaced_empty_and_found_again(
     assert second.get("cp1/b") == b"another"
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_nixl_store_member_that_hangs_costs_one_deadline(members: tuple[FarStore, FarStore]) -> None:
     first, second = members
     first.put("cp1/a", b"record")
@@ -109,7 +109,7 @@ def test_nixl_store_member_that_hangs_costs_one_deadline(members: tuple[FarStore
     assert second.get("cp1/a") == b"record"
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_nixl_store_strangers_at_its_port_get_nothing_and_end_nothing(
     nixl: str, members: tuple[FarStore, FarStore]
 ) -> None:
@@ -138,7 +138,7 @@ def test_nixl_store_strangers_at_its_port_get_nothing_and_end_nothing(
     assert second.get("cp1/a") == b"record"
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(host: Hosts, nixl: str) -> None:
     first, second = host(nixl), host(nixl)
     put(first.store, "a")

@@ -26,7 +26,7 @@ def slow(s3: str, s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Far
     wire.close()
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_object_store_bucket_far_away_deletes_a_batch_within_the_deadline(s3: str, slow: FarStore) -> None:
     near, there = open_s3_url(s3), NAMES[::9]
     for name in there:
@@ -46,7 +46,7 @@ def test_object_store_folder_deletes_a_batch_of_which_it_lacks_some(share: Path)
     assert folder.exists(NAMES) == [False] * 64
 
 
-@pytest.mark.integration
+@pytest.mark.more
 def test_object_store_bucket_that_is_not_there_takes_no_record(s3: str) -> None:
     other = open_s3_url("s3://no-such-bucket/cornplug")
     with pytest.raises(FarFailure):

@@ -89,7 +89,7 @@ class TableAgainstDict(RuleBasedStateMachine):
 
 
 TestTableAgainstDict = TableAgainstDict.TestCase
-TestTableAgainstDict.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestTableAgainstDict.settings = settings(max_examples=60, stateful_step_count=60)
 
 
 def test_entry_table_full_one_leaves_entries_to_the_daemon(writer: EntryTableWriter) -> None:

@@ -100,7 +100,7 @@ class Lives:
         assert open_in(self.store) == (0, 0)
 
 
-@hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=60, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
 def test_kv_lives_in_any_order_leave_nothing(steps: list[tuple[str, Any, Any]], tp: int, lag: bool) -> None:
     lives = Lives(tp, lag)
@@ -109,7 +109,7 @@ def test_kv_lives_in_any_order_leave_nothing(steps: list[tuple[str, Any, Any]], 
     lives.end()
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=30, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
 def test_kv_lives_on_second_runner_leave_nothing(
     steps: list[tuple[str, Any, Any]], tp: int, lag: bool
@@ -120,7 +120,7 @@ def test_kv_lives_on_second_runner_leave_nothing(
     lives.end()
 
 
-@hypothesis.settings(max_examples=30, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=30, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
 def test_kv_lives_with_copies_by_gpu_leave_nothing(
     steps: list[tuple[str, Any, Any]], tp: int, lag: bool
@@ -132,7 +132,7 @@ def test_kv_lives_with_copies_by_gpu_leave_nothing(
     lives.end()
 
 
-@hypothesis.settings(max_examples=25, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=25, derandomize=True)
 @hypothesis.given(STEPS)
 def test_kv_lives_without_faults_leave_no_lease(steps: list[tuple[str, Any, Any]]) -> None:
     """The store is asked, rather than its connection ended: ours is still open."""

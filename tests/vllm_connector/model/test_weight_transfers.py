@@ -285,7 +285,7 @@ STEPS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(STEPS, max_size=14))
 def test_weight_transfer_in_any_order_never_shares_mixed_weights(steps: list[Any]) -> None:
     """Whatever is called when: an engine that shares holds KV of its weights alone, and the version that it

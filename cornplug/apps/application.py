@@ -1,0 +1,71 @@
+"""An application that gives its own OpenAI client."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cornplug.planner.inputs.schema import Application
+
+if TYPE_CHECKING:
+    import openai
+
+    from cornplug.apps.client.class_routes import Addresses
+    from cornplug.apps.client.engine_choice import MissPrice
+    from cornplug.apps.client.routed_call import CallRouter
+
+
+class RoutedApplication(Application):
+    """Requests to one LLM, with their SLO."""
+
+    def client(
+        self,
+        *,
+        routes: Path | Addresses | None = None,
+        request: str | None = None,
+        retry_s: float = 30.0,
+        price: MissPrice | None = None,
+        **openai_arguments: Any,
+    ) -> openai.OpenAI:
+        """An `openai.OpenAI` whose requests go to the engines of one request class. Needs `cornplug[client]`.
+
+        Args:
+            routes: `routes.json` of a launch or its run folder, or the engines' URLs, with weights in a
+                mapping. None: the only launch of this user that has the class.
+            request: The request class; None: the application's only one.
+            retry_s: Seconds in which a request that no engine did yet may be sent again.
+            price: Speeds by which a miss is weighed against a queue.
+            openai_arguments: Of `openai.OpenAI`, as `timeout` or `api_key`.
+
+        Raises ConfigError.
+        """
+        from cornplug.apps.client import openai_clients
+
+        return openai_clients.sync_client(self._router(routes, request, retry_s, price), openai_arguments)
+
+    def async_client(
+        self,
+        *,
+        routes: Path | Addresses | None = None,
+        request: str | None = None,
+        retry_s: float = 30.0,
+        price: MissPrice | None = None,
+        **openai_arguments: Any,
+    ) -> openai.AsyncOpenAI:
+        """An `openai.AsyncOpenAI`, as `client`."""
+        from cornplug.apps.client import openai_clients
+
+        return openai_clients.async_client(self._router(routes, request, retry_s, price), openai_arguments)
+
+    def _router(
+        self,
+        routes: Path | Addresses | None,
+        request: str | None,
+        retry_s: float,
+        price: MissPrice | None,
+    ) -> CallRouter:
+        from cornplug.apps.client import openai_clients
+        from cornplug.apps.client.class_routes import routes_of
+
+        found = routes_of(self.name, [one.name for one in self.requests], routes, request)
+        return openai_clients.router_of(found, price, retry_s)

@@ -1,0 +1,154 @@
+"""The engine for a request: the one at which its prompt's KV is there soonest.
+
+Its price is the sum of three times: prefill of tokens that no engine has had, loading of those that another
+engine of the host has had (they share a store), and the queue in front of it.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from cornplug.apps.client.engine_load import EngineLoad
+from cornplug.apps.client.prefix_memory import PrefixMemory
+from cornplug.apps.client.prompt_prefix import STEP_TOKENS, PromptPrefix
+from cornplug.encoder_service.client import rendezvous
+from cornplug.encoder_service.client.retry import CircuitBreakers
+from cornplug.errors import ConfigError
+
+_RUNNING_TOKENS: Final = 16.0
+"""Of prefill, as which a running request counts: its steps take that part of a new one's time."""
+_FIRST_GUESS_TOKENS: Final = 512.0
+_NEW_SHARE: Final = 0.1
+"""Weight of the newest request in the average of tokens that are computed for one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MissPrice:
+    """Speeds by which a miss is weighed against a queue. `cornplug plan` and engine logs tell them."""
+
+    prefill_tokens_per_s: float = 5_000.0
+    load_tokens_per_s: float = 50_000.0
+    """From the host's store."""
+
+    def __post_init__(self) -> None:
+        for name in ("prefill_tokens_per_s", "load_tokens_per_s"):
+            if not 0 < (value := getattr(self, name)) < float("inf"):
+                raise ConfigError(f"price.{name}", f"{value} is no speed", "Give tokens per second, above 0.")
+
+
+class EngineChooser:
+    """State of each engine as this client sees it, and the choice among them. Safe for threads."""
+
+    def __init__(
+        self,
+        price: MissPrice | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        uniform: Callable[[], float] = random.random,
+    ) -> None:
+        self.clock = clock
+        self._price = price or MissPrice()
+        self._lock = threading.Lock()
+        self._memory = PrefixMemory()
+        self._circuits = CircuitBreakers((), uniform)
+        self._sent: Counter[str] = Counter()
+        """Requests of this client under way."""
+        self._loads: Mapping[str, EngineLoad] = {}
+        self._sent_then: Mapping[str, int] = {}
+        """`_sent` at the last reading of loads, which counts those requests."""
+        self._typical_tokens = _FIRST_GUESS_TOKENS
+
+    def take(self, engines: Mapping[str, float], prefix: PromptPrefix, now: float) -> str | None:
+        """The engine that a request is sent to now; None: each of them has failed or asked for a pause.
+
+        Equal prices are decided by the conversation's digest and the weights, the same in every process.
+        """
+        with self._lock:
+            self._circuits.watch(engines)
+            self._memory.keep(engines)
+            ready = [engine for engine in engines if not self._circuits.is_open(engine, now)]
+            if not ready:
+                return None
+            order = rendezvous.ranking(prefix.conversation, engines)
+            prices = {engine: self._price_s(engine, engines, prefix) for engine in ready}
+            chosen = min(ready, key=lambda engine: (round(prices[engine], 6), order.index(engine)))
+            self._circuits.take(chosen, now)
+            self._note_sent(chosen, prefix)
+            return chosen
+
+    def take_first(self, engines: Mapping[str, float], prefix: PromptPrefix) -> str:
+        """The engine whose pause ends first, for a request that cannot wait so long."""
+        with self._lock:
+            chosen = min(engines, key=self._circuits.opens_at)
+            self._note_sent(chosen, prefix)
+            return chosen
+
+    def opens_at(self, engines: Collection[str]) -> float:
+        """Time from which one of these engines may be asked."""
+        with self._lock:
+            self._circuits.watch(engines)
+            return min(map(self._circuits.opens_at, engines))
+
+    def ended(self, engine: str) -> None:
+        """A request that `take` gave to this engine is over."""
+        with self._lock:
+            self._sent[engine] -= 1
+
+    def answered(self, engine: str, prefix: PromptPrefix) -> None:
+        """The engine took the request: it has its prompt from now on."""
+        with self._lock:
+            self._circuits.answered(engine)
+            self._memory.remember(engine, prefix.steps)
+
+    def refused(self, engine: str, now: float, pause_s: float | None) -> None:
+        """The engine asked for a pause of so many seconds; None: it did not say how long."""
+        with self._lock:
+            self._circuits.refused(engine, now, pause_s)
+
+    def failed(self, engine: str, now: float, *, sent: float) -> None:
+        """The engine gave no answer to the request of `sent`. A new process of it knows no prefix."""
+        with self._lock:
+            self._circuits.failed(engine, now, sent=sent)
+            self._memory.forget(engine)
+
+    def loaded(self, loads: Mapping[str, EngineLoad]) -> None:
+        """Take over a reading of loads; an engine that is not in it has an unknown one."""
+        with self._lock:
+            self._loads = loads
+            self._sent_then = {engine: self._sent[engine] for engine in loads}
+
+    def _note_sent(self, engine: str, prefix: PromptPrefix) -> None:
+        self._sent[engine] += 1
+        missing = self._missing_tokens(engine, prefix)
+        self._typical_tokens += _NEW_SHARE * (missing - self._typical_tokens)
+
+    def _missing_tokens(self, engine: str, prefix: PromptPrefix) -> float:
+        return prefix.tokens - STEP_TOKENS * self._memory.known(engine, prefix.steps)
+
+    def _price_s(self, engine: str, engines: Mapping[str, float], prefix: PromptPrefix) -> float:
+        host = urlsplit(engine).hostname
+        missing = self._missing_tokens(engine, prefix)
+        near = [one for one in self._memory.engines() if urlsplit(one).hostname == host]
+        computed = min((self._missing_tokens(one, prefix) for one in near), default=missing)
+        computed = min(computed, missing)
+        price = self._price
+        return (
+            computed / price.prefill_tokens_per_s
+            + (missing - computed) / price.load_tokens_per_s
+            + self._queue_tokens(engine)
+            / price.prefill_tokens_per_s
+            / (engines[engine] / max(engines.values()))
+        )
+
+    def _queue_tokens(self, engine: str) -> float:
+        """Tokens of prefill in front of a new request."""
+        load = self._loads.get(engine, EngineLoad(0.0, 0.0))
+        since = max(self._sent[engine] - self._sent_then.get(engine, 0), 0)
+        return (load.waiting + since) * max(self._typical_tokens, 1.0) + load.running * _RUNNING_TOKENS

@@ -1,0 +1,261 @@
+"""One request of a client: its next engine, and the consequences of answers and failures. No I/O.
+
+    next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: the answer is the caller's
+                │                          │                         └──> False: ask next_step again
+                │                          └─> failed(error): ask next_step again
+                ├─> RetryPause: wait
+                └─> raises the last engine's error, unchanged
+
+    forward(chunk), then ended(error) ──> last bytes of the stream, or None: ask next_step for the rest
+
+A request is sent again only if no engine did it as far as the caller sees: its connection was refused; the
+engine answered 429 or 503; or the engine was lost before the first byte of its answer, and a second
+execution is harmless. After the loss of more than `MOST_LOSSES` engines it is given up: it may be the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
+import httpx
+import msgspec
+
+from cornplug.apps.client.class_routes import ClassRoute, Routes
+from cornplug.apps.client.engine_choice import EngineChooser
+from cornplug.apps.client.harmless_fields import CHAT, COMPLETIONS
+from cornplug.apps.client.prompt_prefix import NO_PREFIX, prompt_prefix
+from cornplug.apps.client.stream_continuation import (
+    EngineFailedInStream,
+    StreamContinuation,
+    StreamDiverged,
+)
+from cornplug.encoder_service.client.retry import RetryPause
+from cornplug.encoder_service.client.retry_after import retry_after_s
+
+MOST_LOSSES: Final = 2
+_REPEATABLE: Final = frozenset({CHAT, COMPLETIONS, "/v1/embeddings"})
+"""Paths whose requests change nothing: a second execution costs time only."""
+_WITH_FIELDS: Final = frozenset({CHAT, COMPLETIONS})
+"""Paths whose bodies take `priority` and `cache_salt`, in both engines."""
+_BUSY: Final = frozenset({429, 503})
+_REFUSED: Final = (httpx.ConnectError, httpx.ConnectTimeout)
+_LOST: Final = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
+STREAM_ERRORS: Final = (httpx.TransportError, EngineFailedInStream, StreamDiverged)
+"""Errors that a transport gives to `RoutedCall.ended`."""
+_NEW_HEADERS: Final = frozenset({b"host", b"content-length", b"transfer-encoding"})
+_LEAST_PAUSE_S: Final = 0.001
+
+
+class RoutedCall:
+    """A request on its way. Its methods are called one after the other, as the module says."""
+
+    def __init__(
+        self,
+        chooser: EngineChooser,
+        routes: Routes,
+        request: httpx.Request,
+        content: bytes,
+        *,
+        retry_s: float,
+    ) -> None:
+        self._chooser = chooser
+        self._routes = routes
+        self._request = request
+        self._content = content
+        self._path = request.url.path
+        self._retry_s = retry_s
+        self._end = chooser.clock() + retry_s
+        body = _object(content) if request.method == "POST" else None
+        if body is not None and self._path in _WITH_FIELDS:
+            body = _with_fields(body, routes())
+            self._content = msgspec.json.encode(body)
+        self._prefix = NO_PREFIX if body is None else prompt_prefix(body)
+        self._stream = None if body is None else StreamContinuation.of(self._path, body)
+        if self._stream is not None:
+            self._content = msgspec.json.encode(self._stream.request())
+        self._repeatable = request.method in ("GET", "HEAD") or (
+            request.method == "POST" and self._path in _REPEATABLE
+        )
+        self.is_whole = self._repeatable and not (body or {}).get("stream")
+        """The transport reads the answer to its end before the caller has any of it."""
+        self._engine: str | None = None
+        self._sent_at = 0.0
+        self._losses = 0
+        self._forwarded = False
+        self._error: Exception | None = None
+        """Of the engine asked last."""
+        self._loss: Exception | None = None
+        """That ended a stream whose rest is asked for: the caller's error if there is none."""
+        self._given_up = False
+
+    def next_step(self) -> httpx.Request | RetryPause:
+        """The request to send to an engine, or a pause. Raises the last error if neither can help."""
+        now = self._chooser.clock()
+        error = self._loss or self._error
+        if error is not None and (self._given_up or now >= self._end):
+            raise error
+        engines = self._routes().engines
+        engine = self._chooser.take(engines, self._prefix, now)
+        if engine is None:
+            opens_at = self._chooser.opens_at(engines)
+            if opens_at < self._end:
+                return RetryPause(max(opens_at - now, _LEAST_PAUSE_S))
+            if error is not None:
+                raise error
+            engine = self._chooser.take_first(engines, self._prefix)
+        self._engine, self._sent_at = engine, now
+        return self._request_to(engine)
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around the sending of one request: a transport's error is noted, and ends no more than the attempt.
+
+        Raises what else ends it, as a cancellation; the engine then has no more work with this call.
+        """
+        try:
+            yield
+        except httpx.TransportError as e:
+            self.failed(e)
+        except BaseException:
+            self.closed()
+            raise
+
+    def takes(self, status: int, headers: httpx.Headers) -> bool:
+        """Whether this answer is the caller's; otherwise close it."""
+        engine, now = self._current(), self._chooser.clock()
+        if status in _BUSY:
+            self._chooser.refused(engine, now, retry_after_s(headers.get("retry-after")))
+            if max(now, self._chooser.opens_at(self._routes().engines)) < self._end:
+                self.closed()
+                return False
+        else:
+            self._chooser.answered(engine, self._prefix if status == 200 else NO_PREFIX)
+        is_events = status == 200 and headers.get("content-type", "").startswith("text/event-stream")
+        if self._loss is not None and not is_events:
+            self._given_up = True
+            self.closed()
+            return False
+        if not is_events or "content-encoding" in headers:
+            self._stream = None
+        return True
+
+    def failed(self, error: httpx.TransportError) -> None:
+        """No answer came."""
+        self._error = error
+        refused = isinstance(error, _REFUSED)
+        lost = isinstance(error, _LOST)
+        self._note_failure(error)
+        self._losses += lost
+        again = refused or (lost and self._repeatable and self._losses <= MOST_LOSSES)
+        self._given_up = not again
+        self.closed()
+
+    def forward(self, chunk: bytes) -> Iterator[bytes]:
+        """Bytes of the answer for the caller. Raises some of `STREAM_ERRORS`."""
+        for out in [chunk] if self._stream is None else self._stream.forward(chunk):
+            self._forwarded = True
+            yield out
+
+    def ended(self, error: Exception | None) -> bytes | None:
+        """The caller's last bytes; None: `next_step` gives a request for the rest.
+
+        Args:
+            error: One of `STREAM_ERRORS`; None: the engine ended its answer.
+
+        Raises `error` if no engine can go on; of two losses the first.
+        """
+        stream = self._stream
+        if error is not None:
+            self._note_failure(error)
+        self.closed()
+        if stream is not None and (stream.done or stream.finished):
+            return stream.end()
+        if error is None and stream is None:
+            return b""
+        if not isinstance(error, StreamDiverged):
+            self._losses += 1
+            if self._goes_on(error):
+                return None
+        if error is None and stream is not None and self._loss is None:
+            return stream.end()
+        final = self._loss or error
+        assert final is not None
+        raise final
+
+    def closed(self) -> None:
+        """The engine has no more work with this call. May be called again."""
+        if self._engine is not None:
+            self._chooser.ended(self._engine)
+            self._engine = None
+
+    def _goes_on(self, error: Exception | None) -> bool:
+        """Whether the rest, or all if nothing was forwarded, is asked for; then this call is ready for it."""
+        if self._losses > MOST_LOSSES or not isinstance(error, (*_LOST, EngineFailedInStream, type(None))):
+            return False
+        if self._stream is not None and self._stream.can_go_on:
+            self._stream.go_on()
+            self._content = msgspec.json.encode(self._stream.request())
+        elif error is None or self._forwarded or not self._repeatable:
+            return False
+        self._loss = (
+            self._loss or error or httpx.RemoteProtocolError("the stream ended without its last event")
+        )
+        self._end = self._chooser.clock() + self._retry_s
+        return True
+
+    def _note_failure(self, error: Exception) -> None:
+        if self._engine is not None and isinstance(error, (*_REFUSED, *_LOST, EngineFailedInStream)):
+            self._chooser.failed(self._engine, self._chooser.clock(), sent=self._sent_at)
+
+    def _current(self) -> str:
+        assert self._engine is not None, "an answer comes from an engine"
+        return self._engine
+
+    def _request_to(self, engine: str) -> httpx.Request:
+        headers = [(k, v) for k, v in self._request.headers.raw if k.lower() not in _NEW_HEADERS]
+        if self._stream is not None:
+            # Compressed events cannot be cut.
+            headers = [(k, v) for k, v in headers if k.lower() != b"accept-encoding"]
+            headers.append((b"accept-encoding", b"identity"))
+        url = engine + self._request.url.raw_path.decode("ascii")
+        extensions = self._request.extensions
+        return httpx.Request(
+            self._request.method, url, headers=headers, content=self._content, extensions=extensions
+        )
+
+
+class CallRouter:
+    """Makes the calls of one client. Safe for threads."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        chooser: EngineChooser,
+        *,
+        retry_s: float,
+        poke: Callable[[Mapping[str, float]], None],
+    ) -> None:
+        self._routes = routes
+        self._chooser = chooser
+        self._retry_s = retry_s
+        self._poke = poke
+
+    def call(self, request: httpx.Request, content: bytes) -> RoutedCall:
+        """The call of one request with this body."""
+        self._poke(self._routes().engines)
+        return RoutedCall(self._chooser, self._routes, request, content, retry_s=self._retry_s)
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    try:
+        return msgspec.json.decode(content, type=dict[str, Any])
+    except msgspec.DecodeError:
+        return None
+
+
+def _with_fields(body: dict[str, Any], route: ClassRoute) -> dict[str, Any]:
+    """With the class's priority and the tenant's salt, where the caller wrote none."""
+    fields = {"priority": route.priority, "cache_salt": route.cache_salt}
+    return {name: value for name, value in fields.items() if value is not None} | body

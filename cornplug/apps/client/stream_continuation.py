@@ -1,0 +1,218 @@
+"""A stream that may go on at another engine: its text so far, and the request for the rest. No I/O.
+
+The caller sees one stream: events of the first engine as they came, then those of the next one with the
+first one's id. The rest is asked for from the end of the last event that does not end with white space: a
+chat template may strip that from a message. The engine then says it again, and it is not forwarded twice.
+
+Where a limit of tokens or the usage needs the number of tokens that came, engines are asked for the usage in
+each event. It is taken out again unless the caller asked for it, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, Self
+
+from cornplug.apps.client.harmless_fields import CHAT, may_continue
+from cornplug.apps.client.stream_events import DONE, EventSplitter, data_of, event_of, is_done
+
+_LIMITS: Final = ("max_tokens", "max_completion_tokens")
+_KEPT: Final = ("id", "object", "created", "model")
+"""Fields of the first stream's events that all later ones have."""
+
+
+class StreamDiverged(Exception):
+    """The text of the next engine is not the rest of this one."""
+
+
+class EngineFailedInStream(Exception):
+    """The engine ended the stream by an event of an error: `event`, for a caller without another engine."""
+
+    def __init__(self, event: bytes) -> None:
+        super().__init__("the engine ended its stream with an error")
+        self.event = event
+
+
+class StreamContinuation:
+    """One stream for the caller, made of those of one engine after the other."""
+
+    def __init__(self, path: str, body: Mapping[str, Any]) -> None:
+        self._is_chat = path == CHAT
+        self._body = body
+        options = body.get("stream_options") or {}
+        self._usage_asked = bool(options.get("include_usage"))
+        self._usage_in_all = self._usage_asked and bool(options.get("continuous_usage_stats"))
+        self._limited = any(body.get(name) is not None for name in _LIMITS)
+        self._counts = self._limited or self._usage_asked
+        """Whether the rest's limit or its usage needs the number of tokens that came."""
+        self._events = EventSplitter()
+        self._text = ""
+        self._overlap = ""
+        """Text that was forwarded already and that the next engine says again."""
+        self._tokens_before = 0
+        """Of the text by which this engine's request went on."""
+        self._tokens: int | None = 0
+        """Of the whole text; None: the engine does not say."""
+        self._resume = (0, 0)
+        """Characters and tokens of the text from whose end the next engine goes on."""
+        self._first: dict[str, Any] | None = None
+        self._prompt_tokens: int | None = None
+        self._usage_sent = False
+        self._engines = 1
+        self._strange = False
+        self.finished = False
+        """An event with a finish reason was forwarded."""
+        self.done = False
+        """The event that ends a stream was forwarded."""
+
+    @classmethod
+    def of(cls, path: str, body: Mapping[str, Any]) -> Self | None:
+        """The stream of a request; None if it must not go on elsewhere."""
+        return cls(path, body) if may_continue(path, body) else None
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether another engine may be asked for the rest."""
+        return not (self._strange or self.done or self.finished) and self._next_limits() is not None
+
+    def request(self) -> dict[str, Any]:
+        """The body to send: the caller's, or that for the rest of the text."""
+        body = dict(self._body)
+        if self._counts:
+            body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        text = self._text[: self._resume[0]]
+        if not text:
+            return body
+        body |= self._next_limits() or {}
+        if self._is_chat:
+            body["messages"] = [*body["messages"], {"role": "assistant", "content": text}]
+            return body | {"continue_final_message": True, "add_generation_prompt": False}
+        body["prompt"] += text
+        return body
+
+    def go_on(self) -> None:
+        """The engine was lost, and `request` goes to another one."""
+        characters, self._tokens_before = self._resume
+        self._tokens = self._tokens_before
+        self._overlap = self._text[characters:]
+        self._events.take_rest()
+        if self._first is not None:
+            self._engines += 1
+
+    def forward(self, chunk: bytes) -> Iterator[bytes]:
+        """Events for the caller. Raises StreamDiverged, EngineFailedInStream."""
+        return filter(None, map(self._forward_event, self._events.feed(chunk)))
+
+    def end(self) -> bytes:
+        """The last bytes of a stream that ended, or whose engine was lost after its last token."""
+        if self.done or not self.finished:
+            return self._events.take_rest()
+        self.done = True
+        if not self._usage_asked or self._usage_sent or self._tokens is None or self._first is None:
+            return DONE
+        return event_of({**self._first, "choices": [], "usage": self._usage_of(self._tokens)}) + DONE
+
+    def _next_limits(self) -> dict[str, int] | None:
+        """Limits of tokens for the rest; None: there is no room, or the number that came is not known."""
+        if not self._limited:
+            return {}
+        if self._tokens is None:
+            return None
+        limits = {
+            name: self._body[name] - self._resume[1] for name in _LIMITS if self._body.get(name) is not None
+        }
+        return limits if min(limits.values()) > 0 else None
+
+    def _forward_event(self, event: bytes) -> bytes:
+        if is_done(event):
+            self.done = True
+            return event
+        data = data_of(event)
+        if data is None:
+            # A comment keeps a connection open; other data are unknown.
+            self._strange |= event.startswith(b"data:")
+            return event
+        if "error" in data:
+            if self.can_go_on and _is_of_the_engine(data["error"]):
+                raise EngineFailedInStream(event)
+            self._strange = True
+            return event
+        if self._first is None:
+            self._first = {name: data[name] for name in _KEPT if name in data}
+        usage = data.get("usage")
+        if isinstance(usage, dict) and self._prompt_tokens is None and not self._tokens_before:
+            self._prompt_tokens = usage.get("prompt_tokens")
+        choices = data.get("choices")
+        if not choices:
+            return self._forward_usage(event, data, usage)
+        return self._forward_choice(event, data, choices[0], usage)
+
+    def _forward_usage(self, event: bytes, data: dict[str, Any], usage: Any) -> bytes:
+        if not self._usage_asked:
+            return b"" if self._counts else event
+        self._usage_sent = True
+        if self._engines == 1 or not isinstance(usage, dict):
+            return event
+        total = self._tokens_before + int(usage.get("completion_tokens") or 0)
+        return event_of({**data, **(self._first or {}), "usage": self._usage_of(total)})
+
+    def _forward_choice(
+        self, event: bytes, data: dict[str, Any], choice: dict[str, Any], usage: Any
+    ) -> bytes:
+        text = self._text_of(choice)
+        fresh = self._without_overlap(text)
+        self._note(fresh, usage)
+        self.finished |= choice.get("finish_reason") is not None
+        stripped = usage is not None and self._counts and not self._usage_in_all
+        if self._engines == 1 and not stripped:
+            return event
+        if stripped:
+            del data["usage"]
+        if self._engines == 1:
+            return event_of(data)
+        if not fresh and not self.finished:
+            return b""
+        self._put(choice, fresh)
+        if "usage" in data and self._tokens is not None:
+            data["usage"] = self._usage_of(self._tokens)
+        return event_of({**data, **(self._first or {})})
+
+    def _text_of(self, choice: dict[str, Any]) -> str:
+        """The new text of an event. Reasoning and other parts cannot be given to another engine."""
+        if not self._is_chat:
+            return choice.get("text") or ""
+        delta = choice.get("delta") or {}
+        self._strange |= any(value for name, value in delta.items() if name not in ("role", "content"))
+        return delta.get("content") or ""
+
+    def _put(self, choice: dict[str, Any], text: str) -> None:
+        if self._is_chat:
+            choice["delta"] = {"content": text}
+        else:
+            choice["text"] = text
+
+    def _without_overlap(self, text: str) -> str:
+        again = min(len(text), len(self._overlap))
+        if text[:again] != self._overlap[:again]:
+            self._strange = True
+            raise StreamDiverged(f"{text[:again]!r} came for {self._overlap[:again]!r}")
+        self._overlap = self._overlap[again:]
+        return text[again:]
+
+    def _note(self, fresh: str, usage: Any) -> None:
+        came = usage.get("completion_tokens") if isinstance(usage, dict) else None
+        self._tokens = None if came is None else self._tokens_before + came
+        self._text += fresh
+        is_counted = self._tokens is not None or not self._counts
+        if fresh and is_counted and not fresh[-1].isspace() and fresh[-1] != "\N{REPLACEMENT CHARACTER}":
+            self._resume = (len(self._text), self._tokens or 0)
+
+    def _usage_of(self, tokens: int) -> dict[str, int]:
+        prompt = self._prompt_tokens or 0
+        return {"prompt_tokens": prompt, "total_tokens": prompt + tokens, "completion_tokens": tokens}
+
+
+def _is_of_the_engine(error: Any) -> bool:
+    """Whether an error is a failure of the engine, as its own process that ended, not of the request."""
+    code = error.get("code") if isinstance(error, dict) else None
+    return isinstance(code, int) and code >= 500

@@ -1,0 +1,183 @@
+"""httpx transports that send each request to the engine that `RoutedCall` names, sync and async."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, closing
+from typing import Final
+
+import httpx
+
+from cornplug.apps.client.routed_call import STREAM_ERRORS, CallRouter, RoutedCall
+from cornplug.apps.client.stream_continuation import EngineFailedInStream
+from cornplug.encoder_service.client.retry import RetryPause
+from cornplug.host import tls_context
+
+_LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=100)
+
+
+class RoutedTransport(httpx.BaseTransport):
+    """For `httpx.Client`. The host of a request's URL is not used: `router` names the engine."""
+
+    def __init__(self, router: CallRouter, engines: httpx.BaseTransport | None = None) -> None:
+        self._router = router
+        self._engines = engines or httpx.HTTPTransport(verify=tls_context(), limits=_LIMITS)
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        """The engine's answer. Raises the last engine's httpx.TransportError."""
+        call = self._router.call(request, request.read())
+        answer = self.answer(call)
+        return answer if call.is_whole else _streamed(answer, _RoutedStream(self, call, answer))
+
+    def answer(self, call: RoutedCall) -> httpx.Response:
+        """The next answer of a call that is the caller's; a whole one is read."""
+        while True:
+            step = call.next_step()
+            if isinstance(step, RetryPause):
+                time.sleep(step.seconds)
+                continue
+            with call.attempt():
+                answer = self._engines.handle_request(step)
+                if not call.takes(answer.status_code, answer.headers):
+                    answer.close()
+                elif not call.is_whole:
+                    return answer
+                else:
+                    with closing(answer):
+                        content = b"".join(_sync(answer))
+                    call.closed()
+                    return _whole(answer, content)
+
+    def close(self) -> None:
+        """Close the engines' connections."""
+        self._engines.close()
+
+
+class AsyncRoutedTransport(httpx.AsyncBaseTransport):
+    """For `httpx.AsyncClient`, as `RoutedTransport`."""
+
+    def __init__(self, router: CallRouter, engines: httpx.AsyncBaseTransport | None = None) -> None:
+        self._router = router
+        self._engines = engines or httpx.AsyncHTTPTransport(verify=tls_context(), limits=_LIMITS)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """The engine's answer. Raises the last engine's httpx.TransportError."""
+        call = self._router.call(request, await request.aread())
+        answer = await self.answer(call)
+        return answer if call.is_whole else _streamed(answer, _AsyncRoutedStream(self, call, answer))
+
+    async def answer(self, call: RoutedCall) -> httpx.Response:
+        """The next answer of a call that is the caller's; a whole one is read."""
+        while True:
+            step = call.next_step()
+            if isinstance(step, RetryPause):
+                await asyncio.sleep(step.seconds)
+                continue
+            with call.attempt():
+                answer = await self._engines.handle_async_request(step)
+                if not call.takes(answer.status_code, answer.headers):
+                    await answer.aclose()
+                elif not call.is_whole:
+                    return answer
+                else:
+                    async with aclosing(answer):
+                        content = b"".join([chunk async for chunk in _async(answer)])
+                    call.closed()
+                    return _whole(answer, content)
+
+    async def aclose(self) -> None:
+        """Close the engines' connections."""
+        await self._engines.aclose()
+
+
+class _RoutedStream(httpx.SyncByteStream):
+    """A stream's bytes, of one engine after the other."""
+
+    def __init__(self, transport: RoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
+        self._transport = transport
+        self._call = call
+        self._answer = answer
+
+    def __iter__(self) -> Iterator[bytes]:
+        last = None
+        while last is None:
+            lost = None
+            try:
+                for chunk in _sync(self._answer):
+                    yield from self._call.forward(chunk)
+            except STREAM_ERRORS as e:
+                lost = e
+            self._answer.close()
+            try:
+                last = self._call.ended(lost)
+                if last is None:
+                    self._answer = self._transport.answer(self._call)
+            except EngineFailedInStream as e:
+                last = e.event
+        if last:
+            yield last
+
+    def close(self) -> None:
+        self._call.closed()
+        self._answer.close()
+
+
+class _AsyncRoutedStream(httpx.AsyncByteStream):
+    """As `_RoutedStream`."""
+
+    def __init__(self, transport: AsyncRoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
+        self._transport = transport
+        self._call = call
+        self._answer = answer
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        last = None
+        while last is None:
+            lost = None
+            try:
+                async for chunk in _async(self._answer):
+                    for out in self._call.forward(chunk):
+                        yield out
+            except STREAM_ERRORS as e:
+                lost = e
+            await self._answer.aclose()
+            try:
+                last = self._call.ended(lost)
+                if last is None:
+                    self._answer = await self._transport.answer(self._call)
+            except EngineFailedInStream as e:
+                last = e.event
+        if last:
+            yield last
+
+    async def aclose(self) -> None:
+        self._call.closed()
+        await self._answer.aclose()
+
+
+def _sync(answer: httpx.Response) -> httpx.SyncByteStream:
+    """The bytes as the engine sent them: the client decodes them."""
+    assert isinstance(answer.stream, httpx.SyncByteStream)
+    return answer.stream
+
+
+def _async(answer: httpx.Response) -> httpx.AsyncByteStream:
+    assert isinstance(answer.stream, httpx.AsyncByteStream)
+    return answer.stream
+
+
+def _whole(answer: httpx.Response, content: bytes) -> httpx.Response:
+    return httpx.Response(
+        answer.status_code,
+        headers=answer.headers,
+        stream=httpx.ByteStream(content),
+        extensions=answer.extensions,
+    )
+
+
+def _streamed(answer: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> httpx.Response:
+    """The same status and headers, but for the length: the first engine's answer may not be the whole."""
+    headers = [(k, v) for k, v in answer.headers.raw if k.lower() != b"content-length"]
+    return httpx.Response(answer.status_code, headers=headers, stream=stream, extensions=answer.extensions)

@@ -1,0 +1,103 @@
+"""A plan for Prometheus: its forecasts as recording rules, and its engines as labelled targets.
+
+`deploy/grafana/plan.json` shows them beside what the engines measure; the label `cornplug_group` joins both.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from cornplug.planner.latency_forecast import LatencyForecast
+from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.plan import Plan, PlanRoute, ReplicaGroup
+
+RULES, TARGETS = "prometheus-rules.yml", "prometheus-targets.json"
+GROUP: Final = "cornplug_group"
+RATE, SECONDS, BOUND = (
+    "cornplug_plan_requests_per_second",
+    "cornplug_plan_seconds",
+    "cornplug_plan_slo_seconds",
+)
+LABELS: Final[Mapping[str, tuple[str, ...]]] = {
+    RATE: (GROUP,),
+    SECONDS: (GROUP, "app", "request", "quantity", "percentile"),
+    BOUND: (GROUP, "app", "request", "quantity", "percentile"),
+}
+"""Recorded series -> its labels."""
+_PERCENTILES: Final = ("mean", "p50", "p90", "p95", "p99")
+Rule = tuple[str, float, dict[str, str]]
+"""Series, value, labels."""
+
+
+def write(plan: Plan, folder: Path) -> None:
+    """Write both files. Raises ConfigError as `sites`."""
+    targets = _targets(sites(plan))
+    (folder / RULES).write_text(_rules(plan), encoding="utf-8")
+    (folder / TARGETS).write_text(targets, encoding="utf-8")
+
+
+def _targets(placed: Sequence[ReplicaAddress]) -> str:
+    """`file_sd_configs` of each engine that serves /metrics; rank 0 of a replica on several hosts does."""
+    by_group: dict[str, list[str]] = defaultdict(list)
+    for site in placed:
+        if site.group.engine != "external" and site.rank == 0:
+            by_group[site.group.name].append(f"{site.host}:{site.port}")
+    found = [{"targets": addresses, "labels": {GROUP: name}} for name, addresses in by_group.items()]
+    return json.dumps(found, indent=2) + "\n"
+
+
+def _rules(plan: Plan) -> str:
+    lines = ["groups:", "  - name: cornplug-plan", "    rules:"]
+    for series, value, labels in (*_rates(plan), *_times(plan)):
+        lines += [f"      - record: {series}", f"        expr: vector({value:.6g})", "        labels:"]
+        # A JSON string is a YAML string.
+        lines += [f"          {name}: {json.dumps(text)}" for name, text in labels.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _rates(plan: Plan) -> Iterator[Rule]:
+    """Requests a second of each engine with a language model: those that its own counters count."""
+    rates: dict[str, float] = defaultdict(float)
+    for route in plan.routes:
+        for group, share in _answering(plan, route):
+            rates[group.name] += route.rate * share
+    for name, rate in rates.items():
+        yield RATE, rate, {GROUP: name}
+
+
+def _times(plan: Plan) -> Iterator[Rule]:
+    """TTFT and TPOT of each class at the engine that measures them: of a divided engine, TPOT only."""
+    forecasts = {(one.app, one.request): one for one in plan.latency_forecasts}
+    seen = dict.fromkeys(
+        (group.name, "P" in group.tasks, route.app, route.request)
+        for route in plan.routes
+        for group, _ in _answering(plan, route)
+    )
+    for name, whole, app, request in seen:
+        labels = {GROUP: name, "app": app, "request": request}
+        for quantity in ("ttft", "tpot") if whole else ("tpot",):
+            yield from _of_class(forecasts[app, request], quantity, {**labels, "quantity": quantity})
+
+
+def _of_class(forecast: LatencyForecast, quantity: str, labels: dict[str, str]) -> Iterator[Rule]:
+    times = forecast.ttft if quantity == "ttft" else forecast.tpot
+    for percentile in _PERCENTILES:
+        value = times.at(percentile)
+        if value is not None:
+            yield SECONDS, value, {**labels, "percentile": percentile}
+    for of in forecast.bounds:
+        if of.quantity == quantity and of.bound is not None and not of.slowdown:
+            yield BOUND, of.bound, {**labels, "percentile": of.percentile}
+
+
+def _answering(plan: Plan, route: PlanRoute) -> Iterator[tuple[ReplicaGroup, float]]:
+    """Groups whose engines generate the answer, with their share of the route."""
+    groups = {group.name: group for group in plan.groups}
+    for stage in route.stages:
+        for name, share in stage.groups.items():
+            if "D" in groups[name].tasks and groups[name].engine != "external":
+                yield groups[name], share
