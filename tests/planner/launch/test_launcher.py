@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -247,7 +246,5 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) 
         if "Ctrl-C" in line:
             break
     launched.send_signal(signal.SIGTERM)
-    began = time.monotonic()
     assert launched.wait(60) == 0
-    assert time.monotonic() - began < 18, "the grace is 20 s"
     assert fakes.read_text().split() == ["18400"]

