@@ -138,7 +138,6 @@ def _run_client(
     return subprocess.run(command, env=_environment(shared), capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_containers_that_share_the_sockets_folder_exchange_more_than_their_shm(
     shared: Path, start_daemon_in_container: Start
@@ -149,7 +148,6 @@ def test_containers_that_share_the_sockets_folder_exchange_more_than_their_shm(
         assert client.returncode == 0, client.stderr
 
 
-@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_containers_client_of_another_user_is_told_the_remedy(
     shared: Path, start_daemon_in_container: Start
@@ -188,7 +186,6 @@ def memory_group() -> Iterator[Path]:
     eventually(removed)
 
 
-@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_containers_memory_limit_bounds_the_store(
     memory_group: Path, shared: Path, start_daemon_in_container: Start
