@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ FAKE = Path(__file__).parents[1] / "fake_server.py"
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """vLLM and its router, by the variables that name them."""
     fake = tmp_path / "fake"
-    fake.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(FAKE))} "$@"\n')
     fake.chmod(0o755)
     events = tmp_path / "events"
     for name, value in (
