@@ -22,9 +22,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu, tls_context
 from cornplug.processes import ManagedProcess, answers
+from devkit.engines_in_use import UsedEngine, names_cornplug, note
 from devkit.photos import Photo, photos
 from devkit.processes import EncoderProcess, StoreProcess, environment, wait_until
-from devkit.vllm_beds import bed_environment
+from devkit.vllm_beds import bed_environment, bed_of_this_run
 
 __all__ = [
     "Answer",
@@ -74,17 +75,37 @@ class Answer:
 
 
 class EngineServer(ManagedProcess):
-    """An engine's HTTP server on this host; it calls its model `model`."""
+    """An engine's HTTP server on this host; it calls its model `model`.
+
+    A test that starts it or reads its `url` uses `engine` (`devkit.engines_in_use`).
+    """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {}
     """Fields by which this engine is asked for the ids of its output tokens."""
 
     def __init__(
-        self, command: Sequence[str], *, port: int, log: Path, env: Mapping[str, str], ready_s: float
+        self,
+        command: Sequence[str],
+        *,
+        port: int,
+        log: Path,
+        env: Mapping[str, str],
+        ready_s: float,
+        engine: UsedEngine,
     ) -> None:
         self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+        self._engine = engine
         super().__init__(command, log=log, env=environment(env), ready_s=ready_s)
+
+    @property
+    def url(self) -> str:
+        """Where the server listens."""
+        note(self._engine)
+        return f"http://127.0.0.1:{self.port}"
+
+    def spawn(self) -> None:
+        note(self._engine)
+        super().spawn()
 
     def ready(self) -> bool:
         return answers(f"{self.url}/health")
@@ -173,7 +194,8 @@ class VllmServer(EngineServer):
         ready_s: float = 600,
     ) -> None:
         port = port or free_port()
-        command = [str(vllm or vllm_command()), "serve", str(model)]
+        vllm = vllm or Path(vllm_command())
+        command = [str(vllm), "serve", str(model)]
         command += ["--host", "127.0.0.1", "--port", str(port)]
         command += ["--served-model-name", "model"]
         for flag, value in _DEFAULTS.items():
@@ -183,7 +205,10 @@ class VllmServer(EngineServer):
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
         env = {"PATH": path, **_QUIET, **cpu, **bed_environment(bed, *packages), **(env or {})}
-        super().__init__(command, port=port, log=log, env=env, ready_s=ready_s)
+        engine = UsedEngine(
+            "vllm", bed or bed_of_this_run(), vllm.with_name("python"), names_cornplug(command[2:])
+        )
+        super().__init__(command, port=port, log=log, env=env, ready_s=ready_s, engine=engine)
 
 
 def vllm_command() -> str:

@@ -18,6 +18,7 @@ import httpx
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu, tls_context
 from devkit.engines import EngineServer, RequestFailed, data_url
+from devkit.engines_in_use import UsedEngine, names_cornplug
 
 # Small and exact, unless the caller says otherwise.
 _DEFAULTS: Final[Mapping[str, str | None]] = {
@@ -106,7 +107,12 @@ class SglangServer(EngineServer):
         path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else _CPU_ENV
         super().__init__(
-            command, port=port, log=log, env={"PATH": path, **_QUIET, **cpu, **(env or {})}, ready_s=ready_s
+            command,
+            port=port,
+            log=log,
+            env={"PATH": path, **_QUIET, **cpu, **(env or {})},
+            ready_s=ready_s,
+            engine=UsedEngine("sglang", "", python, names_cornplug(command[3:])),
         )
 
     def generate(

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 import support_results
 
+import devkit.engines_in_use
 import devkit.processes  # notes the environment before a test imports an engine, which changes it
 from cornplug.config import StoreConfig
 from cornplug.host import has_gpu
@@ -60,6 +61,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
             for name, value in report.user_properties:
                 if name == "table" and report.when == "call":
                     terminalreporter.write_line(f"\n{report.nodeid}\n{value}")
+
+
+def pytest_runtest_logstart() -> None:
+    """Forget the engines of the test before."""
+    devkit.engines_in_use.begin_test()
 
 
 @pytest.hookimpl(wrapper=True)

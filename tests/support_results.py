@@ -1,21 +1,24 @@
 """Results of tests marked `support`, by engine, release and bed: docs/support-matrix.json.
 
-`RECORD_SUPPORT=1 pytest ...` adds the results of a run to those of earlier runs; script/test and
-script/test-more set it. script/docs writes docs/support-matrix.md from the file.
+`RECORD_SUPPORT=1 pytest ...` adds the results of a run to those of earlier runs; script/test-more sets it.
+script/docs writes docs/support-matrix.md from the file.
 
     @pytest.mark.support("Faults", "{subject}'s store is killed", engine="{subject}")
 
-A name in braces is a parameter of the test. Without a parameter `bed` the bed is that of the whole run; on
-beds "next-..." the engine is vLLM's next release (`devkit/vllm_beds.py`).
+A name in braces is a parameter of the test. Release and bed are those of the engines with cornplug that the
+test started or sent requests to (`devkit/engines_in_use.py`). A test that starts engines by other means is
+filed under its parameter `bed`, or else under the bed of the whole run. On beds "next-..." the engine is
+vLLM's next release (`devkit/vllm_beds.py`).
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -26,6 +29,7 @@ from cornplug.errors import ProcessFailed
 from cornplug.host import has_gpu
 from devkit import vllm_beds
 from devkit.engines import vllm_command
+from devkit.engines_in_use import UsedEngine, in_use
 from devkit.sglang_engine import sglang_python
 
 VARIABLE: Final = "RECORD_SUPPORT"
@@ -46,6 +50,12 @@ class Result(NamedTuple):
     """Empty for SGLang: it has one."""
     test: str
     passed: bool
+    commit: str = ""
+    """The tested commit; empty outside git."""
+    date: str = ""
+    """Date of the run: "2026-11-28"."""
+    old: bool = False
+    """Whether the code has changed a lot since `commit`; script/docs sets it."""
 
 
 def results_of(
@@ -55,26 +65,36 @@ def results_of(
     params: Mapping[str, object],
     *,
     passed: bool,
-    release: Callable[[str, bool], str],
+    used: Collection[UsedEngine],
+    release: Callable[[str, Path], str],
 ) -> list[Result]:
-    """A test's results: one for each of its engines.
+    """A test's results: one for each release and bed of each of its engines.
 
     Args:
         test: The test's node id.
         mark: Section and promise, with names of parameters in braces.
         engines: "vllm", "sglang" or both words.
-        release: (engine, whether it is vLLM's next one) -> its installed release.
+        used: The engines that the test used.
+        release: (engine, interpreter) -> the release that is installed there.
     """
     section, promise = (words.format(**params) for words in mark)
-    name = str(params.get("bed") or vllm_beds.bed_of_this_run())
-    found = []
+    found = set()
     for engine in engines.format(**params).split():
-        coming = engine == "vllm" and name.startswith("next-")
-        bed = name.removeprefix("next-") if engine == "vllm" else ""
-        if bed and has_gpu():
-            bed = "GPU"
-        found.append(Result(section, promise, engine, release(engine, coming), bed, test, passed))
-    return found
+        of_kind = [one for one in used if one.engine == engine]
+        # A stock engine counts only if there is no other.
+        for one in [one for one in of_kind if one.with_cornplug] or of_kind or [declared(engine, params)]:
+            bed = "GPU" if one.bed and has_gpu() else one.bed
+            found.add(Result(section, promise, engine, release(engine, one.python), bed, test, passed))
+    return sorted(found)
+
+
+def declared(engine: str, params: Mapping[str, object]) -> UsedEngine:
+    """The engine that a test with these parameters uses by default."""
+    if engine == "sglang":
+        return UsedEngine(engine, "", sglang_python() or Path(), True)
+    name = str(params.get("bed") or vllm_beds.bed_of_this_run())
+    command = vllm_beds.next_vllm() if name.startswith("next-") else Path(vllm_command())
+    return UsedEngine(engine, name.removeprefix("next-"), command.with_name("python"), True)
 
 
 def results_of_report(item: Any, report: pytest.TestReport) -> list[Result]:
@@ -85,16 +105,16 @@ def results_of_report(item: Any, report: pytest.TestReport) -> list[Result]:
     params = item.callspec.params if hasattr(item, "callspec") else {}
     engines = mark.kwargs.get("engine", "vllm")
     try:
-        return results_of(item.nodeid, mark.args, engines, params, passed=report.passed, release=installed)
+        return results_of(
+            item.nodeid, mark.args, engines, params, passed=report.passed, used=in_use(), release=installed
+        )
     except (OSError, ProcessFailed, subprocess.CalledProcessError):
         return []  # The engine is not installed, so it has no release to name.
 
 
 @cache
-def installed(engine: str, coming: bool) -> str:
-    """The release of an engine that devkit starts, without a local part: "0.33.0"."""
-    command = vllm_beds.next_vllm() if coming else Path(vllm_command())
-    python = sglang_python() if engine == "sglang" else command.with_name("python")
+def installed(engine: str, python: Path) -> str:
+    """The release of an engine that is installed for an interpreter, without a local part: "0.33.0"."""
     ask = f"import importlib.metadata as m; print(m.version({engine!r}))"
     done = subprocess.run([str(python), "-P", "-c", ask], capture_output=True, text=True, check=True)
     return done.stdout.strip().partition("+")[0]
@@ -106,7 +126,7 @@ def read(file: Path = RESULTS) -> list[Result]:
 
 
 def keep(new: Iterable[Result], file: Path = RESULTS, tree: Path = TREE) -> None:
-    """Write new results in the place of older ones of the same test, release and bed.
+    """Write new results in the place of older ones of the same test, release and bed, with commit and date.
 
     Results of tests that are no more in the tree are left out.
     """
@@ -114,9 +134,21 @@ def keep(new: Iterable[Result], file: Path = RESULTS, tree: Path = TREE) -> None
     def place(result: Result) -> tuple[str, ...]:
         return result.test, result.engine, result.release, result.bed
 
-    merged = {place(result): result for result in (*read(file), *new)}
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    stamped = [result._replace(commit=commit(tree), date=today) for result in new]
+    merged = {place(result): result for result in (*read(file), *stamped)}
     lines = [json.dumps(result._asdict()) for result in sorted(merged.values()) if exists(result.test, tree)]
     file.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+def commit(tree: Path = TREE) -> str:
+    """The checked-out commit; empty outside git."""
+    command = ["git", "rev-parse", "--short=12", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""  # no git on this machine
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def exists(test: str, tree: Path = TREE) -> bool:

@@ -1,4 +1,4 @@
-"""The docs site: it builds without a warning, from docs/ alone, and a broken link stops it."""
+"""The docs site builds without a warning, loads nothing from other hosts, and has no broken link."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TREE = Path(__file__).parents[1]
 
 
 def build(folder: Path, *, tree: Path = TREE) -> subprocess.CompletedProcess[str]:
-    """The site of a tree, built into a folder."""
+    """Build the site of a tree into a folder."""
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=tree,
@@ -29,7 +29,7 @@ def build(folder: Path, *, tree: Path = TREE) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the built site."""
+    """Folder of the built site."""
     folder = tmp_path_factory.mktemp("site")
     done = build(folder)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -37,20 +37,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_site_front_page_shows_the_demo_before_anything_else(site: Path) -> None:
-    page = (site / "index.html").read_text()
-    content = page[page.index("<article") : page.index("</article")]
-    assert re.findall(r"<(table|h2|pre|ul)\b", content)[0] == "table"
-    assert "embedding from" in content[: content.index("</thead>")]
-
-
-def test_site_no_page_loads_from_another_host(site: Path) -> None:
+def test_site_loads_nothing_from_other_hosts(site: Path) -> None:
     loads = re.compile(r"<(?:script|img|link)\b[^>]*?\b(?:src|href)=[\"']?(https?://[^\"' >]+)")
     found = {(page.name, url) for page in site.rglob("*.html") for url in loads.findall(page.read_text())}
     assert not {url for _, url in found if "canonical" not in url}
 
 
-def test_site_links_beyond_docs_are_in_it(site: Path) -> None:
+def test_site_contains_linked_files_outside_docs(site: Path) -> None:
     for name in (
         "ARCHITECTURE/index.html",
         "examples/plan_and_launch/index.html",
@@ -59,13 +52,8 @@ def test_site_links_beyond_docs_are_in_it(site: Path) -> None:
         assert (site / name).is_file(), name
 
 
-def test_site_every_page_has_a_place_in_the_navigation() -> None:
-    named = set(re.findall(r"[\w/-]+\.md", (TREE / "mkdocs.yml").read_text().partition("\nnav:")[2]))
-    assert {page.name for page in (TREE / "docs").glob("*.md")} <= named
-
-
-@pytest.mark.parametrize("link", ["nowhere.md", "limits.md#no-such-heading", "../benchmarks/results"])
-def test_site_link_that_leads_nowhere_stops_the_build(tmp_path: Path, link: str) -> None:
+@pytest.mark.parametrize("link", ["nowhere.md", "limits.md#no-such-heading"])
+def test_site_broken_link_fails_the_build(tmp_path: Path, link: str) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "script").mkdir()
     (tmp_path / "benchmarks/results").mkdir(parents=True)

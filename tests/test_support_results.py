@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+import subprocess
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,16 +15,21 @@ from reference_docs import support_matrix
 from support_results import Result, exists, keep, read, results_of, results_of_report
 
 from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine
+from devkit.engines import VllmServer
+from devkit.engines_in_use import UsedEngine, begin_test, in_use, names_cornplug
 
 TREE = Path(__file__).parents[1]
 THIS = "tests/test_support_results.py::test_support_results_of_one_test_are_replaced"
-INSTALLED = {("vllm", False): "0.32.0", ("vllm", True): "0.33.0", ("sglang", False): "0.5.23"}
 
 
-def made(mark: tuple[str, str], engines: str = "vllm", **params: object) -> list[Result]:
-    return results_of(
-        THIS, mark, engines, params, passed=True, release=lambda engine, coming: INSTALLED[engine, coming]
-    )
+def release_of(engine: str, python: Path) -> str:
+    return "0.5.23" if engine == "sglang" else "0.33.0" if "next" in str(python) else "0.32.0"
+
+
+def made(
+    mark: tuple[str, str], engines: str = "vllm", used: Sequence[UsedEngine] = (), **params: object
+) -> list[Result]:
+    return results_of(THIS, mark, engines, params, passed=True, used=used, release=release_of)
 
 
 def columns(results: Iterable[Result]) -> list[tuple[str, str, str]]:
@@ -33,6 +39,8 @@ def columns(results: Iterable[Result]) -> list[tuple[str, str, str]]:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support_results, "has_gpu", lambda: False)
+    monkeypatch.setattr(support_results, "vllm_command", lambda: ".venv/bin/vllm")
+    monkeypatch.setattr(support_results.vllm_beds, "next_vllm", lambda: Path(".venv-vllm-next/bin/vllm"))
     monkeypatch.delenv(support_results.vllm_beds.VARIABLE, raising=False)
 
 
@@ -47,12 +55,52 @@ def test_support_results_bed_is_parameter_or_that_of_the_run(monkeypatch: pytest
     assert columns(made(mark)) == [("vllm", "0.32.0", "GPU")]
 
 
+def test_support_results_bed_is_that_of_the_used_engine() -> None:
+    """tests/integration/test_pauses.py starts V2 in a run on V1."""
+    stock = UsedEngine("vllm", "v1", Path(".venv/bin/python"), False)
+    ours = UsedEngine("vllm", "v2", Path(".venv-vllm-next/bin/python"), True)
+    beside = UsedEngine("sglang", "", Path(".venv-sglang/bin/python"), True)
+    assert columns(made(("Pauses", "sleep"), used=[stock, ours, beside])) == [("vllm", "0.33.0", "v2")]
+    assert columns(made(("Pauses", "sleep"), used=[stock, beside])) == [("vllm", "0.32.0", "v1")]
+    both = made(("Pauses", "sleep"), "vllm sglang", used=[ours, ours._replace(bed="v2-gpu"), beside])
+    assert columns(both) == [("sglang", "0.5.23", ""), ("vllm", "0.33.0", "v2"), ("vllm", "0.33.0", "v2-gpu")]
+
+
+def test_engine_server_is_in_use_once_its_url_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(support_results.vllm_beds.VARIABLE, "v1")
+    begin_test()
+    server = VllmServer("m", "--kv-connector", "cornplug", log=tmp_path / "log", vllm=Path("/v/bin/vllm"))
+    VllmServer("m", log=tmp_path / "cornplug" / "log")
+    assert in_use() == set()
+    assert server.url == f"http://127.0.0.1:{server.port}"
+    assert in_use() == {UsedEngine("vllm", "v1", Path("/v/bin/python"), True)}
+    begin_test()
+    assert in_use() == set()
+
+
+@pytest.mark.parametrize(
+    ("argument", "found"),
+    [
+        ("cornplug", True),
+        ("--cornplug-store", True),
+        ("--kv-connector=cornplug", True),
+        ('{"kv_connector":"CornplugConnector"}', True),
+        ("/home/cornplug/model", False),
+        ("/tmp/my-cornplug", False),
+    ],
+)
+def test_names_cornplug_by_flag_and_not_by_path(argument: str, found: bool) -> None:
+    assert names_cornplug(["serve", argument]) == found
+
+
 def test_support_results_engine_is_parameter_or_both() -> None:
     (one,) = made(("Faults", "{subject}'s store"), "{subject}", subject="sglang")
     assert one == Result("Faults", "sglang's store", "sglang", "0.5.23", "", THIS, True)
     assert columns(made(("Sharing", "both"), "vllm sglang")) == [
-        ("vllm", "0.32.0", "v1"),
         ("sglang", "0.5.23", ""),
+        ("vllm", "0.32.0", "v1"),
     ]
 
 
@@ -62,7 +110,9 @@ def test_support_results_of_one_test_are_replaced(tmp_path: Path) -> None:
     other = first._replace(bed="v2")
     keep([first._replace(passed=False), other], file)
     keep([first], file)
-    assert read(file) == [first, other]
+    assert [result._replace(commit="", date="") for result in read(file)] == [first, other]
+    assert {result.commit for result in read(file)} == {support_results.commit()}
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", result.date) for result in read(file))
 
 
 def test_support_results_of_removed_test_are_dropped(tmp_path: Path) -> None:
@@ -70,7 +120,7 @@ def test_support_results_of_removed_test_are_dropped(tmp_path: Path) -> None:
     (here,) = made(("Sharing", "pages"))
     gone = here._replace(test="tests/test_support_results.py::test_of_yesterday[v2]")
     keep([here, gone], file)
-    assert read(file) == [here]
+    assert [result.test for result in read(file)] == [THIS]
 
 
 def test_support_matrix_cell_is_yes_only_if_all_tests_passed(tmp_path: Path) -> None:
@@ -85,6 +135,47 @@ def test_support_matrix_cell_is_yes_only_if_all_tests_passed(tmp_path: Path) -> 
     assert lines == ["|  | vLLM 0.32.0 v1 | vLLM 0.32.0 v2-gpu |", "| pages | **no** | - |"]
     file.write_text(json.dumps([result._asdict() for result in (good, elsewhere)]))
     assert "| pages | yes | - |\n| salts | - | yes |" in support_matrix.page(file)
+
+
+def git(folder: Path, *words: str) -> str:
+    identity = ("-c", "user.name=Test", "-c", "user.email=test@example.org")
+    done = subprocess.run(["git", *identity, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_mark_old_counts_commits_to_code_beside_engines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support_matrix, "OLD_AFTER", 1)
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "cornplug/planner").mkdir(parents=True)
+    commits = []
+    for name in ("cornplug/a", "cornplug/b", "cornplug/planner/c", "d", "cornplug/e"):
+        (tmp_path / name).touch()
+        git(tmp_path, "add", "-A")
+        git(tmp_path, "commit", "--quiet", "-m", name)
+        commits.append(git(tmp_path, "rev-parse", "HEAD"))
+    file = tmp_path / "results.json"
+    (one,) = made(("Sharing", "pages"))
+    results = [one._replace(commit=commit) for commit in [*commits, "", "0" * 12]]
+    file.write_text(json.dumps([result._asdict() for result in results]))
+    support_matrix.mark_old(file, tmp_path)
+    # The last result's commit is not in this clone.
+    assert [result.old for result in read(file)] == [True, False, False, False, False, True, False]
+    assert "| pages | yes (old) |" in support_matrix.page(file)
+
+
+def test_mark_old_outside_git_keeps_the_marks(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    (one,) = made(("Sharing", "pages"))
+    results = [one._replace(commit="abc", old=True), one._replace(commit="abc")]
+    file.write_text(json.dumps([result._asdict() for result in results]))
+    support_matrix.mark_old(file, tmp_path)
+    assert read(file) == results
+
+
+def test_support_matrix_results_have_commit_and_date() -> None:
+    assert all(result.commit and result.date for result in read())
 
 
 class Item:
@@ -118,7 +209,8 @@ def test_support_results_of_report_follow_its_outcome(
     passed: bool | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(support_results, "installed", lambda engine, coming: INSTALLED[engine, coming])
+    monkeypatch.setattr(support_results, "installed", release_of)
+    monkeypatch.setattr(support_results, "in_use", frozenset)
     report = pytest.TestReport(THIS, ("", 0, ""), {}, outcome, None, when)
     item = Item(pytest.mark.support("Sharing", "pages").mark)
     assert [result.passed for result in results_of_report(item, report)] == (
@@ -130,7 +222,7 @@ def test_support_results_of_report_follow_its_outcome(
 def test_support_results_of_missing_engine_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error in the hook would end the whole run."""
 
-    def missing(engine: str, coming: bool) -> str:
+    def missing(engine: str, python: Path) -> str:
         raise FileNotFoundError("bin/vllm is missing. Run: script/setup")
 
     monkeypatch.setattr(support_results, "installed", missing)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 
-from reference_docs import PAGES, TREE
+from reference_docs import PAGES, TREE, support_matrix
 
 
 def main(argv: list[str]) -> int:
     stale = []
+    if "--check" not in argv:
+        support_matrix.mark_old()
     for name, page in PAGES.items():
         file, text = TREE / "docs" / name, page()
         if not file.exists() or file.read_text() != text:

@@ -9,6 +9,7 @@ from pathlib import Path
 from integration.request_streams import Seen, answered, stream
 from integration.stack import (
     ASKS,
+    COUNTED_S,
     ENCODER_DEADLINE_S,
     MACHINE_NOISE_S,
     STORE_DEADLINE_S,
@@ -19,7 +20,7 @@ from integration.stack import (
     wait_for_more,
 )
 
-from devkit.engines import EngineServer
+from devkit.engines import EngineServer, wait_until
 
 UNSEEN = 8
 """An image that no ask shows."""
@@ -35,16 +36,19 @@ class Subject:
     """The name of the stock engine that it has to answer like."""
     neighbour: str
     """The engine that is killed beside it, last of all."""
-    noise_s: float = MACHINE_NOISE_S
-    """Time that the machine may add to a request."""
+    noise_s: float | None = MACHINE_NOISE_S
+    """Time that the machine may add to a request; None: durations are not checked."""
 
 
 def check(stack: Stack, seen: Seen, subject: Subject) -> None:
-    """Every request was answered, with stock's output, in stock's time and the deadlines."""
+    """Every request was answered with stock's output, and unless `noise_s` is None in time: stock's time and
+    the deadlines."""
     assert not seen.errors, seen.errors[0]
     assert len(seen.answers) >= 10
     for index, answer in seen.answers:
         stack.same_as_stock(subject.stock, index, answer)
+        if subject.noise_s is None:
+            continue
         stock = stack.stock[subject.stock, index].total_s
         # An image may wait for the encoder once, and each of a few store calls once.
         images = len(ASKS[index].images)
@@ -70,6 +74,34 @@ def store_killed(stack: Stack, subject: Subject) -> None:
         stack.start_store()
         sharing_resumes(subject.server, "kv_page", "store")
         answered(seen, 5)
+    check(stack, seen, subject)
+
+
+def store_hung(stack: Stack, subject: Subject) -> None:
+    """The store is stopped by SIGSTOP for a while."""
+    assert stack.store is not None
+    engine = subject.server
+
+    def late() -> float:
+        """Number of lookups and saves that met a late store.
+
+        While a request is unanswered, further ones are not sent and count as "store_slow"."""
+        return sum(
+            engine.metric("cornplug_misses_total", reason=reason)
+            + engine.metric("cornplug_saves_total", outcome=reason)
+            for reason in ("store_timeout", "store_slow")
+        )
+
+    before = late()
+    with stream(engine, "store-stopped") as seen:
+        answered(seen, 5)
+        stack.store.freeze()
+        try:
+            wait_until(lambda: late() > before, deadline_s=COUNTED_S, what="a counted late store")
+            answered(seen, 10)
+        finally:
+            stack.store.cont()
+        sharing_resumes(engine, "kv_page", "store")
     check(stack, seen, subject)
 
 

@@ -1,6 +1,6 @@
-"""Keys against computed numbers, on thousands of near-collisions.
+"""Keys against computed numbers, on hundreds of near-collisions.
 
-The run ends with the table. The long run (`script/test-more`) draws others.
+The run ends with the table. The long run (`script/test-more`) draws ten thousand others.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ def check(report: Report, record_property: Callable[[str, object], None]) -> Non
     assert not report.parted, "other keys, other name only:\n" + "\n".join(report.parted[:40])
 
 
-@pytest.mark.long
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(300)
 def test_oracle_keys_differ_where_numbers_differ(
     oracle: Oracle, record_property: Callable[[str, object], None]
 ) -> None:
-    # The rooms differ in a few lines; SGLang's long run is `script/test-more`'s.
-    wanted = 2000 if ENGINE == "vllm" else 300
+    wanted = 300 if ENGINE == "vllm" else 120  # SGLang's keys differ from vLLM's in a few lines
     report = oracle.run(seed=1, cases=wanted)
     check(report, record_property)
     assert report.cases >= 0.97 * wanted

@@ -77,13 +77,13 @@ def _replace_family(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
 @pytest.mark.parametrize(
     ("plant", "kind", "cases"),
     [
-        (_forget_eps, "value in config.json", 150),
-        (_forget_pixels, "value in preprocessor", 20),
-        (_forget_pixels, "processor argument", 20),
+        (_forget_eps, "value in config.json", 20),
+        (_forget_pixels, "value in preprocessor", 3),
+        (_forget_pixels, "processor argument", 3),
         (_forget_dtype, "dtype", 2),
-        (_forget_overrides, "hf override", 100),
-        (_forget_adapters, "adapter", 10),
-        (_forget_a_layer, "bit of a weight", 100),
+        (_forget_overrides, "hf override", 10),
+        (_forget_adapters, "adapter", 6),
+        (_forget_a_layer, "bit of a weight", 50),
         (_forget_salts, "salt", 3),
     ],
 )

@@ -14,6 +14,8 @@ from cornplug.sglang_hooks import sharing_report
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict
 from devkit import checkpoints
 
+from .zygote import Zygote
+
 
 @pytest.fixture(autouse=True)
 def room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +63,11 @@ def test_sharing_report_of_flags_is_of_the_server_as_started(tmp_path: Path) -> 
     assert (kv.shared, "radix" in kv.why) == (False, True)
 
 
-def test_sharing_report_of_the_plugins_flags_is_an_answer(tmp_path: Path) -> None:
-    """A process of SGLang's own, which knows the plugin's flags."""
+def test_sharing_report_knows_the_plugins_flags(
+    zygote: Zygote, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plugin adds its flags to SGLang's parser in a process of its own."""
+    monkeypatch.setattr(engine_checks, "_run", lambda code, *argv, timeout_s: zygote.run(*argv, code=code))
     text = str(checkpoints.qwen2_text(tmp_path / "text"))
     kv, _ = engine_checks.shared_of(SGLANG, text, ["--enable-cornplug", "--cornplug-app", "chat"])
     assert (kv.status, kv.what) == ("ok", f"{text}: KV shared")

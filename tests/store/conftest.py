@@ -91,6 +91,7 @@ def serve_in_thread(
     yield serve
     for server, thread, listener, arena in running:
         server.stop = True
+        answers(store_config.socket)  # wakes the server, which otherwise waits for its next tick
         thread.join()
         listener.close()
         arena.close()

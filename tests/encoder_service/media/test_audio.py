@@ -196,7 +196,7 @@ def test_audio_damaged_file_decodes_or_is_refused(kind: str) -> None:
     assert refused > 0
 
 
-@settings(max_examples=60, deadline=2000)
+@settings(max_examples=60)
 @given(st.binary(max_size=400), st.sampled_from([b"", *(w[:64] for w in WHOLE.values())]))
 def test_audio_any_bytes_decode_or_are_refused(data: bytes, begin: bytes) -> None:
     with contextlib.suppress(MediaError):

@@ -156,7 +156,7 @@ def test_video_damaged_file_decodes_or_is_refused(kind: str) -> None:
     assert refused > 0
 
 
-@settings(max_examples=40, deadline=2000)
+@settings(max_examples=40)
 @given(st.binary(max_size=400), st.sampled_from([b"", *(f[:200] for f in FILES.values())]))
 def test_video_any_bytes_decode_or_are_refused(data: bytes, begin: bytes) -> None:
     with contextlib.suppress(MediaError):

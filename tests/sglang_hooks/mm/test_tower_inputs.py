@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -110,20 +107,12 @@ def test_inputs_digest_of_client_tensors_is_none() -> None:
     assert inputs_digest(made) is None
 
 
-def test_inputs_digest_is_the_same_in_another_process() -> None:
+def test_inputs_digest_is_the_same_in_every_process() -> None:
+    """The seed of Python's hashes differs in each run of the tests."""
     made = item(PIXELS, grid=torch.tensor([[1, 2, 3]]), named={"a": 1, "b": 2})
-    there = (
-        "import torch; from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem;"
-        "from cornplug.sglang_hooks.mm.tower_inputs import inputs_digest;"
-        "print(inputs_digest(MultimodalDataItem(modality=Modality.IMAGE, offsets=[(0, 3)],"
-        "feature=torch.arange(24, dtype=torch.float32).view(4, 6),"
-        "model_specific_data={'named': {'b': 2, 'a': 1}, 'grid': torch.tensor([[1, 2, 3]])})).hex())"
-    )
-    env = {**os.environ, "PYTHONHASHSEED": "77"}
-    done = subprocess.run([sys.executable, "-c", there], env=env, capture_output=True, text=True, check=True)
     digest = inputs_digest(made)
     assert digest is not None
-    assert done.stdout.split()[-1] == digest.hex()
+    assert digest.hex() == "52ef67c7ec0c1d12bd899fe5e6b0d0abaef2309730a9e804827a254c35b6a6bb"
 
 
 def model(folder: Path, **fields: Any) -> EngineModel:

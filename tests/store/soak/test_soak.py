@@ -1,4 +1,4 @@
-"""The soak: a short one passes, and its verdict tells broken promises."""
+"""A short soak passes, and its verdict reports broken promises."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from cornplug.store.client import PoolStore
 from devkit.far_servers import redis_program
 from devkit.store_soak.__main__ import run_soak, show
 from devkit.store_soak.soak_client import SoakClient
-from devkit.store_soak.soak_faults import QUIET_DAEMON_FROM, STEADY_CLIENT, plan_faults
-from devkit.store_soak.soak_growth import GrowthBound, ProcessSample, growth
-from devkit.store_soak.soak_payload import KEYS, SIZES, key_of, payload_of, size_of
 from devkit.store_soak.soak_run import SoakOptions, SoakOutcome
 from devkit.store_soak.soak_verdict import LONGEST_S, verdict
 
@@ -28,59 +25,6 @@ _TIERS = {
 }
 NEAR_FAULTS = {"kill client", "stop client", "kill daemon", "stop daemon"}
 FAR_FAULTS = {"kill far", "stop far"}
-
-
-def test_soak_payload_of_a_key_is_always_the_same() -> None:
-    key = key_of(1, 5)
-    assert payload_of(key) == payload_of(key_of(1, 5))
-    assert len(payload_of(key)) == size_of(key)
-    assert payload_of(key) != payload_of(key_of(2, 5))
-    assert {size_of(key_of(1, number)) for number in range(KEYS)} == set(SIZES)
-
-
-def test_plan_faults_same_seed_same_faults() -> None:
-    faults = plan_faults(3, 30, 4)
-    assert faults == plan_faults(3, 30, 4)
-    assert faults != plan_faults(4, 30, 4)
-    assert {fault.kind for fault in faults} == NEAR_FAULTS
-    assert {fault.kind for fault in plan_faults(3, 30, 4, far=True)} == NEAR_FAULTS | FAR_FAULTS
-    assert all(0 < fault.at_s < 30 for fault in faults)
-    assert all(fault.client != STEADY_CLIENT for fault in faults if fault.kind.endswith("client"))
-    last = max(fault.at_s for fault in faults if fault.kind == "kill daemon")
-    assert last < 30 * QUIET_DAEMON_FROM
-
-
-def _samples(leak_bytes: int, leak_descriptors: int) -> list[ProcessSample]:
-    """Ten minutes; every third look meets a copy of 40 MiB."""
-    return [
-        ProcessSample(
-            at_s=float(second),
-            private_bytes=(100 << 20) + leak_bytes * second // 600 + (40 << 20) * (second % 3 == 0),
-            descriptors=20 + leak_descriptors * second // 600,
-            threads=4,
-            arenas=3,
-        )
-        for second in range(600)
-    ]
-
-
-def test_growth_copies_that_come_and_go_are_none() -> None:
-    found = growth(_samples(0, 0), warm_up_s=60)
-    assert found is not None
-    assert found.private_bytes == 0
-    assert found.excess(GrowthBound()) == []
-
-
-def test_growth_leak_exceeds_its_bound() -> None:
-    found = growth(_samples(200 << 20, 100), warm_up_s=60)
-    assert found is not None
-    memory, descriptors = found.excess(GrowthBound())
-    assert "private memory grew" in memory
-    assert "descriptors grew" in descriptors
-
-
-def test_growth_of_a_short_life_is_unknown() -> None:
-    assert growth(_samples(0, 0)[:30], warm_up_s=5) is None
 
 
 def test_verdict_names_each_broken_promise() -> None:

@@ -1,9 +1,7 @@
 """Operations of the copies between SGLang's host pool and the store, counted for pages of an 8B model.
 
-    python -m tests.sglang_hooks.copy_operations
-
-Needs nothing of SGLang: the host pool is memory of its shapes. Lookups, reservations and commits are not
-counted here; `tests/sglang_hooks/kv/test_page_operations.py` counts them with a small model.
+Needs nothing of SGLang: the host pool is memory of its shapes. `moved` also counts lookups, reservations and
+commits: it needs SGLang, and the rig of its tests.
 """
 
 from __future__ import annotations
@@ -120,13 +118,15 @@ def _moved(
     return {"save": (saved, copies), "load": (loaded, copies)}
 
 
-def main() -> None:
-    """Print the counts of every layout, a page at a time and by tiles."""
-    for layout in LAYOUTS:
-        for kind in (PageByPage, PageCopies):
-            for direction, found in count(kind, layout).items():
-                print(f"{direction}, {layout}, {kind.__name__}: {found}")
+def moved(direction: str, page_size: int, pages: int) -> Counter[str]:
+    """Calls that save or load `pages` pages of a small model, lookups and reservations included."""
+    from tests.sglang_hooks.kv_rig import Engine, sequence  # needs SGLang
 
-
-if __name__ == "__main__":
-    main()
+    engine = Engine(MemoryStore(capacity_bytes=16 << 20).connect(), page_size=page_size, layout="page_first")
+    tokens = [(7 * i) % 991 for i in range(pages * 64)]
+    hashes = engine.knows(tokens)
+    slots = engine.put(sequence(engine.geometry, len(tokens)), 0, len(hashes))
+    if direction == "save":
+        return calls(lambda: engine.writer.save(hashes, slots))
+    engine.writer.save(hashes, slots)
+    return calls(lambda: engine.reader.load(hashes, slots))

@@ -1,7 +1,5 @@
 """Operations of a KV worker's copies, counted without a GPU: launches, copies, bytes, Python calls.
 
-    python -m tests.vllm_connector.copy_operations
-
 A worker saves pages of a prompt and loads them again. Its caches lie as FlashAttention's do on a GPU; they
 are CPU tensors, and every tensor that `CountingSide.host` did not make counts as the device's.
 """
@@ -219,6 +217,16 @@ class CountingBatch:
         sys.setprofile(profile)
 
 
+class HostRanges:
+    """Memory registered with the device."""
+
+    def register(self, address: int, size: int) -> bool:
+        return True
+
+    def unregister(self, address: int) -> None:
+        return None
+
+
 class NoChecksums:
     """Launches of `DeviceChecksums`, whose sums are all alike."""
 
@@ -270,8 +278,6 @@ def _with_arena(moves: Moves, counts: Operations, side: CopySide) -> None:
     from cornplug.vllm_connector.kv.arena_moves import ArenaMoves  # wants Triton
     from cornplug.vllm_connector.kv_copies.arena_copies import ArenaCopies
     from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
-
-    from .late_arena import HostRanges
 
     worker: Any = moves.worker
     ranges, blocks = HostRanges(), worker._out.blocks
@@ -436,21 +442,3 @@ def small_slabs() -> None:
         from cornplug.vllm_connector.kv_copies import arena_copies
 
         arena_copies._SLAB_BYTES = arena_copies._SLAB_BYTES * DIM // _REAL_DIM
-
-
-def main() -> None:
-    """Print the counts of steps of several sizes."""
-    small_slabs()
-    for pages, requests in ((1, 1), (100, 1), (1, 64)):
-        for name, found in count(pages, requests).items():
-            print(f"{name} of {pages} pages of {requests} requests: {found}")
-    for pages, requests in ((1, 1), (100, 1), (1, 64)):
-        for name, found in count_arena(pages, requests).items():
-            print(f"GPU's own {name} of {pages} pages of {requests} requests: {found}")
-    for pages, tp in ((1, 1), (100, 1), (100, 2)):
-        found = count_offloading(pages, tp)
-        print(f"vLLM's offloading worker, save of {pages} pages, a rank of {tp}: {found}")
-
-
-if __name__ == "__main__":
-    main()

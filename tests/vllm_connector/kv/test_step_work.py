@@ -1,4 +1,4 @@
-"""The engine's thread: the work of a step and of a lookup is bounded, and loses no page and no key."""
+"""Lookups and saves of a step miss no page and no key, and derive only the keys that they need."""
 
 from __future__ import annotations
 
@@ -24,41 +24,6 @@ from ..rig import Request, runtime
 
 PAGE = hot_path.PAGE
 SIZE = PAGE.page_tokens
-
-
-def test_hot_path_python_calls_stay_within_limits() -> None:
-    found = hot_path.counted()
-    assert found.keys() == hot_path.LIMITS.keys()
-    assert hot_path.grown(found) == []
-
-
-def test_hot_path_one_call_more_for_each_request_exceeds_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = TrackedRequests.completing
-
-    def slower(self: Any, scheduled: Any, total: int) -> Any:
-        for request_id in scheduled:
-            self.get(request_id)
-        return original(self, scheduled, total)
-
-    monkeypatch.setattr(TrackedRequests, "completing", slower)
-    assert hot_path.grown(hot_path.counted())[0] == "step of 256 requests, no page completes"
-
-
-def test_hot_path_step_without_pages_costs_as_many_calls_for_any_number_of_requests(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = []
-    for running in (64, 1024):
-        monkeypatch.setattr(hot_path, "RUNNING", running)
-        half = hot_path.Half(MemoryStore(capacity_bytes=1 << 30).connect())
-        decoding, counts = hot_path.Decoding(half, lambda i: 1), []
-        for _ in range(hot_path.STEPS):
-            count, moves = hot_path.calls(decoding.step)
-            decoding.computed(moves)
-            counts.append(count)
-        assert not decoding.pages
-        found.append(counts)
-    assert found[0] == found[1]
 
 
 def half(store: MemoryStore) -> tuple[hot_path.Half, FaultyStore]:
