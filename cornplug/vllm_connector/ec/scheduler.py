@@ -37,7 +37,7 @@ from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
 from cornplug.vllm_connector.ec.row_memory import row_memory
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
-from cornplug.vllm_connector.kv.engine_alarm import ALARM
+from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.model.model_config import embedding_width
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.video_digest import unshared_name
-from cornplug.vllm_connector.kv.engine_alarm import ALARM
+from cornplug.vllm_connector.engine_alarm import ALARM
 
 from ..rig import runtime
 
