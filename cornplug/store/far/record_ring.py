@@ -44,14 +44,15 @@ class RecordRing:
             raise ValueError(f"a record of {size} bytes, in a room of {self._room.nbytes}")
         with self._putting, self._changed:
             self._places.pop(name, None)
-            start = self._end if self._end + size <= self._room.nbytes else 0
+            width = max(size, 1)  # an empty record, too, has a byte of its own: its age then follows from it
+            start = self._end if self._end + width <= self._room.nbytes else 0
             while self._places:
                 oldest, place = next(iter(self._places.items()))
                 # Where the record begins in front, those behind the newest one are the oldest.
                 if not (start < self._end <= place[0] or _overlap(place, (start, size))):
                     break
                 del self._places[oldest]
-            self._end = start + size
+            self._end = start + width
             free = self._changed.wait_for(
                 lambda: not any(_overlap(place, (start, size)) for place in self._held), _WAIT_S
             )
@@ -88,4 +89,4 @@ class RecordRing:
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    return one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
+    return one[0] < other[0] + max(other[1], 1) and other[0] < one[0] + max(one[1], 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cornplug.store.far import record_ring
@@ -21,6 +21,7 @@ def record(name: str, number: int, size: int) -> bytes:
 
 
 @given(steps)
+@example([("c", 0), ("a", 1), ("b", ROOM)])
 def test_record_ring_has_only_whole_records_and_always_the_newest(made: list[Step]) -> None:
     room = memoryview(bytearray(ROOM))
     ring, newest = RecordRing(room), dict[str, bytes]()
