@@ -35,28 +35,34 @@ def waited_s(reader: SpinCondition, timeout_ms: int | None = None) -> float:
 
 def test_worker_sleeps_after_step_without_tokens(conditions: tuple[SpinCondition, SpinCondition]) -> None:
     _, reader = conditions
-    reader.record_read()
+    idle_steps.began(computes=True)
+    reader.busy_loop_s = 0.01
+    time.sleep(0.02)
     idle_steps.began(computes=False)
+    reader.record_read()
     assert waited_s(reader) >= 0.04
     assert waited_s(reader, 10) >= 0.008
 
 
-def test_worker_spins_after_step_with_tokens(conditions: tuple[SpinCondition, SpinCondition]) -> None:
+@pytest.mark.parametrize("last", [True, False])
+def test_worker_spins_a_second_after_step_with_tokens(
+    conditions: tuple[SpinCondition, SpinCondition], last: bool
+) -> None:
     _, reader = conditions
-    idle_steps.began(computes=False)
+    reader.busy_loop_s = 60
     idle_steps.began(computes=True)
+    idle_steps.began(computes=last)
     reader.record_read()
     began = time.monotonic()
-    for _ in range(100):
+    for _ in range(1000):
         reader.wait(None)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 25  # asleep: 50 s
 
 
 def test_sleeping_worker_wakes_at_message(conditions: tuple[SpinCondition, SpinCondition]) -> None:
     writer, reader = conditions
+    reader.busy_loop_s = 0
     idle_steps.began(computes=False)
-    while waited_s(reader, 1000) > 0.045:  # until the subscription has reached the writer
-        writer.notify()
     stop = threading.Event()
 
     def notify() -> None:
@@ -66,7 +72,8 @@ def test_sleeping_worker_wakes_at_message(conditions: tuple[SpinCondition, SpinC
     thread = threading.Thread(target=notify)
     thread.start()
     try:
-        assert min(waited_s(reader) for _ in range(10)) < 0.04
+        # The subscription takes a moment to reach the writer.
+        assert min(waited_s(reader) for _ in range(50)) < 0.04
     finally:
         stop.set()
         thread.join()
