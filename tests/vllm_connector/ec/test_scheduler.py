@@ -28,6 +28,7 @@ from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.video_digest import unshared_name
+from cornplug.vllm_connector.engine_alarm import ALARM
 
 from ..rig import runtime
 
@@ -759,6 +760,22 @@ def test_ec_scheduler_idle_wait_ends_with_reply(
     timer.join()
     assert here.half.available(request, 0)
     here.half.moves(idle)  # type: ignore[arg-type]
+
+
+def test_ec_scheduler_idle_wait_ends_with_new_input(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, looks = stage(), iter([False, False, True])
+    monkeypatch.setattr(ec_scheduler, "_IDLE_STEP_S", 60.0)
+    ALARM.bind(lambda: None, lambda: next(looks))
+    idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
+    try:
+        assert not here.half.available(here.request("a", 1), 0)
+        here.asked(1)
+        here.half.moves(idle)  # type: ignore[arg-type]
+    finally:
+        ALARM.bind(None)
+    assert next(looks, None) is None
 
 
 # -- nothing slow, and nothing that does not pay ------------------------------------------------

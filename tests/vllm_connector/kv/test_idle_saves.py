@@ -23,8 +23,8 @@ from cornplug.engine_common import weights_guard
 from cornplug.store.memory import MemoryStore
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.kv import idle_saves, tracked_requests
-from cornplug.vllm_connector.kv.engine_alarm import ALARM
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from devkit import checkpoints
 
