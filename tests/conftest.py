@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
 import os
@@ -11,7 +12,6 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import hypothesis
 import pytest
 import support_results
 
@@ -27,9 +27,7 @@ collect_ignore = [
     for folder, engine in (("vllm_connector", "vllm"), ("sglang_hooks", "sglang"))
     if importlib.util.find_spec(engine) is None
 ]
-# A limit for one example measures the machine that runs it; each test has one of its own (`timeout`).
-hypothesis.settings.register_profile("no deadline")
-hypothesis.settings.load_profile("no deadline")
+gc.disable()
 _TESTS = Path(__file__).parent
 _ENGINE_TEST_S = 900
 _results: list[support_results.Result] = []
@@ -52,6 +50,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("gpu") is not None and not has_gpu():
             item.add_marker(pytest.mark.skip(reason="no GPU here"))
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_collection_finish() -> None:
+    """Leave imported modules out of garbage collections.
+
+    Engines and torch are half a million objects, and a full collection that visits them takes half a second.
+    """
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -94,7 +94,7 @@ def test_kill_ends_orphans_of_a_leader_that_is_gone(tmp_path: Path) -> None:
     process = python(STUBBORN.format(leader=""), tmp_path / "log")
     leader, child = started(process)
     os.kill(leader, signal.SIGKILL)
-    wait_until(lambda: not process.alive(), deadline_s=5, what="leader dead")
+    wait_until(lambda: not process.alive(), deadline_s=60, what="leader dead")
     assert process.pids() == [child]
     process.kill()
     assert not running(child)
@@ -108,9 +108,9 @@ def test_freeze_processes_can_go_on_and_be_stopped(tmp_path: Path) -> None:
         return {Path(f"/proc/{p}/stat").read_text().rpartition(")")[2].split()[0] for p in pids}
 
     process.freeze()
-    wait_until(lambda: states() == {"T"}, deadline_s=5, what="stopped")
+    wait_until(lambda: states() == {"T"}, deadline_s=60, what="stopped")
     process.cont()
-    wait_until(lambda: "T" not in states(), deadline_s=5, what="continued")
+    wait_until(lambda: "T" not in states(), deadline_s=60, what="continued")
     process.freeze()
     process.stop()
     assert not any(map(running, pids))
@@ -164,8 +164,8 @@ def test_managed_process_with_ends_with_parent_ends_after_sigkill_of_the_parent(
     pid = int(parent.stdout.readline())
     assert running(pid)
     parent.kill()
-    parent.wait(10)
-    wait_until(lambda: not running(pid), deadline_s=20, what="the child's end")
+    parent.wait(60)
+    wait_until(lambda: not running(pid), deadline_s=60, what="the child's end")
 
 
 def test_managed_process_with_ends_with_parent_starts_in_the_main_thread_only(tmp_path: Path) -> None:

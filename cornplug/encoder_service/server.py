@@ -267,9 +267,10 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:
-        if args.device != "cpu":
-            # Its cores only prepare media, by a thread each, which would start a thread of torch's a core.
-            threads = args.threads or 1
+        # On a CPU one core is left to the engines and to this process's other threads: threads that compute
+        # wait for each other at each operation, so all wait when one is interrupted. Beside a GPU the cores
+        # only prepare media, by a thread each, which would start a thread of torch's a core.
+        threads = args.threads or (max(1, cores() - 1) if args.device == "cpu" else 1)
         torch.set_num_threads(threads)
         return ModelRegistry.open(
             args.model, dtype=args.dtype, device=args.device, compile=args.compile, report=report

@@ -120,7 +120,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--threads",
         type=int,
-        help="torch threads of each computing process (default: the cores, divided among replicas; 1 where "
-        "a GPU computes without replicas)",
+        help="torch threads of each computing process (default: all cores but one; several replicas "
+        "divide all cores; 1 if a GPU computes without replicas)",
     )
     return out

@@ -13,6 +13,8 @@ hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 * `Worker.load_model` and `.reload_weights`: to compare the loaded weights with the files;
 * `MultiConnector.__init__` and `.update_state_after_alloc`: to learn that other connectors load KV;
 * `EngineCoreProc.run_busy_loop`: to wake an engine that sleeps;
+* `SpinCondition.wait`: so that steps without tokens do not keep workers spinning;
+* `OMPProcessManager.__init__`: so that an engine on a CPU computes on as many cores as without cornplug;
 * `EngineCore._reset_caches`: to tell a pause from a reset that a user asked for;
 * `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: to learn that weights were replaced;
 * `EngineCore.reset_prefix_cache`: to learn that no block holds KV of replaced weights;

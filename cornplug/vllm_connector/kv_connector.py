@@ -19,7 +19,7 @@ from cornplug.engine_common.runtime import EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import resets
+from cornplug.vllm_connector.kv import idle_steps, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.idle_rest import IdleRest
@@ -111,9 +111,14 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.register(ordered, layers)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(kv_connector_metadata, CornplugKVMetadata)
-        if self._worker is not None and kv_connector_metadata.preempted:
-            self._worker.give_up_saves(kv_connector_metadata.preempted)
+        # Both model runners call it first in each step.
+        moves = kv_connector_metadata
+        assert isinstance(moves, CornplugKVMetadata)
+        idle_steps.began(computes=moves.computes)
+        if self._worker is not None:
+            self._worker.begin_step(computes=moves.computes)
+            if moves.preempted:
+                self._worker.give_up_saves(moves.preempted)
 
     def unregister_kv_caches(self) -> None:
         """Ends every copy before the engine's memory goes away in sleep. vLLM calls it from 0.33 on."""

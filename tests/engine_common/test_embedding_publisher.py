@@ -22,7 +22,7 @@ def test_embedding_publisher_tells_the_store_what_an_embedding_cost() -> None:
     offers.offer(b"k" * 32, torch.zeros(2, 8), cost_s=0.25)
     offers.offer(b"l" * 32, torch.zeros(2, 8), cost_s=1e9)
     offers.offer(b"m" * 32, torch.zeros(2, 8))
-    offers._thread.submit(lambda: None).result(20)
+    offers._thread.submit(lambda: None).result(60)
     offers.close()
     assert outcomes == ["stored"] * 3
     assert [store.index._entries[key * 32].cost_s for key in (b"k", b"l", b"m")] == [0.25, 3600.0, 0.0]
@@ -66,8 +66,8 @@ def test_embedding_publisher_queue_is_bounded_in_bytes(monkeypatch: pytest.Monke
         offers.offer(b"k" * 32, torch.zeros(rows, 8))
     assert outcomes == ["busy", "busy"]
     go.set()
-    offers._thread.submit(lambda: None).result(20)
+    offers._thread.submit(lambda: None).result(60)
     offers.offer(b"k" * 32, torch.zeros(100, 8))
-    offers._thread.submit(lambda: None).result(20)
+    offers._thread.submit(lambda: None).result(60)
     offers.close()
     assert outcomes == ["busy", "busy", "stored", "stored"]

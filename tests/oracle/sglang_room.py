@@ -84,7 +84,7 @@ def pages(
     index = PageHashIndex(PAGE, PAGE)
     index.record(None, hashes, whole, space)
     roots = NamespaceRoots(secret, page, lambda: identity)
-    assert roots.wait(10)
+    assert roots.wait(60)
     root = roots.root(space)
     links = []
     for found in index.find(hashes):

@@ -20,7 +20,7 @@ from cornplug.planner.report import explanation
 
 from .sample_input import given
 
-WORK = 0.2
+WORK = 0.1
 """Ends the search before the plan is proved, and long before the time limit of a busy machine."""
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_and_launch" / "plan.toml"
 _PLAN = """

@@ -20,7 +20,7 @@ from cornplug.replay.trace_readers import TokenCost, read_trace
 MOONCAKE = Path(__file__).parents[2] / "benchmarks" / "traces"
 MIB, GIB = 1 << 20, 1 << 30
 STORE_BYTES = 4 * GIB
-DURATION_S = 600.0
+DURATION_S = 240.0
 IMAGE_MIB = 0.5, 8.0
 """Embeddings of images of 64 to 1024 tokens, 4096 wide, in bfloat16."""
 IMAGE_S_PER_MIB = 8e-3
@@ -34,8 +34,8 @@ GUARANTEES = {"images": NamespaceConfig(share=0.3), "chat": NamespaceConfig(shar
 @pytest.mark.parametrize(
     ("name", "requests"),
     [
-        ("conversation", 800),
-        ("synthetic", 800),
+        ("conversation", 300),
+        ("synthetic", 300),
         pytest.param("conversation", None, marks=[pytest.mark.more, pytest.mark.timeout(1200)]),
         pytest.param("synthetic", None, marks=[pytest.mark.more, pytest.mark.timeout(1200)]),
     ],

@@ -37,7 +37,7 @@ def test_replay_reference_policy_misses_as_libcachesim(
     ours: str, theirs: str, part: float, equal: bool
 ) -> None:
     libcachesim = pytest.importorskip("libcachesim")
-    accesses = zipf(30_000, 4000, 7, equal=equal)
+    accesses = zipf(6000, 800, 7, equal=equal)
     requests = alone(accesses)
     capacity = int(distinct_bytes(requests) * part)
     cache, hits = getattr(libcachesim, theirs)(cache_size=capacity), 0

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,10 +72,12 @@ def store_config(short_path: Path) -> StoreConfig:
 
 @pytest.fixture
 def serve_in_thread(
-    store_config: StoreConfig, server_clock: ServerClock
+    store_config: StoreConfig, server_clock: ServerClock, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., StoreServer]]:
     """Serve `store_config.socket` from a thread of this process."""
     running: list[tuple[StoreServer, threading.Thread, socket.socket, SharedArena]] = []
+    # The daemon collects garbage when its last client ends. In this process that takes half a second.
+    monkeypatch.setattr(server_module, "gc", SimpleNamespace(collect=lambda: None))
 
     def serve(*, size_bytes: int = 1 << 20, **settings: Any) -> StoreServer:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -120,7 +120,6 @@ def test_pool_store_stopped_daemon_costs_one_deadline(connect: Connect, start_da
     time.sleep(0.1)
     refused = [_refused(lambda: store.stat(deadline_s=0.05)) for _ in range(20)]
     assert {reason for reason, _ in refused} == {"store_slow"}
-    assert sum(took_s > 0.04 for _, took_s in refused) < 10, "each may have waited that long"
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: _stat_works(store))
     assert held is not None

@@ -28,9 +28,13 @@ _ENTRIES, _ENTRY_BYTES = 5, 20 << 20
 _CONTAINER = """
 set -e
 mount -t tmpfs -o size=64m tmpfs /dev/shm
-mount --bind "$SHARED" /mnt
+mount --bind /tmp /mnt
 mount -t tmpfs tmpfs /tmp
-mkdir -p "$SHARED" && mount --bind /mnt "$SHARED"
+while read -r folder; do
+    mkdir -p "$folder"
+    mount --bind "/mnt${folder#/tmp}" "$folder"
+done <<<"$KEPT"
+umount --lazy /mnt
 exec "$@"
 """
 _CLIENT = "from tests.store import test_containers; test_containers.client_main()"
@@ -39,15 +43,13 @@ _CGROUPS = Path("/sys/fs/cgroup")
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-def _no_namespaces() -> str:
+def _no_namespaces(shared: Path) -> str:
     """The reason why this process cannot make a container's namespaces; "" where it can."""
     if shutil.which("unshare") is None:
         return "there is no unshare(1) here"
     if os.getuid() != 0:
         return "mounts need root"
-    tried = subprocess.run(
-        _in_container("true"), env=_environment(Path("/tmp")), capture_output=True, text=True
-    )
+    tried = subprocess.run(_in_container("true"), env=_environment(shared), capture_output=True, text=True)
     return f"no namespaces here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
@@ -57,7 +59,11 @@ def _in_container(*command: str) -> list[str]:
 
 
 def _environment(shared: Path) -> dict[str, str]:
-    return {**os.environ, "SHARED": str(shared), "PYTHONPATH": str(_ROOT)}
+    """Environment of a container: what it keeps of /tmp is the shared folder, the checkout and Python."""
+    kept = [shared, _ROOT, Path(sys.prefix), Path(sys.base_prefix), *map(Path, sys.path)]
+    real = {folder.resolve() for folder in kept if folder.is_dir()}
+    outermost = {f for f in real if f.is_relative_to("/tmp") and real.isdisjoint(f.parents)}
+    return {**os.environ, "KEPT": "\n".join(map(str, sorted(outermost))), "PYTHONPATH": str(_ROOT)}
 
 
 def _payload(number: int) -> bytes:
@@ -95,7 +101,7 @@ def _stored(store: PoolStore, number: int) -> str:
 @pytest.fixture
 def shared(short_path: Path) -> Path:
     """The folder that containers have in common."""
-    if reason := _no_namespaces():
+    if reason := _no_namespaces(short_path):
         pytest.skip(reason)
     return short_path
 
@@ -132,7 +138,6 @@ def _run_client(
     return subprocess.run(command, env=_environment(shared), capture_output=True, text=True, timeout=100)
 
 
-@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_containers_that_share_the_sockets_folder_exchange_more_than_their_shm(
     shared: Path, start_daemon_in_container: Start
@@ -143,7 +148,6 @@ def test_containers_that_share_the_sockets_folder_exchange_more_than_their_shm(
         assert client.returncode == 0, client.stderr
 
 
-@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_containers_client_of_another_user_is_told_the_remedy(
     shared: Path, start_daemon_in_container: Start
@@ -182,7 +186,6 @@ def memory_group() -> Iterator[Path]:
     eventually(removed)
 
 
-@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_containers_memory_limit_bounds_the_store(
     memory_group: Path, shared: Path, start_daemon_in_container: Start

@@ -18,21 +18,21 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from cornplug.vllm_connector import connector_config, flags, plugin
+from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugin
 from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
 from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import engine_alarm, keys_ahead, provenance, resets
+from cornplug.vllm_connector.kv import cpu_cores, idle_steps, keys_ahead, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
 from cornplug.vllm_connector.no_tower import left_out_weights, retry_after, served_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (engine_alarm, keys_ahead, provenance, resets)
+KV = (cpu_cores, idle_steps, keys_ahead, provenance, resets)
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
 NO_TOWER = (left_out_weights, served_images, retry_after)
-WRAPPING = (flags, connector_config, *EC, *KV, *WEIGHTS, *NO_TOWER)
+WRAPPING = (flags, connector_config, engine_alarm, *EC, *KV, *WEIGHTS, *NO_TOWER)
 CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (

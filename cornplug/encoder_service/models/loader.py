@@ -16,6 +16,7 @@ from cornplug import identity
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
+from cornplug.encoder_service.models import cpu_layers
 from cornplug.encoder_service.models.torch_compile import CompiledTower
 from cornplug.encoder_service.towers.base import Projector, Tower
 from cornplug.encoder_service.towers.input_checks import float_dtype
@@ -171,7 +172,10 @@ def _load_part(
     if tower is None:
         report(f"{served.name}: loading tower {short} as {served.dtype}")
         tower = architecture.load_tower(checkpoint, dtype, place.device)
-        tower = CompiledTower(tower) if place.compile else tower
+        if place.compile:
+            tower = CompiledTower(tower)
+        elif place.device.type == "cpu" and not checkpoint.family.generic:
+            cpu_layers.speed_up(tower)
     else:
         report(f"{served.name}: tower {short} is loaded already")
     projector_key = ids.projector_fp, ids.spec_fp

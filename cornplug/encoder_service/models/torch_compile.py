@@ -27,7 +27,7 @@ class CompiledTower:
     def __init__(self, tower: Tower) -> None:
         self.inner = tower
         """The tower itself."""
-        self.layers = list(_layers(tower))
+        self.layers = list(layers_of(tower))
         """The compiled layers; empty once compiling has failed."""
         for layer in self.layers:
             layer.compile(dynamic=True)
@@ -51,7 +51,8 @@ class CompiledTower:
             return self.inner.encode(items)
 
 
-def _layers(tower: Tower) -> Iterator[nn.Module]:
+def layers_of(tower: Tower) -> Iterator[nn.Module]:
+    """The repeated layers of a tower."""
     for value in vars(tower).values():
         if isinstance(value, nn.Module):
             for part in value.modules():

@@ -50,10 +50,13 @@ class EncoderRequests:
         )
         self._preparer.submit(self._send, item, feature, identity, request)
 
-    def wait(self, timeout_s: float) -> None:
-        """Return when the service has answered since the last call, at the latest after `timeout_s`."""
-        self._news.wait(timeout_s)
+    def wait(self, timeout_s: float) -> bool:
+        """Return when the service has answered since the last call, at the latest after `timeout_s`; whether
+        it has."""
+        if not self._news.wait(timeout_s):
+            return False
         self._news.clear()
+        return True
 
     def close(self) -> None:
         """End the connection to the service and the preparing thread."""

@@ -37,6 +37,7 @@ from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
 from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
 from cornplug.vllm_connector.ec.row_memory import row_memory
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
+from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.model.model_config import embedding_width
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ _MAX_WAITING_BYTES = 1 << 30
 """Bytes of requested and arrived embeddings, beyond which requests without any of them wait."""
 _IDLE_WAIT_S = 0.005
 """Longest that an idle engine notices a new request later than it would without us."""
+_IDLE_STEP_S = 0.020
+"""Longest time between two steps of an engine whose requests all wait for the service."""
 
 
 class ECScheduler:
@@ -201,8 +204,12 @@ class ECScheduler:
 
         Polling 650 times a second would take two cores (its own and the worker's) from the encoder.
         """
-        if any(not item.settled for item in self._items.values()):
-            self._service.wait(_IDLE_WAIT_S)
+        if all(item.settled for item in self._items.values()):
+            return
+        end = time.monotonic() + _IDLE_STEP_S
+        while not self._service.wait(_IDLE_WAIT_S) and time.monotonic() < end:
+            if ALARM.input_waits():
+                return
 
     # -- fetching ---------------------------------------------------------------------------
 

@@ -31,6 +31,9 @@ class DisabledKVWorker:
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
         """Nothing to learn."""
 
+    def begin_step(self, *, computes: bool) -> None:
+        """Nothing is copied."""
+
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Every load fails whole."""
         for load in loads:

@@ -67,6 +67,8 @@ class CornplugKVMetadata(KVConnectorMetadata):
     """Requests, and saves in idle steps, whose blocks were given away, and may have been overwritten."""
     timed: int = 0
     """Number of this step where its end is to be told, else 0."""
+    computes: bool = True
+    """Whether the step computes tokens."""
 
     @property
     def begins(self) -> bool:

@@ -200,6 +200,7 @@ class KVScheduler(SchedulerHalf):
         self._saves.take_answers()
         if self._store_ops:
             self._store_ops.run()
+        moves.computes = output.total_num_scheduled_tokens > 0
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
         moves.saves = self._saves.of_step(output) + self._idle.of_step(output)
         moves.finishing = self._finished_asking() if self._finishing else []

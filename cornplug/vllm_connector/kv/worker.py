@@ -138,6 +138,11 @@ class KVWorker:
 
     # -- the engine's step ------------------------------------------------------------------
 
+    def begin_step(self, *, computes: bool) -> None:
+        """Bound what copies on the CPU take from a step that computes tokens there."""
+        if not self._on_gpu:
+            self._mover.begin_step(computes=computes)
+
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Begin loads; their requests run once `finished` names them."""
         mark = self._side.mark() if loads else None
@@ -151,6 +156,7 @@ class KVWorker:
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
         """Begin to copy out pages that this step's forward has computed."""
+        self._mover.end_step()
         if not saves:
             return
         mark, staged = self._side.mark(), list(saves)

@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cornplug.vllm_connector.kv_copies.helper_thread import leave_compute_cores
+
 
 class CopySide(Protocol):
     """Where copies run beside the engine's own work."""
@@ -44,7 +46,7 @@ class CpuSide:
     """A device without streams: everything happens at once."""
 
     def enter_thread(self) -> None:
-        """There is no device to choose."""
+        leave_compute_cores()
 
     def mark(self) -> None:
         return None

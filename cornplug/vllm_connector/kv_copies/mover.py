@@ -2,29 +2,49 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Protocol
+from typing import Final, Protocol
 
 from cornplug.vllm_connector import compat
 
 Job = Generator[None, None, None]
 """Moves a slab between two `yield`s. Its `finally` reports the end, whichever way it ends."""
 
+STEP_S: Final = 0.010
+"""Seconds of copying that jobs which are not urgent may take beside a step that computes tokens."""
+STEP_SHARE: Final = 0.05
+"""The same as a share of the step before, so that saves of long prefill steps keep up."""
+
 
 class KVMover:
-    """A thread. Jobs of one urgency run in the order in which they came; one that is not urgent stands
-    aside at its next `yield` while an urgent one is there."""
+    """A thread. Jobs of one urgency run in the order in which they came.
 
-    def __init__(self, enter_thread: Callable[[], None]) -> None:
+    A job that is not urgent stands aside at its next `yield` while an urgent one is there, and when it has
+    used the time that a step leaves it.
+    """
+
+    def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         """`enter_thread` is called on the thread, before any job."""
         self._thread = ThreadPoolExecutor(1, "cornplug-kv", initializer=enter_thread)
+        self._clock = clock
         self._urgent: deque[Job] = deque()
         self._others: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._left_s = math.inf
+        """Time that jobs which are not urgent may still take beside the current step."""
+        self._step_began = clock()
+        self._lasted_s = 0.0
+        """Length of the step before."""
+        self._held = 0
+        """Slabs that wait for a step that leaves them time."""
+        self._waiting = 0
+        """Threads in `wait`, for which no step holds a job up."""
 
     def submit(self, job: Job, *, urgent: bool) -> None:
         """Queue a job; after `close` it is dropped."""
@@ -34,10 +54,31 @@ class KVMover:
             (self._urgent if urgent else self._others).append(job)
             self._one_more()
 
+    def begin_step(self, *, computes: bool) -> None:
+        """Bound the copies beside a step of the engine.
+
+        Beside a step that computes tokens, jobs that are not urgent take at most `STEP_S`, or `STEP_SHARE` of
+        the step before if that is longer, and finish the slab that they have begun.
+        """
+        with self._changed:
+            self._step_began = self._clock()
+            self._left_s = max(STEP_S, STEP_SHARE * self._lasted_s) if computes else math.inf
+            self._lasted_s = 0.0
+            self._resume_held()
+
+    def end_step(self) -> None:
+        """Note the end of a step's forward pass."""
+        self._lasted_s = self._clock() - self._step_began
+
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether every job was done inside the time."""
         with self._changed:
-            return self._changed.wait_for(lambda: not (self._urgent or self._others), timeout_s)
+            self._waiting += 1
+            self._resume_held()
+            try:
+                return self._changed.wait_for(lambda: not (self._urgent or self._others), timeout_s)
+            finally:
+                self._waiting -= 1
 
     def close(self) -> None:
         """Let the slab end that is moving, and forget the rest."""
@@ -46,19 +87,34 @@ class KVMover:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _one_more(self) -> None:
-        # As many slabs are under way as there are jobs: each ends its job or asks for one more.
+        # As many slabs are under way or held as there are jobs: each ends its job or asks for one more.
         self._thread.submit(self._slab).add_done_callback(_log_failure)
+
+    def _resume_held(self) -> None:
+        if self._closed or not self._may_run_others():
+            return
+        held, self._held = self._held, 0
+        for _ in range(held):
+            self._one_more()
+
+    def _may_run_others(self) -> bool:
+        return self._left_s > 0 or self._waiting > 0
 
     def _slab(self) -> None:
         """Move one slab of the job that is to go first."""
         with self._changed:
+            if not self._urgent and not self._may_run_others():
+                self._held += 1
+                return
             queue = self._urgent or self._others
             job = queue[0]
-        over = True
+        over, began = True, self._clock()
         try:
             over = next(job, job) is job
         finally:
             with self._changed:
+                if queue is self._others:
+                    self._left_s -= self._clock() - began
                 if over:
                     queue.popleft()
                     self._changed.notify_all()

@@ -133,6 +133,7 @@ class GroupsScheduler(SchedulerHalf):
         for group in self._groups:
             moves.preempted += group.idle.reused()
         self._run_store_ops()
+        moves.computes = output.total_num_scheduled_tokens > 0
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
         moves.saves = self._new_saves(output)
         moves.finishing = self._finished_asking() if self._finishing else []

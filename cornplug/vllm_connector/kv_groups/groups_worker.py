@@ -45,6 +45,10 @@ class GroupsWorker:
         for worker, names in zip(self._workers, self._layer_names, strict=True):
             worker.register({name: caches[name] for name in names}, layers)
 
+    def begin_step(self, *, computes: bool) -> None:
+        """Bound what copies on the CPU take from a step that computes tokens there."""
+        self._workers[0].begin_step(computes=computes)
+
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
         """Begin loads; their requests run once `finished` names them."""
         for load in loads:

@@ -18,7 +18,7 @@ from cornplug.encoder_service.http.app import create_app
 from cornplug.errors import EncoderRefused, EncoderUnavailable
 
 from ..conftest import SECRET, MakeEncoder, png, sample_image
-from ..services import Behaviour, Misbehaving, Served, drips_body, half, raves, resets, says, says_nothing
+from ..services import Behaviour, Misbehaving, Served, half, resets, says, says_nothing
 
 KIND = 'multipart/mixed; boundary="b0"'
 
@@ -111,13 +111,10 @@ ONE_PART = b"--b\r\ncontent-length: 3\r\nx-cornplug-index: 99\r\nx-cornplug-key:
 FAULTS: dict[str, Behaviour] = {
     "reset": resets,
     "half": half,
-    "raves": raves,
     "silence": says_nothing,
-    "dripping": drips_body,
     "busy": says(503, BUSY),
     "internal": says(500, b'{"error": {"reason": "internal", "message": "m"}}'),
     "too large": says(413, b'{"error": {"reason": "too_many_items", "message": "m"}}'),
-    "no multipart": says(200, b"[]"),
     "another index": says(200, ONE_PART, content_type="multipart/mixed; boundary=b"),
     "nothing in it": says(200, b"--b--\r\n", content_type="multipart/mixed; boundary=b"),
 }

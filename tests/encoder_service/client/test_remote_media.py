@@ -53,8 +53,8 @@ def test_submit_medium_of_a_file_brings_the_rows_of_the_engines_tower_under_its_
         loaded = encoder.registry.by_name(str(path))
         assert loaded is not None
         identity = loaded.served.identity
-        want = encoder.submit(request_for(path, 1), inline=True).result(20)
-        got = client.submit_medium(medium(identity, png(sample_image(1)), cache_salt="acme")).result(20)
+        want = encoder.submit(request_for(path, 1), inline=True).result(60)
+        got = client.submit_medium(medium(identity, png(sample_image(1)), cache_salt="acme")).result(60)
         claims = EmbeddingHandle.checked(got.handle, SECRET, now=time.time())
         assert claims.identity == identity
         assert claims.key == embedding_key(SECRET, identity, claims.media, "acme")
@@ -66,7 +66,7 @@ def test_submit_medium_of_a_file_brings_the_rows_of_the_engines_tower_under_its_
         torch.testing.assert_close(rows, wanted, atol=1e-5, rtol=1e-5)
         assert bool(claims.grid) == (path == qwen)
     before = passes(encoder)
-    client.submit_medium(medium(identity, png(sample_image(1)), cache_salt="acme")).result(20)
+    client.submit_medium(medium(identity, png(sample_image(1)), cache_salt="acme")).result(60)
     assert passes(encoder) == before
 
 
@@ -92,7 +92,7 @@ def test_submit_medium_that_is_refused_fails_with_the_services_reason(
     loaded = encoder.registry.by_name(str(qwen))
     assert loaded is not None
     with pytest.raises(EncoderRefused) as e:
-        client.submit_medium(medium(**{"identity": loaded.served.identity, **changes})).result(20)
+        client.submit_medium(medium(**{"identity": loaded.served.identity, **changes})).result(60)
     assert e.value.reason == want
     # A client's medium is not the service's failure, and does not name it; another tower is, and does.
     assert (url in str(e.value)) == (want == "unknown_model")

@@ -40,13 +40,13 @@ def value(registry: CollectorRegistry, name: str, **labels: str) -> float:
 
 
 def ok(future: Future[Answer]) -> EncodeReply:
-    answer = future.result(20)
+    answer = future.result(60)
     assert isinstance(answer, EncodeReply), answer
     return answer
 
 
 def no(future: Future[Answer]) -> EncodeRefusal:
-    answer = future.result(20)
+    answer = future.result(60)
     assert isinstance(answer, EncodeRefusal), answer
     return answer
 
@@ -84,7 +84,7 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
 def hold(encoder: EncoderCore, gate: Gate, request: Any) -> Future[Answer]:
     """One request that is in the tower when this returns."""
     future = encoder.submit(request)
-    assert gate.entered.wait(10)
+    assert gate.entered.wait(60)
     return future
 
 
@@ -202,7 +202,7 @@ def test_encoder_duplicate_joins_running_job(
     request = request_for(llava_pair[0], 1)
     first = hold(encoder, gate, request)
     others = [encoder.submit(request) for _ in range(3)]
-    encoder._admission_threads.submit(int).result(5)
+    encoder._admission_threads.submit(int).result(60)
     eventually(lambda: sum(len(f.requests) for f in encoder._batcher._in_flight.values()) == 4)
     gate.open.set()
     origins = [ok(f).origin for f in (first, *others)]
@@ -232,7 +232,7 @@ def test_encoder_job_that_ends_while_its_duplicate_is_prepared_answers_it(
 
     monkeypatch.setattr(type(model.tower), "prepare", held)
     duplicate = encoder.submit(request, inline=inline)
-    assert preparing.wait(10)
+    assert preparing.wait(60)
     monkeypatch.setattr(type(model.tower), "prepare", real)
     assert ok(encoder.submit(request)).origin == "computed"
     go_on.set()
@@ -397,7 +397,7 @@ def test_encoder_failing_batch_is_retried_one_by_one(
     gate.fails = lambda items: any(item.digests == poison for item in items)
     gate.open.set()
     ok(held)
-    answers = sorted((two.result(20), three.result(20)), key=lambda a: isinstance(a, EncodeReply))
+    answers = sorted((two.result(60), three.result(60)), key=lambda a: isinstance(a, EncodeReply))
     assert isinstance(answers[0], EncodeRefusal)
     assert answers[0].reason == "internal"
     assert answers[0].message == A_FAULT

@@ -104,5 +104,5 @@ def test_encoder_http_requests_have_account_engines_none(
     real = encoder._cache.publish
     encoder._cache.publish = lambda *a, **kw: seen.append(kw["account"]) or real(*a, **kw)  # type: ignore[method-assign]
     for n, caller in enumerate((None, QosCaller(qos=ONE_CLASS), QosCaller(qos=ONE_CLASS, tenant="acme"))):
-        encoder.submit(request_for(llava_pair[0], n), caller=caller).result(10)
+        encoder.submit(request_for(llava_pair[0], n), caller=caller).result(60)
     assert list(dict.fromkeys(seen)) == [None, "class default", "tenant acme"]

@@ -78,7 +78,7 @@ def test_http_closed_connection_cancels_work(
         port = stack.enter_context(serving(service.app, socket.create_server(("127.0.0.1", 0))))
         model = str(llava_pair[0])
         first = stack.enter_context(send(port, {"model": model, "image": images[0]}))
-        assert entered.acquire(timeout=10)
+        assert entered.acquire(timeout=60)
         rest = [{"image": image} for image in images[1:]]
         gone = send(port, {"model": model, "items": rest} if items > 1 else {"model": model, **rest[0]})
         eventually(lambda: waiting() == 1 + items)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -129,11 +128,9 @@ def test_video_bad_files_are_refused_with_reason(data: bytes, reason: str) -> No
 
 def test_video_too_many_frames_are_refused_before_decoding() -> None:
     data = video(moving(200, 16, 12), fps=25)
-    started = time.process_time()
     with pytest.raises(MediaError) as e:
         decode_video(data, lambda source: range(source.total), LIMITS)
     assert e.value.reason == "too_many_frames"
-    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize("kind", ["mp4", "matroska", "webm", "avi"])

@@ -130,7 +130,7 @@ def test_batcher_close_empties_queue_then_ends_take() -> None:
     thread.start()
     b.join_or_add(job(clock, "a"))
     b.close()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
     assert got == ["a"]
 

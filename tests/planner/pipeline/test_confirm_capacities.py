@@ -8,13 +8,31 @@ from typing import Any, Literal
 import pytest
 
 from cornplug.errors import PlanUnfinished
+from cornplug.planner.inputs.schema import PlanInput
 from cornplug.planner.optimizer.optimization_problem import PoolSolution
 from cornplug.planner.pipeline import confirm_capacities, current_deployment_baseline
 from cornplug.planner.pipeline.confirm_capacities import LATER, ROUNDS, SCOUT, SCOUTS, SEARCH
 from cornplug.planner.pipeline.confirm_capacities import with_simulated_capacities as confirmed
 from cornplug.planner.pipeline.formulate import formulate
 
-from ..made_inputs import two_apps
+from ..made_inputs import QWEN_7B, plan_input
+
+
+def chat(**rules: Any) -> PlanInput:
+    """One application and two GPU types: few cells to simulate."""
+    return plan_input(
+        components=[{"name": "qwen", "kind": "llm", "shape": QWEN_7B, "tp": [1, 2]}],
+        applications=[
+            {
+                "name": "chat",
+                "llm": "qwen",
+                "slo": {"ttft_s": 1.0, "tpot_s": 0.05},
+                "requests": [{"name": "text", "rate": 6, "prompt": 800, "output": 100}],
+            }
+        ],
+        pool=[{"name": "l4", "gpu": "L4", "gpus": 4}, {"name": "h100", "gpu": "H100", "gpus": 8}],
+        rules=rules,
+    )
 
 
 @pytest.fixture
@@ -30,7 +48,7 @@ def efforts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-WORK = two_apps().solver.work
+WORK = chat().solver.work
 STATUS: dict[str, Literal["optimal", "feasible"]] = {"now": "feasible"}
 
 
@@ -42,7 +60,7 @@ def test_plan_cells_are_searched_once_and_looked_at_again_with_little_work(
     efforts: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "now", "feasible")
-    problem, solution = confirmed(formulate(two_apps()), quiet, None)
+    problem, solution = confirmed(formulate(chat()), quiet, None)
     assert efforts[0] == SCOUT
     assert efforts.count(SEARCH) == 1
     search = efforts.index(SEARCH)
@@ -62,7 +80,7 @@ def test_plan_proven_plan_is_not_searched_again(
     efforts: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(STATUS, "now", "optimal")
-    confirmed(formulate(two_apps()), quiet, None)
+    confirmed(formulate(chat()), quiet, None)
     assert set(efforts) == {SCOUT}
 
 
@@ -76,11 +94,11 @@ def test_plan_unfinished_round_gets_all_of_the_work(monkeypatch: pytest.MonkeyPa
         return solve(pool, settings, *arguments)
 
     monkeypatch.setattr(current_deployment_baseline, "solve", unfinished)
-    confirmed(formulate(two_apps()), quiet, None)
+    confirmed(formulate(chat()), quiet, None)
     assert found[:2] == [SCOUT, 1.0]
 
 
 def test_plan_without_simulation_has_all_of_the_work(efforts: list[float]) -> None:
-    confirmed(formulate(two_apps(simulate=False)), quiet, None)
+    confirmed(formulate(chat(simulate=False)), quiet, None)
     assert efforts == [1.0]
-    assert confirm_capacities._first_effort(formulate(two_apps(objective="goodput"))) == 1.0
+    assert confirm_capacities._first_effort(formulate(chat(objective="goodput"))) == 1.0

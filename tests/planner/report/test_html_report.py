@@ -149,7 +149,6 @@ def test_html_report_empty_plan_has_page() -> None:
     assert "no nodes" in Page(html_report.html(bare)).said
 
 
-@pytest.mark.more
 def test_html_report_page_in_chromium_fits_phone(tmp_path: Path) -> None:
     """Wide tables scroll inside their section; the page itself does not, and asks nobody for anything."""
     browser = shutil.which("chromium")

@@ -91,7 +91,6 @@ def test_plan_check_of_another_input_is_refused(tmp_path: Path) -> None:
         main([str(text), "-o", str(tmp_path), "--check"])
 
 
-@pytest.mark.more
 def test_load_test_line_is_accepted_by_vllm() -> None:
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -343,7 +343,7 @@ def test_storage_tails_of_old_weights_complete_no_page(store: FaultyStore) -> No
     backend.batch_set_v1(name(TOKENS[:64], 32)[:1], slots[:32])
     renew()
     hashes = name(TOKENS[:64], 32)
-    wait_until(lambda: backend._reader._roots.wait(0.1), deadline_s=30, what="the identity")
+    wait_until(lambda: backend._reader._roots.wait(0.1), deadline_s=60, what="the identity")
     backend.batch_set_v1(hashes[1:], slots[32:])
     assert store.stat(deadline_s=1).entries == 0
     backend.batch_set_v1(hashes, slots)

@@ -129,7 +129,7 @@ class Server:
                 store.stat(deadline_s=1).entries >= len(tokens) // PAGE + 2 and not self.cache.ongoing_backup
             )
 
-        wait_until(saved, deadline_s=20, what="the pages of both pools")
+        wait_until(saved, deadline_s=60, what="the pages of both pools")
         return slots
 
     def fetch(self, tokens: list[int]) -> Any:
@@ -143,7 +143,7 @@ class Server:
             self.cache.check_hicache_events()
             return bool(self.cache.check_prefetch_progress(request))
 
-        wait_until(fetched, deadline_s=20, what="the pages of a prompt")
+        wait_until(fetched, deadline_s=60, what="the pages of a prompt")
         return self.matched(tokens)
 
     def matched(self, tokens: list[int]) -> Any:

@@ -278,7 +278,7 @@ class MeetingStore:
         self._inner, self._meeting = inner, threading.Barrier(2)
 
     def view(self, location: Any, *, writable: bool = False) -> memoryview:
-        self._meeting.wait(10)
+        self._meeting.wait(60)
         return self._inner.view(location, writable=writable)
 
 

@@ -187,7 +187,7 @@ def test_namespace_roots_failed_identity_keeps_reason() -> None:
     made = NamespaceRoots(
         SECRET, PageGeometry(page_tokens=64, heads=1, layers=1, dim=1, dtype="float32"), fail
     )
-    assert made.wait(5)
+    assert made.wait(60)
     with pytest.raises(CheckpointError) as refused:
         made.root(PLAIN)
     assert refused.value.reason == "missing_file"

@@ -34,7 +34,7 @@ def test_namespace_roots_equal_golden_vectors(name: str, tmp_path: Path) -> None
     manager = SimpleNamespace(loras={"an-id": applied}, target_modules={"q_proj"})
     lora_adapters._adapter_loads(manager, SimpleNamespace(lora_id="an-id", lora_path=path, lora_name="a"))
     made = NamespaceRoots(vectors.SECRET, vectors.PAGE, lambda: vectors.IDENTITY)
-    assert made.wait(5)
+    assert made.wait(60)
     # SGLang appends the adapter's id to the user's extra_key, of which there is none.
     space = CacheNamespace("an-id" if case.lora else None, case.salt)
     assert made.root(space).hex() == vectors.known()[name]
@@ -52,7 +52,7 @@ def test_roots_of_another_kind_of_pages_read_the_checkpoint_once() -> None:
         return vectors.IDENTITY
 
     full = NamespaceRoots(vectors.SECRET, vectors.PAGE, identify)
-    assert full.wait(5)
+    assert full.wait(60)
     windows = full.of(replace(vectors.PAGE, engine="sglang"))
     space = CacheNamespace(None, None)
     roots = {full.root(space), windows.root(space), full.root(space), windows.root(space)}

@@ -89,7 +89,7 @@ def published(encoding: EncoderBypass) -> list[tuple[Any, ...]]:
     """What was counted, once the publisher has nothing to do."""
     here = encoding._here
     assert here is not None
-    here._publisher._thread.submit(lambda: None).result(5)
+    here._publisher._thread.submit(lambda: None).result(60)
     counted = here._tally.drain()
     return sorted(
         (name.removeprefix("cornplug_").removesuffix("_total"), *labels[1:], values[0])

@@ -165,7 +165,7 @@ def test_epd_large_rows_are_hashed_on_other_thread(monkeypatch: pytest.MonkeyPat
     waiting = SimpleNamespace(recv_embedding_data=whole)
     assert not epd._prepared(lambda waiting: True, waiting)
     go.set()
-    next(iter(epd._checks(waiting).values())).result(20)
+    next(iter(epd._checks(waiting).values())).result(60)
     assert epd._prepared(lambda waiting: True, waiting)
     assert threading.current_thread() not in seen
 

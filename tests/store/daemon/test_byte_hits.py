@@ -18,9 +18,9 @@ from cornplug.store.daemon.index import StoreIndex
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
-CAPACITY: Final = 4 << 30
-PAYLOADS: Final = 20_000
-REQUESTS: Final = 30_000
+CAPACITY: Final = 1 << 30
+PAYLOADS: Final = 5000
+REQUESTS: Final = 10_000
 
 
 def _five_sizes(draw: random.Random) -> int:
@@ -97,4 +97,4 @@ def test_byte_hits_are_those_of_an_lru_that_ignores_place(sizes: str) -> None:
 def test_byte_hits_of_first_run_alone_are_fewer() -> None:
     asked = list(requests(SIZES["16 KiB to 32 MiB"]))
     with mock.patch.multiple(eviction, _RUNS_LEAST=1, _RUNS_MOST=1):
-        assert hits_of_index(asked) < 0.95 * hits_of_lru(asked)
+        assert hits_of_index(asked) < 0.97 * hits_of_lru(asked)

@@ -154,7 +154,7 @@ def test_metrics_endpoint_of_a_process_answers_until_its_end(start_daemon: Start
     fill(connect(), "a", b"x")
     eventually(lambda: scrape(port).get(("cornplug_store_entries", "default", "memory")) == 1)
     daemon.terminate()
-    assert daemon.wait(timeout=10) == 0
+    assert daemon.wait(timeout=60) == 0
 
 
 def test_open_endpoint_wrong_host_is_no_error_of_the_store(caplog: pytest.LogCaptureFixture) -> None:

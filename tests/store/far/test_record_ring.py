@@ -75,7 +75,7 @@ def test_record_ring_held_bytes_are_not_written_over(deleted: bool) -> None:
         writing.join(0.1)
         assert writing.is_alive()
         assert bytes(room) == b"x" * ROOM
-    writing.join(10)
+    writing.join(60)
     assert ring.get("b") == b"y" * ROOM
 
 

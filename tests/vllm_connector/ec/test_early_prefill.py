@@ -90,7 +90,7 @@ class Core:
         self.misses: dict[str, float] = {}
         self.early = 0.0
         patches.setattr(connector, "get_ec_connector_stats", self._drained)
-        assert self.half._service._tower.now()[1].wait(5)
+        assert self.half._service._tower.now()[1].wait(60)
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
 

@@ -129,7 +129,7 @@ def test_mapped_rows_copies_follow_registered_runs(
     assert base is not None
     assert copies.sources[0] != [base.data_ptr() + large.offset], "not registered yet: other host memory"
     driver.wait(4 * MIB)
-    wait_until(lambda: reaches(rows, large), deadline_s=30, what="all registered")
+    wait_until(lambda: reaches(rows, large), deadline_s=60, what="all registered")
     again = rows.rows(large)
     assert torch.equal(first, again)
     assert len(copies.pieces[1]) > 1, "one copy a run"

@@ -6,7 +6,6 @@ import io
 import json
 import shutil
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -286,14 +285,13 @@ def test_identifier_while_weights_are_read_waits_once(
         return tower_identity(config)
 
     monkeypatch.setattr(mm_identifiers, "tower_identity", slow)
-    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 0.3)
+    # Fifty such waits would exceed the time limit of the test.
+    monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 3.0)
     one = named(config(llava), tmp_path)
     name = "cp1-" + "1" * 64
-    began = time.monotonic()
     for _ in range(50):
         assert one.identifier(name, None).startswith("local-")
         assert one._known_identity() is None
-    assert time.monotonic() - began < 25 * 0.3, "one wait for all images of all requests"
     go.set()
     assert one._tower.now()[1].wait(30)
     assert key_of(one.identifier(name, None)) is not None

@@ -28,6 +28,7 @@ from cornplug.vllm_connector.ec import scheduler as ec_scheduler
 from cornplug.vllm_connector.ec.metadata import CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.video_digest import unshared_name
+from cornplug.vllm_connector.engine_alarm import ALARM
 
 from ..rig import runtime
 
@@ -118,7 +119,7 @@ class Stage:
 
     def prepared(self) -> None:
         """Wait until the preparing thread has nothing to do."""
-        self.half._service._preparer.submit(lambda: None).result(30)
+        self.half._service._preparer.submit(lambda: None).result(60)
 
     def answer(self, nth: int = -1, **changes: Any) -> None:
         request, future = self.service.asked[nth]
@@ -227,7 +228,7 @@ def test_ec_scheduler_rows_that_come_by_value_are_stored_for_the_next_engine(
     here.asked(1)
     here.answer(stored=False)
     assert here.half.available(request, 0)
-    here.half._publisher._thread.submit(lambda: None).result(30)
+    here.half._publisher._thread.submit(lambda: None).result(60)
     found = get_payload(here.store, key(2), deadline_s=1)
     assert found is not None
     assert bytes(found[1]) == embedding().tobytes()
@@ -747,7 +748,6 @@ def test_ec_scheduler_idle_wait_ends_with_reply(
     monkeypatch.setattr(ec_scheduler, "_IDLE_WAIT_S", 30.0)
     busy = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=7)
     idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
-    began = time.monotonic()
     here.half.moves(idle)  # type: ignore[arg-type]
     request = here.request("a", 1)
     assert not here.half.available(request, 0)
@@ -760,7 +760,22 @@ def test_ec_scheduler_idle_wait_ends_with_reply(
     timer.join()
     assert here.half.available(request, 0)
     here.half.moves(idle)  # type: ignore[arg-type]
-    assert time.monotonic() - began < 25
+
+
+def test_ec_scheduler_idle_wait_ends_with_new_input(
+    stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, looks = stage(), iter([False, False, True])
+    monkeypatch.setattr(ec_scheduler, "_IDLE_STEP_S", 60.0)
+    ALARM.bind(lambda: None, lambda: next(looks))
+    idle = SimpleNamespace(free_encoder_mm_hashes=[], total_num_scheduled_tokens=0)
+    try:
+        assert not here.half.available(here.request("a", 1), 0)
+        here.asked(1)
+        here.half.moves(idle)  # type: ignore[arg-type]
+    finally:
+        ALARM.bind(None)
+    assert next(looks, None) is None
 
 
 # -- nothing slow, and nothing that does not pay ------------------------------------------------

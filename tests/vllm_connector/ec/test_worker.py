@@ -39,7 +39,7 @@ NAME, KEY = "cp1-" + "ab" * 32, b"\xab" * 32
 
 def published(worker: ECWorker) -> list[tuple[str, int]]:
     """Outcomes, once the publisher has nothing to do."""
-    worker._publisher._thread.submit(lambda: None).result(30)
+    worker._publisher._thread.submit(lambda: None).result(60)
     acks = worker.acks()
     return acks.saves if acks is not None else []
 

@@ -238,7 +238,7 @@ def test_arena_of_replaced_store_is_left(engine: Make, store: MemoryStore) -> No
     assert not memory.reaches(bytes(16), 1)
     assert memory.reaches(other.index.arena_id, 4096)
     worker._arena.poll()
-    memory._thread.submit(lambda: None).result(10)
+    memory._thread.submit(lambda: None).result(60)
     assert old in worker._arena._out._copy_batch._ranges.gone
     assert memory._region.address != old
 

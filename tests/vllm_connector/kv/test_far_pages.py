@@ -60,7 +60,7 @@ def test_far_pages_answer_that_never_comes_costs_milliseconds_once(
     request = second.add("b", PROMPT)
     began_s = time.monotonic()
     while second.connector.get_num_new_matched_tokens(request, 0)[0] is None:
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < 100
     assert second.connector.get_num_new_matched_tokens(request, 0) == (0, False)
     second.settle()
     second.check(request)
@@ -78,7 +78,7 @@ def test_far_pages_answer_absent_ends_the_wait(
     assert one.connector.get_num_new_matched_tokens(request, 0) == (None, False)
     began_s = time.monotonic()
     while one.connector.get_num_new_matched_tokens(request, 0)[0] is None:
-        assert time.monotonic() - began_s < 30
+        assert time.monotonic() - began_s < 100
     one.settle()
     one.check(request)
     assert (request.external_tokens, len(far.sought)) == (0, 1)

@@ -32,5 +32,5 @@ def test_kv_request_roots_equal_golden_vectors(name: str, tmp_path: Path, store:
     if lora is not None:
         with suppress(CheckpointError):  # a thread reads it: now, or already
             made.root_of(request, made._page)
-        made._adapters._read[path].result(timeout=5)
+        made._adapters._read[path].result(timeout=60)
     assert made.root_of(request, made._page).hex() == vectors.known()[name]

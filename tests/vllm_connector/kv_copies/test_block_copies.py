@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import queue
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -352,6 +354,69 @@ def test_kv_mover_loads_run_before_rest_of_saves() -> None:
     assert mover.wait(30)
     mover.close()
     assert order == ["a0", "x", "x", "y", "y", "a1", "a2", "b0", "b1", "b2"]
+
+
+class Slabs:
+    """A mover on a clock that only its slabs advance, 4 ms each."""
+
+    def __init__(self) -> None:
+        self.now, self.moved = 0.0, queue.Queue[str]()
+        self.mover = KVMover(lambda: None, clock=lambda: self.now)
+
+    def submit(self, name: str, slabs: int, *, urgent: bool = False) -> None:
+        def job() -> Any:
+            for _ in range(slabs):
+                self.now += 0.004
+                self.moved.put(name)
+                yield
+
+        self.mover.submit(job(), urgent=urgent)
+
+    def seen(self, count: int) -> list[str]:
+        """The next slabs; fails if there are fewer, or more within a tenth of a second."""
+        found = [self.moved.get(timeout=30) for _ in range(count)]
+        with pytest.raises(queue.Empty):
+            self.moved.get(timeout=0.1)
+        return found
+
+
+@pytest.fixture
+def slabs() -> Iterator[Slabs]:
+    slabs = Slabs()
+    yield slabs
+    slabs.mover.close()
+
+
+def test_kv_saves_take_ten_ms_beside_each_step(slabs: Slabs) -> None:
+    slabs.mover.begin_step(computes=True)
+    slabs.submit("save", 9)
+    assert slabs.seen(3) == ["save"] * 3  # 12 ms: the slab that was begun ends
+    slabs.mover.begin_step(computes=True)
+    assert slabs.seen(3) == ["save"] * 3
+    slabs.submit("load", 5, urgent=True)
+    assert slabs.seen(5) == ["load"] * 5
+    slabs.mover.begin_step(computes=False)
+    assert slabs.seen(3) == ["save"] * 3
+
+
+def test_kv_saves_keep_up_with_long_steps(slabs: Slabs) -> None:
+    slabs.mover.begin_step(computes=True)
+    slabs.now += 0.79
+    slabs.mover.end_step()
+    slabs.now += 60  # the engine sleeps
+    slabs.mover.begin_step(computes=True)
+    slabs.submit("save", 20)
+    assert len(slabs.seen(10)) == 10  # 39.5 ms, a twentieth
+    slabs.mover.begin_step(computes=True)
+    assert len(slabs.seen(3)) == 3
+
+
+def test_kv_mover_wait_ends_held_saves(slabs: Slabs) -> None:
+    slabs.mover.begin_step(computes=True)
+    slabs.submit("save", 9)
+    assert len(slabs.seen(3)) == 3
+    assert slabs.mover.wait(30)
+    assert len(slabs.seen(6)) == 6
 
 
 def test_kv_mover_broken_job_leaves_next_running(caplog: pytest.LogCaptureFixture) -> None:

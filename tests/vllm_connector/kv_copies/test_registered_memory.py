@@ -74,7 +74,7 @@ class Rig:
         return self.memory.reaches(self.arena_id, end)
 
     def settle(self) -> None:
-        self.memory._thread.submit(lambda: None).result(10)
+        self.memory._thread.submit(lambda: None).result(60)
 
     def leave(self) -> None:
         self.memory.leave(self._is_idle)

@@ -19,14 +19,16 @@ class EngineAlarm:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._wake: Callable[[], None] | None = None
+        self._has_input: Callable[[], bool] | None = None
         self._due: float | None = None
         self._rings = False
         """A thread waits for the time."""
 
-    def bind(self, wake: Callable[[], None] | None) -> None:
-        """Take the function that wakes the engine; None when its loop has ended."""
+    def bind(self, wake: Callable[[], None] | None, has_input: Callable[[], bool] | None = None) -> None:
+        """Take the function that wakes the engine, and the one that says whether input waits for it; None
+        when its loop has ended."""
         with self._changed:
-            self._wake = wake
+            self._wake, self._has_input = wake, has_input
             self._due = None
             self._changed.notify()
 
@@ -43,6 +45,11 @@ class EngineAlarm:
                 self._rings = True
                 threading.Thread(target=self._ring, name="cornplug-alarm", daemon=True).start()
             return True
+
+    def input_waits(self) -> bool:
+        """Whether a request, or the end of one, may wait for the engine's next step."""
+        has_input = self._has_input
+        return has_input is None or has_input()
 
     def _ring(self) -> None:
         """Ring once and end. Pauses are many: a time that was put off is seen when the first one is up."""
@@ -64,7 +71,10 @@ ALARM: Final = EngineAlarm()
 def _run_busy_loop(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm.v1.engine import EngineCoreRequestType
 
-    ALARM.bind(lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
+    ALARM.bind(
+        lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)),
+        lambda: not core.input_queue.empty(),
+    )
     try:
         return original(core, *args, **kwargs)
     finally:

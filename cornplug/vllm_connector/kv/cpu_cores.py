@@ -1,0 +1,29 @@
+"""Cores of an engine that computes on a CPU: with cornplug it computes on the same ones as without.
+
+vLLM reserves one more core in each worker for any KV connector, for the sake of NIXL's progress thread. On a
+host with two cores none is left to reserve, so vLLM computes on both and every other process interrupts its
+threads, which wait for each other at each operation.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from cornplug.vllm_connector.compat import KV_CONNECTOR
+
+
+def _reserve_as_stock(
+    original: Callable[..., None], manager: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == KV_CONNECTOR:
+        config = copy.copy(config)
+        config.kv_transfer_config = None
+    original(manager, config, *args, **kwargs)
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.utils.ompmultiprocessing", "OMPProcessManager.__init__", _reserve_as_stock),
+)
