@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
@@ -16,12 +17,15 @@ from .zygote import Zygote
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 
-# What SGLang compiles stays where torch keeps it, though tests have a cache of their own otherwise:
-# compiling takes ten seconds and more.
+# What SGLang compiles stays in the user's cache, though tests have a cache of their own otherwise: compiling
+# takes ten seconds and more. Each environment has a folder, because torch compiles again if a path differs.
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+_ENVIRONMENT = hashlib.sha256(os.path.realpath(sys.prefix).encode()).hexdigest()[:12]
 os.environ.setdefault(
     "TORCH_EXTENSIONS_DIR",
-    str(_CACHE / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu"),
+    str(
+        _CACHE / "torch_extensions" / f"py{sys.version_info.major}{sys.version_info.minor}_cpu_{_ENVIRONMENT}"
+    ),
 )
 
 

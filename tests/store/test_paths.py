@@ -175,7 +175,7 @@ def test_autostart_relative_settings_reach_the_daemon(
     finally:
         store.close()
     log = tmp_path / "conf" / "reads.jsonl"
-    eventually(lambda: log.exists() and '"put"' in log.read_text(), within_s=20)
+    eventually(lambda: log.exists() and '"put"' in log.read_text(), within_s=60)
     assert (tmp_path / "conf" / "secret").exists()
 
 

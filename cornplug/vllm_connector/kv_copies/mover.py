@@ -15,10 +15,50 @@ from cornplug.vllm_connector import compat
 Job = Generator[None, None, None]
 """Moves a slab between two `yield`s. Its `finally` reports the end, whichever way it ends."""
 
+BURST_S: Final = 0.5
+"""An engine that has had work for less than this is expected to be idle soon: copies wait for that."""
 STEP_S: Final = 0.010
-"""Seconds of copying that jobs which are not urgent may take beside a step that computes tokens."""
+"""Seconds of copying beside each further step that computes tokens."""
 STEP_SHARE: Final = 0.05
 """The same as a share of the step before, so that saves of long prefill steps keep up."""
+_PAUSE_S: Final = 0.05
+"""Time without a step after which work has begun anew."""
+
+
+class StepBudget:
+    """Time that copies for which nobody waits may take beside the engine's steps; unbounded before any."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left_s = math.inf
+        self._busy_since: float | None = None
+        """Start of the first of the steps with tokens that have followed each other since."""
+        self._began = self._ended = 0.0
+        """Of the last step."""
+
+    def begin_step(self, *, computes: bool) -> None:
+        """Begin a step, with the time that it leaves."""
+        now = self._clock()
+        lasted_s, pause_s = self._ended - self._began, now - self._ended
+        self._began = self._ended = now
+        if not computes:
+            self._left_s, self._busy_since = math.inf, None
+            return
+        if self._busy_since is None or pause_s > _PAUSE_S:
+            self._busy_since = now
+        busy = now - self._busy_since >= BURST_S
+        self._left_s = max(STEP_S, STEP_SHARE * lasted_s) if busy else 0.0
+
+    def end_step(self) -> None:
+        """Note the end of a step's forward pass."""
+        self._ended = self._clock()
+
+    def spend(self, seconds: float) -> None:
+        """Take the time of a copy."""
+        self._left_s -= seconds
+
+    def __bool__(self) -> bool:
+        return self._left_s > 0
 
 
 class KVMover:
@@ -36,11 +76,8 @@ class KVMover:
         self._others: deque[Job] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._left_s = math.inf
-        """Time that jobs which are not urgent may still take beside the current step."""
-        self._step_began = clock()
-        self._lasted_s = 0.0
-        """Length of the step before."""
+        self._budget = StepBudget(clock)
+        """Of jobs that are not urgent."""
         self._held = 0
         """Slabs that wait for a step that leaves them time."""
         self._waiting = 0
@@ -57,18 +94,16 @@ class KVMover:
     def begin_step(self, *, computes: bool) -> None:
         """Bound the copies beside a step of the engine.
 
-        Beside a step that computes tokens, jobs that are not urgent take at most `STEP_S`, or `STEP_SHARE` of
-        the step before if that is longer, and finish the slab that they have begun.
+        Jobs that are not urgent finish the slab that they have begun. They go on in a step without tokens,
+        and for a bounded time beside each step of an engine that has had work for `BURST_S`.
         """
         with self._changed:
-            self._step_began = self._clock()
-            self._left_s = max(STEP_S, STEP_SHARE * self._lasted_s) if computes else math.inf
-            self._lasted_s = 0.0
+            self._budget.begin_step(computes=computes)
             self._resume_held()
 
     def end_step(self) -> None:
         """Note the end of a step's forward pass."""
-        self._lasted_s = self._clock() - self._step_began
+        self._budget.end_step()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Whether every job was done inside the time."""
@@ -98,7 +133,7 @@ class KVMover:
             self._one_more()
 
     def _may_run_others(self) -> bool:
-        return self._left_s > 0 or self._waiting > 0
+        return bool(self._budget) or self._waiting > 0
 
     def _slab(self) -> None:
         """Move one slab of the job that is to go first."""
@@ -114,7 +149,7 @@ class KVMover:
         finally:
             with self._changed:
                 if queue is self._others:
-                    self._left_s -= self._clock() - began
+                    self._budget.spend(self._clock() - began)
                 if over:
                     queue.popleft()
                     self._changed.notify_all()

@@ -226,5 +226,5 @@ def test_far_pages_store_that_does_not_answer_is_a_miss_in_time(
         assert engine.load(TOKENS).shape[3] == 0
         assert engine.counts() == {("cornplug_misses_total", "absent"): 4}
         store: Any = engine.run.store
-        eventually(lambda: not store.far_answers, within_s=30)
+        eventually(lambda: not store.far_answers, within_s=60)
         assert ahead(engine, [1, *TOKENS]) == 0, "no request pays for it again"

@@ -54,13 +54,17 @@ def test_far_tier_changed_records_are_counted_misses_only(host: Hosts, share: Pa
     eventually(lambda: first.written(ENTRIES))
     damage(share, how)
     keys = [key(name) for name in range(ENTRIES)]
-    second.store.seek(keys)
-    eventually(lambda: second.far().asks.get("found", 0) == ENTRIES)
+
+    def sought() -> bool:
+        second.store.seek(keys)  # again: a busy far store may have answered some too late
+        return second.far().asks.get("found", 0) >= ENTRIES
+
+    eventually(sought)
     tiers = recalled(second.store, keys, within_s=60, deadline_s=DEADLINE_S)
     assert tiers == bytes([Tier.ABSENT] * ENTRIES)
     assert second.far().reads == {"damaged": ENTRIES}
     put(second.store, 0, 4 * KIB)
-    eventually(lambda: second.written(1), within_s=20)
+    eventually(lambda: second.written(1), within_s=60)
     assert found(host(url), 0) == payload_of(0, 4 * KIB), "a recomputed entry takes the damaged one's place"
 
 
@@ -102,7 +106,7 @@ def test_far_tier_stopped_server_costs_near_nothing_and_is_found_again(
     eventually(lambda: not second.store.far_answers, within_s=10)
     near_is_quick(second, "near")
     redis.cont()
-    eventually(lambda: second.store.far_answers, within_s=20)
+    eventually(lambda: second.store.far_answers, within_s=60)
     time.sleep(1.1)  # until the answer of before is forgotten
     assert found(second, "a") == payload_of("a", 20 * KIB)
 
@@ -122,9 +126,9 @@ def test_far_tier_killed_server_costs_near_nothing_and_is_found_again_empty(
     eventually(lambda: second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT]))
     near_is_quick(second, "near")
     redis.start()
-    eventually(lambda: second.store.far_answers and first.store.far_answers, within_s=20)
+    eventually(lambda: second.store.far_answers and first.store.far_answers, within_s=60)
     put(first.store, "b")
-    eventually(lambda: first.written(2), within_s=20)
+    eventually(lambda: first.written(2), within_s=60)
     assert found(second, "b") == payload_of("b", 20 * KIB)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -360,7 +360,8 @@ class Slabs:
     """A mover on a clock that only its slabs advance, 4 ms each."""
 
     def __init__(self) -> None:
-        self.now, self.moved = 0.0, queue.Queue[str]()
+        self.now, self.moved, self.going = 100.0, queue.Queue[str](), threading.Event()
+        self.going.set()
         self.mover = KVMover(lambda: None, clock=lambda: self.now)
 
     def submit(self, name: str, slabs: int, *, urgent: bool = False) -> None:
@@ -368,9 +369,15 @@ class Slabs:
             for _ in range(slabs):
                 self.now += 0.004
                 self.moved.put(name)
+                self.going.wait(30)
                 yield
 
         self.mover.submit(job(), urgent=urgent)
+
+    def hold(self) -> Callable[[], None]:
+        """Stop in the next slab until the function is called that is returned."""
+        self.going.clear()
+        return self.going.set
 
     def seen(self, count: int) -> list[str]:
         """The next slabs; fails if there are fewer, or more within a tenth of a second."""
@@ -378,6 +385,13 @@ class Slabs:
         with pytest.raises(queue.Empty):
             self.moved.get(timeout=0.1)
         return found
+
+    def step(self, seconds: float = 0.0, pause_s: float = 0.0, *, computes: bool = True) -> None:
+        """A step of the engine whose forward pass takes so long, `pause_s` after the last step."""
+        self.now += pause_s
+        self.mover.begin_step(computes=computes)
+        self.now += seconds
+        self.mover.end_step()
 
 
 @pytest.fixture
@@ -387,36 +401,51 @@ def slabs() -> Iterator[Slabs]:
     slabs.mover.close()
 
 
-def test_kv_saves_take_ten_ms_beside_each_step(slabs: Slabs) -> None:
-    slabs.mover.begin_step(computes=True)
+def test_kv_saves_of_idle_engine_stop_at_request(slabs: Slabs) -> None:
+    slabs.step(computes=False)
+    go = slabs.hold()
     slabs.submit("save", 9)
-    assert slabs.seen(3) == ["save"] * 3  # 12 ms: the slab that was begun ends
-    slabs.mover.begin_step(computes=True)
-    assert slabs.seen(3) == ["save"] * 3
-    slabs.submit("load", 5, urgent=True)
-    assert slabs.seen(5) == ["load"] * 5
-    slabs.mover.begin_step(computes=False)
-    assert slabs.seen(3) == ["save"] * 3
+    assert slabs.moved.get(timeout=30) == "save"
+    slabs.step()
+    go()
+    for _ in range(4):  # 0.4 s: a short answer
+        assert slabs.seen(0) == []
+        slabs.step(0.1)
+    slabs.submit("load", 2, urgent=True)
+    assert slabs.seen(2) == ["load"] * 2
+    slabs.step(computes=False)
+    assert slabs.seen(8) == ["save"] * 8
+
+
+def test_kv_saves_of_busy_engine_take_ten_ms_a_step(slabs: Slabs) -> None:
+    slabs.step(0.4)
+    slabs.step(0.1)
+    slabs.step()
+    slabs.submit("save", 9)
+    assert len(slabs.seen(3)) == 3  # 12 ms: the slab that was begun ends
+    slabs.step()
+    assert len(slabs.seen(3)) == 3
+    slabs.step(pause_s=60)  # a request after a pause
+    assert slabs.seen(0) == []
+    slabs.step(computes=False)
+    assert len(slabs.seen(3)) == 3
 
 
 def test_kv_saves_keep_up_with_long_steps(slabs: Slabs) -> None:
-    slabs.mover.begin_step(computes=True)
-    slabs.now += 0.79
-    slabs.mover.end_step()
-    slabs.now += 60  # the engine sleeps
-    slabs.mover.begin_step(computes=True)
+    slabs.step(0.79)
+    slabs.step()
     slabs.submit("save", 20)
     assert len(slabs.seen(10)) == 10  # 39.5 ms, a twentieth
-    slabs.mover.begin_step(computes=True)
+    slabs.step()
     assert len(slabs.seen(3)) == 3
 
 
 def test_kv_mover_wait_ends_held_saves(slabs: Slabs) -> None:
-    slabs.mover.begin_step(computes=True)
+    slabs.step()
     slabs.submit("save", 9)
-    assert len(slabs.seen(3)) == 3
+    assert slabs.seen(0) == []
     assert slabs.mover.wait(30)
-    assert len(slabs.seen(6)) == 6
+    assert len(slabs.seen(9)) == 9
 
 
 def test_kv_mover_broken_job_leaves_next_running(caplog: pytest.LogCaptureFixture) -> None:
