@@ -57,9 +57,14 @@ def options(description: str | None, *, engines: bool = False, default: bool = F
         parser.add_argument("--default", action="store_true", help="stock and the default alone, more rounds")
     args = parser.parse_args()
     # More threads than cores would measure the kernel's scheduler.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // 2)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(compute_threads()))
     engine = SGLANG if engines and args.sglang else VLLM
     return Options(args.quick, args.out, engine, default and args.default)
+
+
+def compute_threads() -> int:
+    """Compute threads of each engine and of the encoder service: OMP_NUM_THREADS, or half of the cores."""
+    return int(os.environ.get("OMP_NUM_THREADS") or max(1, len(os.sched_getaffinity(0)) // 2))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +93,11 @@ class Stage:
         self.sglang_flags = tuple(sglang_flags)
         self.store_socket = folder / "store.sock"
         self.encoder_socket = folder / "encoder.sock"
+        self._threads = str(compute_threads())
+        # `devkit.processes.environment` passes only what this process was started with.
         self.env = {
             **_ENVIRONMENT,
+            "OMP_NUM_THREADS": self._threads,
             "VLLM_CPU_KVCACHE_SPACE": str(kv_gib),
             "CORNPLUG_STORE_SECRET_FILE": str(folder / "secret"),
             "CORNPLUG_STORE_SOCKET": str(self.store_socket),
@@ -100,7 +108,8 @@ class Stage:
         return StoreProcess(self.store_socket, size=size, env=self.env)
 
     def encoder(self, *models: Path) -> EncoderProcess:
-        return EncoderProcess(models, socket=self.encoder_socket, env=self.env, ready_s=_READY_S)
+        threads = ("--threads", self._threads)
+        return EncoderProcess(models, *threads, socket=self.encoder_socket, env=self.env, ready_s=_READY_S)
 
     def stock(self, model: Path, engine: str = VLLM, *extra: str) -> EngineServer:
         return self._engine(model, engine, *extra)
@@ -126,11 +135,15 @@ class Stage:
         return kind(model, *flags, *extra, log=log, env=self.env, ready_s=_READY_S)
 
     @contextmanager
-    def pair(self, model: Path, app: str, engine: str = VLLM) -> Iterator[Pair]:
+    def pair(
+        self, model: Path, app: str, engine: str = VLLM, *, cornplug_first: bool = False
+    ) -> Iterator[Pair]:
         """A fresh stock engine and a fresh cornplug engine, ended on exit."""
+        made = Pair(self.stock(model, engine), self.cornplug(model, app, engine))
         with ExitStack() as stack:
-            stock = stack.enter_context(self.stock(model, engine))
-            yield Pair(stock, stack.enter_context(self.cornplug(model, app, engine)))
+            for server in (made.cornplug, made.stock) if cornplug_first else (made.stock, made.cornplug):
+                stack.enter_context(server)
+            yield made
 
 
 @contextmanager

@@ -279,7 +279,7 @@ class Demo:
         timer = threading.Timer(0.05, lambda: pid and os.kill(pid, signal.SIGKILL))
         timer.start()
         try:
-            return _ask(engine, f"{rules(10 + number, 12)} Which rule matters most?")
+            return _ask(engine, f"{rules(10 + number, 8)} Which rule matters most?")
         finally:
             timer.join()
 

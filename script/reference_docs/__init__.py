@@ -25,6 +25,7 @@ TREE: Final = Path(__file__).parents[2]
 
 PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "index.md": front_page.page,
+    "../README.md": front_page.readme,
     "configuration.md": configuration.page,
     "metrics.md": metrics.page,
     "http-api.md": http_api.page,

@@ -1,41 +1,40 @@
-"""docs/index.md: the table of a run of script/demo, from docs/demo.json (`script/demo --save`)."""
+"""The demo's table in docs/index.md and README.md, from docs/demo.json (`script/demo --save`)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import re
 from pathlib import Path
 from typing import Any, Final
 
 from .markdown import notice, table
 
-_RECORD: Final = Path(__file__).parents[2] / "docs" / "demo.json"
-_HEAD: Final = (
-    "app",
-    "image",
-    "tower run by",
-    "embedding from",
-    "prompt tokens",
-    "KV reused: own, store",
-    "TTFT, ms",
-    "stock, ms",
-    "same output",
+_TREE: Final = Path(__file__).parents[2]
+_RECORD: Final = _TREE / "docs" / "demo.json"
+_README: Final = _TREE / "README.md"
+_BLOCK: Final = re.compile(
+    r"(<!-- The demo's table, by script/docs -->\n).*?(\n<!-- The end of it -->)", re.S
 )
 
 _PAGE: Final = """# cornplug
 
-{requests}
-
-{sums}
-Stock vLLM and vLLM with cornplug answered the same requests, one by one, on {machine}: three small
-models with random weights, no GPU. [Measured](measured.md) has more runs than this one. `script/demo` makes
-the table on your machine ([columns](../examples/two_apps_one_encoder/README.md)).
-
-{notice}
-
-cornplug is a plugin for unmodified vLLM and SGLang. Servers of one host reuse each other's image embeddings
+cornplug is a plugin for unmodified vLLM and SGLang: servers on one host reuse each other's image embeddings
 and prefix KV cache, across models and across both engines ([concepts](concepts.md)). When cornplug dies, the
 engine continues as stock.
+
+The demo and the tests need neither a GPU nor a downloaded model:
+
+```
+script/demo
+script/test
+```
+
+{demo}
+
+The two apps have language models of their own and one vision tower
+([the demo](../examples/two_apps_one_encoder/README.md)). [Measured](measured.md) has more runs than this one.
+
+{notice}
 
 {guide}
 """
@@ -79,47 +78,44 @@ _GUIDE: Final = {
 
 def page() -> str:
     """The text of docs/index.md."""
-    record = json.loads(_RECORD.read_text())
     return _PAGE.format(
-        requests=table(_HEAD, _rows(record["requests"])),
-        sums=_sums(record),
-        machine=_machine(record["machine"]),
+        demo=_demo(),
         notice=notice("`docs/demo.json`"),
         guide=table(("you want to", "read"), ((want, ", ".join(pages)) for want, pages in _GUIDE.items())),
     )
 
 
-def _rows(requests: list[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    act = ""
-    for row in requests:
-        if row["act"] != act:
-            act = row["act"]
-            yield (f"**{act}**", *[""] * (len(_HEAD) - 1))
-        yield (
-            row["app"],
-            row["image"],
-            row["tower"],
-            row["embedding"],
-            str(row["prompt_tokens"]),
-            f"{row['kv_own']}, {row['kv_store']}",
-            str(row["ttft_ms"]),
-            str(row["stock_ttft_ms"]),
-            "yes" if row["same"] else "**no**",
-        )
+def readme() -> str:
+    """The text of README.md, with the demo's table of now."""
+    return _BLOCK.sub(lambda found: f"{found[1]}\n{_demo()}\n{found[2]}", _README.read_text())
 
 
-def _sums(record: Mapping[str, Any]) -> str:
-    saved = record["stock_ttft_s"] - record["ttft_s"]
-    passes, images = record["tower_passes"], record["distinct_images"]
-    return (
-        f"{passes} tower passes for {images} distinct images of all apps, "
-        f"{record['tower_passes_of_engines']} of them by engines;\n"
-        f"{record['kv_tokens_of_the_store']:,} tokens of KV came from the store; of stock's "
-        f"{record['stock_ttft_s']:.1f} s until first tokens {saved:.1f} s were saved\n"
-        f"({saved / record['stock_ttft_s']:.0%}), losses counted."
+def _demo() -> str:
+    """The table of a run, and what was measured where and when."""
+    record = json.loads(_RECORD.read_text())
+    rows = record["rows"]
+    stock, cornplug = (sum(row[side] for row in rows) for side in ("stock_s", "cornplug_s"))
+    shown = table(
+        ("request", "stock", "cornplug", "ratio"),
+        (
+            (row["what"], f"{row['stock_s']:.2f} s", f"{row['cornplug_s']:.2f} s", f"{row['ratio']:.2f}")
+            for row in rows
+        ),
+    ).replace("| --- | --- | --- | --- |", "| --- | --: | --: | --: |")
+    saved = f"{(stock - cornplug) / stock:.0%} saved"
+    return "\n".join(
+        [
+            shown,
+            "",
+            f"Seconds to the first token, median of {record['rounds']}. Together {stock:.1f} s without",
+            f"cornplug and {cornplug:.1f} s with it: {saved}.",
+            f"Measured by `script/demo` on {_machine(record['machine'])}",
+            f"(commit {record['commit']}).",
+        ]
     )
 
 
-def _machine(machine: Mapping[str, Any]) -> str:
-    day = machine["date"].split()[0]
-    return f"{machine['cores']} cores ({machine['cpu']}), vLLM {machine['versions']['vllm']}, on {day}"
+def _machine(machine: dict[str, Any]) -> str:
+    vllm, day, load = machine["versions"]["vllm"], machine["date"].split()[0], machine["load_at_start"][0]
+    where = f"{machine['cores']} cores ({machine['cpu']}) without a GPU, at load {load:g}"
+    return f"{where},\nwith vLLM {vllm} and random weights, on {day}"

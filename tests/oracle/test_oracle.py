@@ -1,6 +1,6 @@
 """Keys against computed numbers, on hundreds of near-collisions.
 
-The run ends with the table. The long run (`script/test-more`) draws ten thousand others.
+The run ends with the table. The long run (`script/test-more`) draws thousands of others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_oracle_keys_differ_where_numbers_differ(
 
 @pytest.mark.more
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("seed", range(2, 10))
+@pytest.mark.parametrize("seed", range(2, 6 if ENGINE == "vllm" else 4))  # 3 minutes each
 def test_oracle_long_run_keys_differ_where_numbers_differ(
     oracle: Oracle, record_property: Callable[[str, object], None], seed: int
 ) -> None:
