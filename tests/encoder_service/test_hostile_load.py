@@ -125,6 +125,7 @@ def test_http_client_gone_stops_its_decoding(serve: Serve, llava: str, slow: byt
     eventually(lambda: metric(served.url, name) == 1, 30)
 
 
+@pytest.mark.more
 def test_http_better_class_overtakes_decoded_worse_ones(serve: Serve, llava: str) -> None:
     """All lanes hold nightly's work, and more of it waits."""
     classes = {
@@ -145,6 +146,7 @@ def test_http_better_class_overtakes_decoded_worse_ones(serve: Serve, llava: str
         assert {each.result().status_code for each in asked} == {200}
 
 
+@pytest.mark.more
 def test_http_prepared_media_stay_within_budget(
     serve: Serve, qwen: Path, qwen_registry: ModelRegistry
 ) -> None:

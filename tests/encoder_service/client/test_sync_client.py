@@ -279,6 +279,7 @@ def test_encoder_client_repeats_go_to_cached_service(two: list[Served], llava: s
     assert {ref.origin for ref in again} == {"cached"}
 
 
+@pytest.mark.more
 def test_encoder_client_many_with_killed_service_answers_all(two: list[Served], llava: str) -> None:
     items = [png(sample_image(seed)) for seed in range(60)]
     with EncoderClient([served.url for served in two], deadline_s=60) as client:
