@@ -1,10 +1,10 @@
 """Runs the tests marked `more`: every combination of families, flags and faults, and long searches.
 
 script/test has one test of each promise; CONTRIBUTING.md says when to run this. The tests marked `timed` run
-here with their upper bounds on durations, which script/test does not check. A unit is a test file in one
-environment, on one bed of vLLM (devkit/vllm_beds.py). Units run one after the other, and a failure does not
-stop the run. A failed test gets a second try at the end, alone, if at most two tests failed. The results go
-to docs/support-matrix.md.
+here with their upper bounds on durations, which script/test does not check. Hypothesis draws new examples in
+each run. A unit is a test file in one environment, on one bed of vLLM (devkit/vllm_beds.py). Units run one
+after the other, and a failure does not stop the run. A failed test gets a second try at the end, alone, if at
+most two tests failed. The results go to docs/support-matrix.md.
 
   script/test-more                     everything, several hours on two cores
   script/test-more --list              what would run, with expected durations
