@@ -14,6 +14,7 @@ import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
 from sglang.srt.utils import ImageData
+from time_limits import TimeLimits
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import digest_image
@@ -306,7 +307,9 @@ def test_tower_identity_of_unvalidated_family_is_refused(
     assert caught.value.reason == "unproven_family"
 
 
-def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_identifiers_slow_checkpoint_waits_once(
+    monkeypatch: pytest.MonkeyPatch, within: TimeLimits
+) -> None:
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: read.wait(60) and TOWERS)
     monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 3.0)
@@ -323,7 +326,7 @@ def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.Monkey
     first, second = asyncio.run(requests())
     read.set()
     assert first >= 2.9
-    assert second < 2.5
+    within.check(second, 2.5, "the second request does not wait again")
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])

@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.errors import ConfigError
 from cornplug.store.base import Tier
@@ -139,7 +140,9 @@ def test_nixl_store_strangers_at_its_port_get_nothing_and_end_nothing(
 
 
 @pytest.mark.more
-def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(host: Hosts, nixl: str) -> None:
+def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(
+    host: Hosts, nixl: str, within: TimeLimits
+) -> None:
     first, second = host(nixl), host(nixl)
     put(first.store, "a")
     put(second.store, "near")
@@ -147,7 +150,7 @@ def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(host: H
     assert found(second, "a") == payload_of("a", 20 * KIB)
     first.end()
     second.store.seek([key("x")])
-    near_is_quick(second, "near")
+    near_is_quick(second, "near", within)
     eventually(lambda: second.store.tiers([key("y")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT]))
     third = host(nixl)
     put(third.store, "b")
