@@ -37,8 +37,8 @@ BED_FILES: Final[Mapping[str, Collection[str]]] = MappingProxyType(
 """The repeated files -> the beds of `BEDS` on which they are repeated."""
 NOT_ON_BEDS: Final = "sglang_alone"
 """Marker of tests in which no vLLM takes part."""
-SGLANG_FOLDERS: Final = ("tests/sglang_hooks", "tests/oracle")
-"""The folders whose tests need SGLang in their own process."""
+SGLANG_PATHS: Final = ("tests/sglang_hooks", "tests/oracle", "tests/commands/test_engine_checks.py")
+"""Tests that need SGLang in their own process."""
 ONE_CORE_FOLDERS: Final = ("tests/oracle/", "tests/planner/", "tests/replay/")
 """The folders whose tests compute on one core and start no service: two of them run at once."""
 
@@ -98,7 +98,7 @@ def collect(arguments: Sequence[str], scratch: Path) -> dict[str, list[Collected
     options, paths = split_paths(arguments)
     places = {VLLM: paths or ["tests"]}
     if is_installed(SGLANG):
-        places[SGLANG] = [path for path in paths or SGLANG_FOLDERS if path.startswith(SGLANG_FOLDERS)]
+        places[SGLANG] = [path for path in paths or SGLANG_PATHS if path.startswith(SGLANG_PATHS)]
 
     def collected(environment: str) -> list[CollectedTest]:
         if not places[environment]:
