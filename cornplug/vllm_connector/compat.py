@@ -18,7 +18,9 @@ hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 * `EngineCore._reset_caches`: to tell a pause from a reset that a user asked for;
 * `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: to learn that weights were replaced;
 * `EngineCore.reset_prefix_cache`: to learn that no block holds KV of replaced weights;
-* `Scheduler.__init__`: to learn whether one engine core, and no other, has this engine's state.
+* `Worker.sleep`: to end copies of KV before its memory goes away;
+* `Scheduler.__init__`: to learn whether one engine core, and no other, has this engine's state;
+* `Scheduler.add_request`: so that a request may have the id of one that was aborted while it loads.
 """
 
 from __future__ import annotations

@@ -117,11 +117,15 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         idle_steps.began(computes=moves.computes)
         if self._worker is not None:
             self._worker.begin_step(computes=moves.computes)
-            if moves.preempted:
-                self._worker.give_up_saves(moves.preempted)
+            if moves.given_up:
+                self._worker.give_up_saves(moves.given_up)
 
     def unregister_kv_caches(self) -> None:
-        """Ends every copy before the engine's memory goes away in sleep. vLLM calls it from 0.33 on."""
+        # vLLM calls it from 0.33 on.
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        """End every copy, before the engine's memory goes away in sleep (`kv/sleeps.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -142,15 +146,14 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         assert isinstance(moves, CornplugKVMetadata)
         if self._worker is not None:
             self._worker.start_saves(moves.saves)
-            self._worker.finishing(moves.finishing)
             if moves.timed:
                 self._worker.stepped(moves.timed)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        sent, received = self._worker.finished()
-        return sent or None, received or None
+        # Blocks are never held for saves, so no request is `sent`.
+        return None, self._worker.finished() or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
@@ -212,8 +215,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         acks = connector_output.kv_connector_worker_meta
         if isinstance(acks, CornplugKVWorkerMetadata):
             self._scheduler.acknowledged(acks)
-        for request_id in connector_output.finished_recving or ():
-            self._scheduler.loaded(request_id)
+        received = connector_output.finished_recving or ()
+        ours = {one for one in received if self._scheduler.loaded(one, self._kv_cache_manager)}
+        if len(ours) < len(received):
+            # vLLM reads it next.
+            connector_output.finished_recving = ours
         self._scheduler.step_ended()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
@@ -223,9 +229,17 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if isinstance(self._scheduler, GroupsScheduler):
-            return self._scheduler.finished(request, block_ids), None
-        blocks = block_ids[0] if block_ids else []
-        return (self._scheduler.finished(request, blocks) if self._scheduler is not None else False), None
+            self._scheduler.finished(request, block_ids)
+        elif self._scheduler is not None:
+            self._scheduler.finished(request, block_ids[0] if block_ids else ())
+        # A later request may have its id, and a reset of the cache waits for no save: its blocks do not stay.
+        return False, None
+
+    def _detach_load(self, request: Request) -> bool:
+        """Let the load of a request that is over go on without it (`kv/repeated_ids.py`)."""
+        if self._scheduler is None or self._kv_cache_manager is None:
+            return False
+        return self._scheduler.detach_load(request, self._kv_cache_manager)
 
     def has_pending_block_frees(self) -> bool:
         return isinstance(self._scheduler, GroupsScheduler) and self._scheduler.frees_pending()

@@ -201,7 +201,7 @@ class ArenaMoves:
             try:
                 self._pages.store.view(page.target.location, writable=True)
             except CornplugError as e:
-                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.request_id, e)
+                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
                 self._reports.page_over(page, {})
             else:
                 yield page

@@ -24,7 +24,6 @@ class DisabledKVWorker:
         self._reason = reason
         self._acks = CornplugKVWorkerMetadata(unusable=reason)
         self._loaded: set[str] = set()
-        self._finishing: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
 
@@ -52,22 +51,16 @@ class DisabledKVWorker:
     def stepped(self, number: int) -> None:
         """Nothing is loaded: no measurement is needed."""
 
-    def finishing(self, request_ids: Sequence[str]) -> None:
-        """Nothing is read here: they are sent."""
-        self._finishing.update(request_ids)
-
-    def give_up_saves(self, request_ids: Collection[str]) -> None:
+    def give_up_saves(self, names: Collection[str]) -> None:
         """Nothing is saved."""
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """(sent, received) request ids since the last call."""
-        sent, self._finishing = self._finishing, set()
-        received, self._loaded = self._loaded, set()
-        self._failed = received
-        return sent, received
+    def finished(self) -> set[str]:
+        """Ids of the requests whose load ended since the last call."""
+        self._failed, self._loaded = self._loaded, set()
+        return self._failed
 
     def failed(self) -> set[str]:
-        """The requests that `finished` last named as received."""
+        """The requests that `finished` last named."""
         return self._failed
 
     def bad_blocks(self) -> set[int]:

@@ -38,7 +38,7 @@ _GATHER_REQUESTS: Final = 32
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request of the engine, from its first lookup until it is over and no save of it is open."""
+    """A request of the engine, from its first lookup until it is over and loads nothing."""
 
     request: Request
     keys: PageKeys | None = None
@@ -197,7 +197,8 @@ class TrackedRequests:
 
     def look_at(self, tracked: TrackedRequest) -> None:
         """The request may complete a page in the next step that computes tokens of it."""
-        self._looked_at.add(tracked.request.request_id)
+        if self._follows(tracked):
+            self._looked_at.add(tracked.request.request_id)
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
         """Requests that may have completed a page by the end of a step, each with its computed tokens then.
@@ -271,13 +272,17 @@ class TrackedRequests:
         name = tracked.request.request_id
         return tracked.computed_after(0) if name in self._gathered or name in self._looked_at else 0
 
-    def forget_if_over(self, tracked: TrackedRequest) -> None:
-        """Track it no longer if it is over and no worker half holds its blocks."""
-        open_saves = tracked.open_saves or tracked.asked
-        if tracked.request.is_finished() and not open_saves and tracked.loading is None:
-            self._tracked.pop(tracked.request.request_id, None)
+    def forget(self, tracked: TrackedRequest) -> None:
+        """Track it no longer: a later request may have its id."""
+        if self._follows(tracked):
+            del self._tracked[tracked.request.request_id]
             self._looked_at.discard(tracked.request.request_id)
             self._gathered.discard(tracked.request.request_id)
+
+    def _follows(self, tracked: TrackedRequest) -> bool:
+        """Whether the request is tracked, and not another request with its id."""
+        held = self._tracked.get(tracked.request.request_id)
+        return held is not None and held.request is tracked.request
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
         """Make a request's keys. Returns the reason why it has none; "" if it has."""
