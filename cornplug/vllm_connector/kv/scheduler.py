@@ -201,7 +201,7 @@ class KVScheduler(SchedulerHalf):
             self._begin_epoch()
         tracked = self._requests.track(request)
         if tracked.own is not None:
-            tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
+            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
         if tracked.keys is None or request.skip_reading_prefix_cache or not self._requests.sharing:
             return 0
         if not self._may_load(tracked):

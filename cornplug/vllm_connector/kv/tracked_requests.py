@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
-from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.lora_digests import LaterAdapters, was_rewritten
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
@@ -176,6 +176,11 @@ class TrackedRequests:
             tracked.keys, tracked.identifying = None, False
         return found
 
+    def trusts_cache(self, request: Request) -> bool:
+        """Whether the engine's own prefix cache holds only KV that this request's model computed."""
+        lora = request.lora_request
+        return not self.other_loads.possible and (lora is None or not was_rewritten(lora.lora_path))
+
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request of this id; None if it is not tracked."""
         return self._tracked.get(request_id)
@@ -294,6 +299,8 @@ class TrackedRequests:
                 tracked.keys = ahead if current else self._keys(request)
             except CornplugError as e:
                 reason = e.reason
+        if request.lora_request is not None and was_rewritten(request.lora_request.lora_path):
+            tracked.own = tracked.own or OwnTokens()
         # A checkpoint that is still being read may be identified by the time of the first save.
         tracked.identifying = reason == "identifying"
         return reason
@@ -332,6 +339,6 @@ class TrackedRequests:
         """(epoch of the weights, root)"""
         epoch, identified = self._current
         lora = request.lora_request
-        adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
+        adapter = self._adapters.digest(lora.lora_path, lora.lora_int_id) if lora is not None else None
         salt = request.cache_salt
         return epoch, page_root(self._run.secret, identified.get(), page, adapter=adapter, salt=salt)

@@ -90,7 +90,7 @@ class GroupsScheduler(SchedulerHalf):
             self._begin_epoch()
         tracked = self._requests.track(request)
         if tracked.own is not None:
-            tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
+            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
         if tracked.keys is None:
             return 0
         end = computed // self._page_tokens * self._page_tokens
