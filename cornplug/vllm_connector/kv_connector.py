@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import EngineRuntime, log_store_size
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
+from cornplug.store.leases import NO_LEASES
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import idle_steps, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
+from cornplug.vllm_connector.kv.fence import fenced
 from cornplug.vllm_connector.kv.idle_rest import IdleRest
-from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -61,6 +65,12 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVScheduler | GroupsScheduler | None = None
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
         self._rest = IdleRest()
+        self._stopped: KVScheduler | GroupsScheduler | None = None
+        """The scheduler half, once an error has ended sharing."""
+        self._detached: dict[str, list[KVCacheBlock]] = {}
+        """Pinned blocks of loads of requests that are over, whose ids other requests may have."""
+        self._last_loads: list[PageLoad] = []
+        """Loads that the engine waits for, from the time when sharing stopped."""
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
@@ -180,6 +190,42 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager, specs[0])
 
+    def _stop_sharing(self, hook: str, error: Exception) -> None:
+        """An error that nothing foresaw: the engine goes on without sharing."""
+        compat.logger.error(
+            "cornplug: KV of this engine is not shared any more: %s failed", hook, exc_info=error
+        )
+        self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
+        if self._scheduler is None:
+            return
+        self._stopped, self._scheduler = self._scheduler, None
+        try:
+            self._last_loads += self._stopped.abandon()
+        except Exception:  # noqa: BLE001
+            compat.logger.exception("cornplug: blocks of saves stay in use")
+
+    def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The engine waits for a load that no worker half knows: it fails."""
+        if not num_external_tokens or any(load.request_id == request.request_id for load in self._last_loads):
+            return
+        for group, ids in enumerate(blocks.get_block_ids()):
+            size = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+            self._last_loads.append(
+                PageLoad(request.request_id, 0, len(ids) * size, 0, NO_LEASES, array("q", ids), group=group)
+            )
+
+    def _loads_over(self, connector_output: Any) -> None:
+        """Release the blocks of loads that went on without their requests, and hide their ends from vLLM."""
+        for request_id in set(connector_output.finished_recving or ()) & self._detached.keys():
+            connector_output.finished_recving = connector_output.finished_recving - {request_id}
+            assert self._kv_cache_manager is not None
+            self._kv_cache_manager.block_pool.free_blocks(reversed(self._detached.pop(request_id)))
+
+    def _empty_meta(self, *_args: Any) -> KVConnectorMetadata:
+        loads, self._last_loads = self._last_loads, []
+        return CornplugKVMetadata(loads=loads)
+
+    @fenced(lambda *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -188,6 +234,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    @fenced(_fail_load)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -201,30 +248,32 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.another_connector_loads()
 
+    @fenced(_empty_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduler is None:
-            return CornplugKVMetadata()
+            return self._empty_meta()
         moves = self._scheduler.moves(scheduler_output)
         empty = not scheduler_output.total_num_scheduled_tokens
         self._rest.step(empty=empty and not moves.begins, waits=self._scheduler.waits)
         return moves
 
+    @fenced(_loads_over)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:
+            self._loads_over(connector_output)
             return
         acks = connector_output.kv_connector_worker_meta
         if isinstance(acks, CornplugKVWorkerMetadata):
             self._scheduler.acknowledged(acks)
-        received = connector_output.finished_recving or ()
-        ours = {one for one in received if self._scheduler.loaded(one, self._kv_cache_manager)}
-        if len(ours) < len(received):
-            # vLLM reads it next.
-            connector_output.finished_recving = ours
+        for request_id in connector_output.finished_recving or ():
+            self._scheduler.loaded(request_id)
+        self._loads_over(connector_output)
         self._scheduler.step_ended()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @fenced(lambda *_: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
@@ -237,25 +286,34 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _detach_load(self, request: Request) -> bool:
         """Let the load of a request that is over go on without it (`kv/repeated_ids.py`)."""
-        if self._scheduler is None or self._kv_cache_manager is None:
+        manager, half = self._kv_cache_manager, self._scheduler
+        if half is None or manager is None or not half.detach_load(request):
             return False
-        return self._scheduler.detach_load(request, self._kv_cache_manager)
+        tables = manager.get_blocks(request.request_id).blocks
+        blocks = [block for table in tables for block in table if not block.is_null]
+        manager.block_pool.touch(blocks)
+        self._detached[request.request_id] = blocks
+        return True
 
+    @fenced(lambda *_: False)
     def has_pending_block_frees(self) -> bool:
         return isinstance(self._scheduler, GroupsScheduler) and self._scheduler.frees_pending()
 
+    @fenced(lambda *_: True)
     def reset_cache(self) -> bool:
         if self._scheduler is not None and not resets.part_of_pause():
             self._scheduler.forget_stored()
         return True
 
+    @fenced(lambda *_: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         if self._scheduler is None or self._scheduler.events is None:
             return ()
         return self._scheduler.events.take()
 
+    @fenced(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.saves_open()
+        return bool(self._last_loads) or (self._scheduler is not None and self._scheduler.saves_open())
 
     @property
     def requires_kv_delivery(self) -> bool:

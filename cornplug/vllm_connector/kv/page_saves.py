@@ -150,6 +150,9 @@ class PageSaves:
             reader.pinned = False
             self.freed.release(self._pool, reader)
 
+    def abandon(self) -> None:
+        """Hold no block any more: sharing has stopped."""
+
     def lost(self) -> list[str]:
         """Names of the saves whose blocks were given away since the last call."""
         names = []

@@ -14,7 +14,7 @@ from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
-from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 from cornplug.vllm_connector.kv_events.page_events import page_events
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
@@ -53,8 +52,8 @@ class SchedulerHalf:
         """None where the engine publishes no KV events."""
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
-        self._detached: dict[str, tuple[TrackedRequest, list[KVCacheBlock]]] = {}
-        """Loads of requests that are over, whose ids other requests have, with the pinned blocks."""
+        self._detached: dict[str, TrackedRequest] = {}
+        """Requests that are over and load, by ids that other requests may have."""
 
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
@@ -114,7 +113,7 @@ class SchedulerHalf:
         self._requests.unusable = self._requests.unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
             detached = self._detached.get(request_id)
-            tracked = detached[0] if detached is not None else self._requests.get(request_id)
+            tracked = detached or self._requests.get(request_id)
             self._offers.failed(tracked, reason)
             if tracked is not None:
                 self._computes_again(tracked)
@@ -129,15 +128,12 @@ class SchedulerHalf:
         """The pages that it computes after a failed load may be those that the store has lost."""
         self._requests.look_at(tracked)
 
-    def detach_load(self, request: Request, manager: KVCacheManager) -> bool:
+    def detach_load(self, request: Request) -> bool:
         """Let the load of a request that is over go on without it. Returns False if it has none."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request or tracked.loading is None:
             return False
-        tables = manager.get_blocks(request.request_id).blocks
-        blocks = [block for table in tables for block in table if not block.is_null]
-        manager.block_pool.touch(blocks)
-        self._detached[request.request_id] = tracked, blocks
+        self._detached[request.request_id] = tracked
         self._forget(tracked)
         return True
 
@@ -150,24 +146,26 @@ class SchedulerHalf:
             self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "id_in_use")
         return False
 
-    def loaded(self, request_id: str, manager: KVCacheManager | None) -> bool:
-        """The worker halves have ended a load, whole or failed. Returns False if another request has the id
-        of its request now."""
+    def loaded(self, request_id: str) -> None:
+        """The worker halves have ended a load, whole or failed."""
         if request_id in self._detached:
-            detached, blocks = self._detached.pop(request_id)
-            self._offers.ended(detached)
-            assert manager is not None
-            manager.block_pool.free_blocks(reversed(blocks))
-            return False
+            self._offers.ended(self._detached.pop(request_id))
+            return
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self._offers.ended(tracked)
             if tracked.request.is_finished():
                 self._forget(tracked)
-        return True
 
     def _forget(self, tracked: TrackedRequest) -> None:
         self._requests.forget(tracked)
+
+    def abandon(self) -> list[PageLoad]:
+        """Hold no block any more: sharing has stopped. Returns the loads that the engine waits for and that
+        the worker halves do not know yet."""
+        for saves in self._all_saves:
+            saves.abandon()
+        return self._offers.new_loads()
 
     def step_ended(self) -> None:
         """The engine has read the output of a step."""

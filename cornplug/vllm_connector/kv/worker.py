@@ -146,7 +146,10 @@ class KVWorker:
         """Begin loads; their requests run once `finished` names them."""
         mark = self._side.mark() if loads else None
         for load in loads:
-            if self._arena is not None and self._arena.reaches_load(load):
+            if not load.pages:
+                # Its scheduler half failed after the engine took the offer.
+                self._reports.load_over(load, 0, "load_error", 0.0)
+            elif self._arena is not None and self._arena.reaches_load(load):
                 self._arena.load(load, mark)
             else:
                 if self._on_gpu:

@@ -25,6 +25,9 @@ _PAUSE_S: Final = 0.05
 """Time without a step after which work has begun anew."""
 
 
+_MOST_FAILURES: Final = 8
+
+
 class StepBudget:
     """Time that copies for which nobody waits may take beside the engine's steps; unbounded before any."""
 
@@ -177,6 +180,13 @@ class PolledMover:
 
     def __init__(self) -> None:
         self._jobs: list[tuple[PolledJob, Crossing]] = []
+        self._failures = 0
+        """Jobs that failed one after the other."""
+
+    @property
+    def works(self) -> bool:
+        """Whether a job may succeed: the last `_MOST_FAILURES` jobs did not all fail."""
+        return self._failures < _MOST_FAILURES
 
     def submit(self, job: PolledJob) -> None:
         """Begin a job's first copies."""
@@ -186,7 +196,12 @@ class PolledMover:
         """Carry on the jobs whose copies have happened."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
-            if crossing.done():
+            try:
+                done = crossing.done()
+            except Exception as e:  # noqa: BLE001
+                self._end(job, e)
+                continue
+            if done:
                 self._resume(job)
             else:
                 self._jobs.append((job, crossing))
@@ -199,24 +214,49 @@ class PolledMover:
         """Wait until every job is done."""
         while self._jobs:
             job, crossing = self._jobs.pop(0)
-            crossing.wait()
+            try:
+                crossing.wait()
+            except Exception as e:  # noqa: BLE001
+                self._end(job, e)
+                continue
             self._resume(job)
 
     def close(self) -> None:
         """Wait for the copies that are under way, and forget the rest."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
-            crossing.wait()
-            job.close()
+            try:
+                crossing.wait()
+                job.close()
+            except Exception as e:  # noqa: BLE001
+                self._failed(e)
 
     def _resume(self, job: PolledJob) -> None:
         try:
             crossing = next(job, None)
-        except RuntimeError:  # torch's and CUDA's; the job has reported its end
-            compat.logger.exception("cornplug: moving KV failed")
+        except Exception as e:  # noqa: BLE001, torch's and CUDA's too; the job has reported its end
+            self._failed(e)
             return
         if crossing is not None:
             self._jobs.append((job, crossing))
+        else:
+            self._failures = 0
+
+    def _end(self, job: PolledJob, error: Exception) -> None:
+        """End a job whose copies failed: it reports that."""
+        self._failed(error)
+        try:
+            job.close()
+        except Exception as e:  # noqa: BLE001
+            self._failed(e)
+
+    def _failed(self, error: Exception) -> None:
+        """A job has failed: the engine and the other jobs go on. A fault that stays is logged once."""
+        self._failures += 1
+        if self._failures == 1:
+            compat.logger.error("cornplug: moving KV failed", exc_info=error)
+        elif self._failures == _MOST_FAILURES:
+            compat.logger.warning("cornplug: KV pages pass staging memory from now on: %s", error)
 
 
 def _log_failure(future: Future[None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,11 @@ class WindowSaves(PageSaves):
         self._pins -= sum(page.pinned for page in tracked.asked)
         self._pins -= sum(self._open[token].pinned for token in tracked.open_saves)
         super().let_go(tracked)
+
+    def abandon(self) -> None:
+        asked = itertools.chain(self._last, *(pages for pages, _ in self._posted))
+        for reader in itertools.chain[AskedPage | OpenSave](asked, self._open.values()):
+            self._unpin(reader)
 
     def _drop(self, page: AskedPage) -> None:
         super()._drop(page)
