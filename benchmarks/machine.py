@@ -57,7 +57,8 @@ def line(machine: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
         f"{machine.get('accelerator') or 'no GPU used'}; "
         f"{machine['system']}; {versions}; Python {machine['python']}.\n"
-        f"{machine['date']}; commit {machine.get('commit') or 'unknown'}; load at start {machine['load_at_start'][0]:.2f}, "
+        f"{machine['date']}; commit {machine.get('commit') or 'unknown'}; "
+        f"load at start {machine['load_at_start'][0]:.2f}, "
         f"{machine['busy_at_start']:.2f} cores busy with other work."
     )
 
