@@ -64,9 +64,10 @@ def program(argv: Sequence[str]) -> list[str]:
     """The first words to execute for a command's. Raises ConfigError for a program that is not installed."""
     word = argv[0]
     if word == "cornplug":
-        return [sys.executable, "-m", "cornplug.cli"]
+        return [sys.executable, "-P", "-m", "cornplug.cli"]
     if word == "python" and "-m" in argv[1:2]:
-        return [_python_with(argv[2].partition(".")[0])]
+        # No module is read from the folder where the launch began.
+        return [_python_with(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
     found = os.environ.get(variable) or shutil.which(word) or (str(beside) if beside.exists() else None)

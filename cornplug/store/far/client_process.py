@@ -116,7 +116,7 @@ class _Client:
         descriptors = [its.fileno() for its in theirs]
         # A signal from a terminal is the daemon's; its errors are in the daemon's log.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
+            [sys.executable, "-P", "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
             pass_fds=descriptors, env={**variables, **os.environ}, start_new_session=True,
         )  # fmt: skip
         for its in theirs:
