@@ -5,23 +5,25 @@
     offer(key) ──> queue ──> sealed and put, unless it has the record
     forget(key) ─> its record is deleted, where the entry was
 
-It begins turned off. A failure, or a call beyond its deadline, turns it off for a pause that grows. Then a
-probe of its own finds out whether it answers, so that no request pays for that, and no entry is lost that
-waits to be written. While it is off nothing else is asked of it.
+It begins turned off. A question or a read that fails, or that is beyond its deadline, turns it off for a
+pause that grows. Then a probe of its own finds out whether it answers, so that no request pays for that.
+While it is off nothing else is asked of it.
+
+Writes and deletions have pauses of their own: a store that is full, or that refuses them, still serves reads.
+A write that failed is tried again after the pause, if its entry is still in memory.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.far.call_health import CallHealth
 from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
@@ -38,7 +40,6 @@ _WRITING: Final = 2
 _DELETED_AT_ONCE: Final = 64
 """Records that one call deletes."""
 _END_S: Final = 0.2
-_log = logging.getLogger("cornplug.store")
 
 T = TypeVar("T")
 Write = Callable[[FarStore, bool], tuple[str, int]]
@@ -63,12 +64,12 @@ class FarPeer:
         self._store, self._sealer, self._found = store, sealer, found
         self._mover = DiskWorkers(name="cornplug-far")
         self._asker = DiskWorkers(name="cornplug-far", readers=0)
-        self._breaker = CircuitBreaker()
-        self._state: bool | None = None
-        """Whether it answers; None until it has for the first time, or has not."""
+        self._reading = CallHealth(label, failing="is not asked for now", working="answers")
+        self._putting = CallHealth(label, failing="gets no records for now", working="takes records")
+        self._deleting = CallHealth(label, failing="deletes no records for now", working="deletes records")
         self._asking = False
-        self._calls: dict[object, tuple[float, float]] = {}
-        """Calls under way: (began, deadline in seconds)."""
+        self._calls: dict[object, tuple[CallHealth, float, float]] = {}
+        """Calls under way: (health of their kind, began, deadline in seconds)."""
         self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
         self._known: OrderedDict[bytes, None] = OrderedDict()
@@ -91,7 +92,7 @@ class FarPeer:
     @property
     def answers(self) -> bool:
         """Whether it answers. If not, nothing but a probe is asked of it."""
-        return self._state is True
+        return self._reading.state is True
 
     def knows(self, key: bytes) -> bool:
         """Whether it has this entry, as far as is known."""
@@ -111,7 +112,8 @@ class FarPeer:
     def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
         """Read a record; None where it has none."""
         self._mover.read(
-            self._timed(functools.partial(self._fetch, key), MOVE_S), functools.partial(self._fetched, done)
+            self._timed(self._reading, functools.partial(self._fetch, key), MOVE_S),
+            functools.partial(self._fetched, done),
         )
 
     def open_into(self, work: Callable[[], bool], done: Callable[[bool | DiskFailure], None]) -> None:
@@ -145,17 +147,19 @@ class FarPeer:
         self._mover.collect()
         self._asker.collect()
         now_s = time.monotonic()
-        if any(now_s - began_s > deadline_s for began_s, deadline_s in self._calls.copy().values()):
-            self._failed("it has not answered in time")
+        for health, began_s, deadline_s in self._calls.copy().values():
+            if now_s - began_s > deadline_s:
+                health.failed("it has not answered in time")
         if not self.answers:
             self._questions.clear()
             self._probe(now_s)
             return
         if self._questions and not self._asking:
             self._ask_some()
-        if self._ended:
+        if self._ended and not self._deleting.refuses(now_s):
             self._delete_some()
-        while self._queue and len(self._writing) < _WRITING:
+        most = 1 if self._putting.state is False else _WRITING
+        while self._queue and len(self._writing) < most and not self._putting.refuses(now_s):
             key, _ = self._queue.popitem(last=False)
             work = write(key)
             if work is None:
@@ -163,7 +167,8 @@ class FarPeer:
                 continue
             self._writing.add(key)
             job = functools.partial(work, self._store, key in self._shunned)
-            self._mover.write(self._timed(job, MOVE_S + ASK_S), functools.partial(self._written, key))
+            timed = self._timed(self._putting, job, MOVE_S + ASK_S)
+            self._mover.write(timed, functools.partial(self._written, key))
 
     def stat(self) -> FarStat:
         """A snapshot."""
@@ -180,12 +185,12 @@ class FarPeer:
             workers.close(within_s=_END_S)
         self._store.close()
 
-    def _timed(self, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
+    def _timed(self, health: CallHealth, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
         """`work`, seen by `step` while it is under way."""
 
         def job() -> T:
             call = object()
-            self._calls[call] = (time.monotonic(), deadline_s)
+            self._calls[call] = (health, time.monotonic(), deadline_s)
             try:
                 return work()
             finally:
@@ -198,28 +203,28 @@ class FarPeer:
         self._asking = True
         names = [self._sealer.name(key) for key in keys]
         work = functools.partial(self._store.exists, names)
-        self._asker.write(self._timed(work, ASK_S), functools.partial(self._asked, keys))
+        self._asker.write(self._timed(self._reading, work, ASK_S), functools.partial(self._asked, keys))
 
     def _delete_some(self) -> None:
         """On the thread that writes: behind the writing of the same entries, before a new one."""
         keys = taken(self._ended, _DELETED_AT_ONCE)
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
-        self._mover.write(self._timed(work, MOVE_S), self._deleted)
+        self._mover.write(self._timed(self._deleting, work, MOVE_S), self._deleted)
 
     def _deleted(self, result: DiskFailure | None) -> None:
         if result is None:
-            self._answered()
+            self._deleting.succeeded()
         else:
-            self._failed(str(result))
+            self._deleting.failed(str(result))
 
     def _asked(self, keys: Sequence[bytes], result: list[bool] | DiskFailure) -> None:
         self._asking = False
         if not isinstance(result, list):
             self._asks["error"] += len(keys)
-            self._failed(str(result))
+            self._reading.failed(str(result))
             self._questions.end()
             return
-        self._answered()
+        self._reading.succeeded()
         found = [key for key, there in zip(keys, result, strict=True) if there]
         self._asks["found"] += len(found)
         self._asks["absent"] += len(keys) - len(found)
@@ -243,52 +248,41 @@ class FarPeer:
         self, done: Callable[[FarRecord | DiskFailure | None], None], result: FarRecord | DiskFailure | None
     ) -> None:
         if isinstance(result, FarFailure):
-            self._failed(str(result))
+            self._reading.failed(str(result))
         else:
-            self._answered()
+            self._reading.succeeded()
         done(result)
 
     def _written(self, key: bytes, result: tuple[str, int] | DiskFailure) -> None:
         self._writing.discard(key)
         if not isinstance(result, tuple):
             self._writes["error"] += 1
-            self._failed(str(result))
+            self._putting.failed(str(result))
+            self.offer(key)
             return
         outcome, size_bytes = result
         self._writes[outcome] += 1
         self._written_bytes += size_bytes
         if outcome in ("written", "present"):
-            self._answered()
+            self._putting.succeeded()
             self._absent.forget(key)
             self._shunned.pop(key, None)
             _bounded(self._known, key)
 
-    def _answered(self) -> None:
-        self._breaker.answered(ASK_S)
-        if not self.answers:
-            _log.info("far store %s answers%s", self.label, "" if self._state is None else " again")
-        self._state = True
-
-    def _failed(self, why: str) -> None:
-        if self._state is not False:
-            _log.warning("far store %s is not asked for now: %s", self.label, why)
-        self._state = False
-        self._breaker.missed(ASK_S, time.monotonic())
-
     def _probe(self, now_s: float) -> None:
         """Ask for a name that it does not have, once the pause is over."""
-        if self._asking or self._breaker.refuses(ASK_S, now_s):
+        if self._asking or self._reading.refuses(now_s):
             return
         self._asking = True
         work = functools.partial(self._store.exists, [self._sealer.name(secrets.token_bytes(32))])
-        self._asker.write(self._timed(work, ASK_S), self._probed)
+        self._asker.write(self._timed(self._reading, work, ASK_S), self._probed)
 
     def _probed(self, result: list[bool] | DiskFailure) -> None:
         self._asking = False
         if isinstance(result, list):
-            self._answered()
+            self._reading.succeeded()
         else:
-            self._failed(str(result))
+            self._reading.failed(str(result))
 
 
 def _bounded(keys: OrderedDict[bytes, None], key: bytes) -> None:
