@@ -10,7 +10,8 @@ pause that grows. Then a probe of its own finds out whether it answers, so that 
 While it is off nothing else is asked of it.
 
 Writes and deletions have pauses of their own: a store that is full, or that refuses them, still serves reads.
-A write that failed is tried again after the pause, if its entry is still in memory.
+A write that failed is tried again after the pause, if its entry is still in memory. A deletion is tried again
+until it succeeds.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
@@ -44,6 +46,16 @@ _END_S: Final = 0.2
 T = TypeVar("T")
 Write = Callable[[FarStore, bool], tuple[str, int]]
 """Seals an entry and puts it there, over another record if told so: the outcome and the record's bytes."""
+
+
+@dataclass(slots=True)
+class _OpenWrite:
+    """One write under way."""
+
+    replaces_ended: bool
+    """Whether it is written over a record that is to be deleted."""
+    ended: bool = False
+    """Whether its entry was deleted since the write began."""
 
 
 class FarPeer:
@@ -77,8 +89,10 @@ class FarPeer:
         """Keys whose record there is damaged, or was ended here: not read, and written over."""
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record there is to be deleted."""
+        self._delete_open = False
+        """Whether a deletion is under way."""
         self._queue: OrderedDict[bytes, None] = OrderedDict()
-        self._writing: set[bytes] = set()
+        self._writing: dict[bytes, _OpenWrite] = {}
         self._asks: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self._writes: Counter[str] = Counter()
@@ -137,6 +151,8 @@ class FarPeer:
         """
         if delete and (key in self._known or key in self._writing):
             _bounded(self._ended, key)
+        if key in self._writing:
+            self._writing[key].ended = True
         self._known.pop(key, None)
         self._queue.pop(key, None)
         if shun:
@@ -156,7 +172,7 @@ class FarPeer:
             return
         if self._questions and not self._asking:
             self._ask_some()
-        if self._ended and not self._deleting.refuses(now_s):
+        if self._ended and not self._delete_open and not self._deleting.refuses(now_s):
             self._delete_some()
         most = 1 if self._putting.state is False else _WRITING
         while self._queue and len(self._writing) < most and not self._putting.refuses(now_s):
@@ -165,8 +181,11 @@ class FarPeer:
             if work is None:
                 self._writes["gone"] += 1
                 continue
-            self._writing.add(key)
-            job = functools.partial(work, self._store, key in self._shunned)
+            # The new record takes the place of one that is to be deleted, which must not end the new one.
+            ended = key in self._ended
+            self._ended.pop(key, None)
+            self._writing[key] = _OpenWrite(replaces_ended=ended)
+            job = functools.partial(work, self._store, ended or key in self._shunned)
             timed = self._timed(self._putting, job, MOVE_S + ASK_S)
             self._mover.write(timed, functools.partial(self._written, key))
 
@@ -208,14 +227,22 @@ class FarPeer:
     def _delete_some(self) -> None:
         """On the thread that writes: behind the writing of the same entries, before a new one."""
         keys = taken(self._ended, _DELETED_AT_ONCE)
+        self._delete_open = True
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
-        self._mover.write(self._timed(self._deleting, work, MOVE_S), self._deleted)
+        timed = self._timed(self._deleting, work, MOVE_S)
+        self._mover.write(timed, functools.partial(self._deleted, keys))
 
-    def _deleted(self, result: DiskFailure | None) -> None:
+    def _deleted(self, keys: Sequence[bytes], result: DiskFailure | None) -> None:
+        self._delete_open = False
         if result is None:
             self._deleting.succeeded()
-        else:
-            self._deleting.failed(str(result))
+            return
+        self._deleting.failed(str(result))
+        for key in keys:
+            if key in self._writing:
+                self._writing[key].replaces_ended = True
+            else:
+                _bounded(self._ended, key)
 
     def _asked(self, keys: Sequence[bytes], result: list[bool] | DiskFailure) -> None:
         self._asking = False
@@ -254,20 +281,27 @@ class FarPeer:
         done(result)
 
     def _written(self, key: bytes, result: tuple[str, int] | DiskFailure) -> None:
-        self._writing.discard(key)
+        write = self._writing.pop(key)
         if not isinstance(result, tuple):
-            self._writes["error"] += 1
+            outcome, size_bytes = "error", 0
             self._putting.failed(str(result))
             self.offer(key)
-            return
-        outcome, size_bytes = result
+        else:
+            outcome, size_bytes = result
         self._writes[outcome] += 1
         self._written_bytes += size_bytes
-        if outcome in ("written", "present"):
-            self._putting.succeeded()
-            self._absent.forget(key)
-            self._shunned.pop(key, None)
-            _bounded(self._known, key)
+        if write.replaces_ended and outcome != "written":
+            _bounded(self._ended, key)
+        if outcome not in ("written", "present"):
+            return
+        self._putting.succeeded()
+        if write.ended or key in self._ended:
+            # This record is deleted next. The key may have a new entry.
+            self.offer(key)
+            return
+        self._absent.forget(key)
+        self._shunned.pop(key, None)
+        _bounded(self._known, key)
 
     def _probe(self, now_s: float) -> None:
         """Ask for a name that it does not have, once the pause is over."""

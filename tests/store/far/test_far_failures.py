@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cornplug.store.base import Tier
+from cornplug.store.base import PurgeRule, Tier
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.testing.store import DEADLINE_S, key
@@ -70,3 +70,29 @@ def test_far_failed_delete_does_not_close_reads(far: MemoryFarStore, store: Pool
     eventually(lambda: written(store, 4))
     assert tier_of(store, "a") == Tier.DISK
     assert get(store, "a") == payload_of("a", 100 * KIB)
+
+
+def test_far_purge_deletes_records_after_a_failed_call(far: MemoryFarStore, store: PoolStore) -> None:
+    for name in range(70):
+        put(store, name, 100)
+    eventually(lambda: written(store, 70))
+    far.fail_once.add("delete")
+    assert store.purge(PurgeRule(app="chat"), deadline_s=DEADLINE_S).entries == 70
+    eventually(lambda: not far.records, within_s=20)
+    assert far.failures["delete"] == 1
+
+
+def test_far_late_delete_spares_the_entry_written_since(far: MemoryFarStore, store: PoolStore) -> None:
+    put(store, "a", KIB)
+    put(store, "b", KIB)
+    eventually(lambda: written(store, 2))
+    far.failing.add("delete")
+    store.delete([key("a"), key("b")], deadline_s=DEADLINE_S)
+    eventually(lambda: far.failures["delete"] > 0)
+    put(store, "a", KIB)
+    eventually(lambda: written(store, 3))
+    far.failing.clear()
+    eventually(lambda: len(far.records) == 1, within_s=20)
+    put(store, "large", 1020 * KIB)
+    eventually(lambda: written(store, 4))
+    assert get(store, "a") == payload_of("a", KIB)
