@@ -97,6 +97,10 @@ class DiskTier:
         """Of the last write, if it failed."""
         self._resume_s = 0.0
         self._unflushed_bytes = 0
+        self._killed: set[int] = set()
+        """Segments with ended records that the device may not have taken."""
+        self._syncing = 0
+        """Segments that the writer is to sync."""
         self._scan = DiskScan(self._files, self._workers, self._space.segments)
         self._promotions = Promotions(
             self._files, self._space, self._workers, index, memory, self._counters,
@@ -186,6 +190,7 @@ class DiskTier:
         self._workers.collect()
         for found in self._scan.take(_FOUND_AT_ONCE):
             self._add_found(found)
+        self._sync_killed()
         self._write_some()
         self._promotions.step()
 
@@ -196,6 +201,7 @@ class DiskTier:
         while (self._queue or self._writing) and not self._problem and time.monotonic() < end_s:
             self.step()
             self._workers.wait(min(0.05, max(0.0, end_s - time.monotonic())))
+        self._sync_killed()
         self._workers.close()
         self._files.close()
 
@@ -326,6 +332,21 @@ class DiskTier:
     def _kill(self, segment: int, offset: int) -> None:
         # Where that fails, the segment is gone, or the disk takes nothing: its keys are not read in this run.
         self._workers.write(functools.partial(self._files.kill, segment, offset), self._noted)
+        self._killed.add(segment)
+
+    def _sync_killed(self) -> None:
+        """Have the device take the ends of records, so that no power failure undoes them. A purge ends many
+        records of a segment, and the segment is synced a few times."""
+        if self._syncing:
+            return
+        segments, self._killed = self._killed, set()
+        self._syncing = len(segments)
+        for segment in segments:
+            self._workers.write(functools.partial(self._files.sync, segment), self._synced)
+
+    def _synced(self, result: DiskFailure | None) -> None:
+        self._syncing -= 1
+        self._noted(result)
 
     def _noted(self, result: DiskFailure | None) -> None:
         if isinstance(result, OSError) and result.errno != errno.ENOENT:

@@ -4,7 +4,8 @@
     segment-00000042     records (`record_format.py`), one after another
 
 A daemon never appends to a segment of an earlier one: what a kill has torn is a tail that no record follows.
-Nothing waits for the device: a record that it lost is a miss, since no seal fits it.
+Writes do not wait for the device: a record that it lost is a miss, since no seal fits it. The end of a record
+does wait (`sync`, `drop`), on the writer's thread, or a power failure would bring a deleted entry back.
 """
 
 from __future__ import annotations
@@ -95,10 +96,11 @@ class SegmentFiles:
         self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
 
     def drop(self, number: int) -> None:
-        """Remove a segment; a read of it that is under way ends well. Raises OSError; it is forgotten all the
-        same."""
+        """Remove a segment, also after a power failure; a read of it that is under way ends well. Raises
+        OSError; it is forgotten all the same."""
         self._files.pop(number, None)
         os.unlink(_name(number), dir_fd=self._folder)
+        os.fsync(self._folder)
 
     def write(
         self,
@@ -188,13 +190,17 @@ class SegmentFiles:
             start, offset, left = start + done, offset + done, left - done
 
     def kill(self, segment: int, offset: int) -> None:
-        """Have no later scan find a record. Raises OSError."""
+        """Have no later scan find a record. Raises OSError. A power failure may undo it before `sync`."""
         _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
+
+    def sync(self, segment: int) -> None:
+        """Have the device take what was written. Raises OSError."""
+        os.fdatasync(self._file(segment).fd)
 
     def flush(self, segment: int) -> None:
         """Have the device take what was written, and the page cache give its memory back. Raises OSError."""
+        self.sync(segment)
         fd = self._file(segment).fd
-        os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def scan(self, segment: int) -> Iterator[FoundRecord]:
