@@ -12,6 +12,9 @@ While it is off nothing else is asked of it.
 Writes and deletions have pauses of their own: a store that is full, or that refuses them, still serves reads.
 A write that failed is tried again after the pause, if its entry is still in memory. A deletion is tried again
 until it succeeds.
+
+A far store may lose records: it restarts empty, or evicts them. Entries in memory that are read are asked for
+again after a while, and after each failure, and are written again if they are gone.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from cornplug.store.stats.store_stats import FarStat
 
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""
+CONFIRM_S: Final = 60.0
+"""Age of the knowledge that the store has an entry, after which a read of the entry has it asked again."""
 MOST_KNOWN: Final = 1 << 17
 """Keys of which it is remembered that the store has them."""
 MOST_QUEUED: Final = 1 << 12
@@ -84,7 +89,10 @@ class FarPeer:
         """Calls under way: (health of their kind, began, deadline in seconds)."""
         self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+        """Keys whose record is there, and when that was last seen."""
+        self._back_s = 0.0
+        """When it answered again after a failure: it may have restarted empty."""
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record there is damaged, or was ended here: not read, and written over."""
         self._ended: OrderedDict[bytes, None] = OrderedDict()
@@ -109,8 +117,12 @@ class FarPeer:
         return self._reading.state is True
 
     def knows(self, key: bytes) -> bool:
-        """Whether it has this entry, as far as is known."""
+        """Whether it had this entry when that was last seen."""
         return key in self._known
+
+    def has(self, key: bytes) -> bool:
+        """Whether it had this entry since it last failed."""
+        return self._known.get(key, -1.0) >= self._back_s
 
     def ask(self, keys: Sequence[bytes], over: Callable[[], None]) -> None:
         """Have it asked for these entries, unless it was a moment ago. `over` is called once it has answered,
@@ -143,6 +155,20 @@ class FarPeer:
         else:
             self._writes["dropped"] += 1
 
+    def confirm(self, key: bytes, payload_bytes: int) -> None:
+        """An entry in memory was read: have it written if its record is not there, or not any more."""
+        seen_s = self._known.get(key)
+        if seen_s is None:
+            if payload_bytes <= self._store.most_bytes:
+                self.offer(key)
+            return
+        # Beyond one question these would delay the questions of clients. A later read asks then.
+        may_ask = (
+            self.answers and len(self._questions) < self._store.most_names and key not in self._questions
+        )
+        if may_ask and seen_s < max(self._back_s, time.monotonic() - CONFIRM_S):
+            self._questions.add(key)
+
     def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
         """Read this entry there no more, until it is found again; `shun`: until it is written again.
 
@@ -150,13 +176,13 @@ class FarPeer:
             delete: Delete its record, if it is known to be there.
         """
         if delete and (key in self._known or key in self._writing):
-            _bounded(self._ended, key)
+            _bounded(self._ended, key, None)
         if key in self._writing:
             self._writing[key].ended = True
         self._known.pop(key, None)
         self._queue.pop(key, None)
         if shun:
-            _bounded(self._shunned, key)
+            _bounded(self._shunned, key, None)
 
     def step(self, write: Callable[[bytes], Write | None]) -> None:
         """Take the results of the threads, and give them more to do. `write` makes the writing of a key."""
@@ -242,7 +268,7 @@ class FarPeer:
             if key in self._writing:
                 self._writing[key].replaces_ended = True
             else:
-                _bounded(self._ended, key)
+                _bounded(self._ended, key, None)
 
     def _asked(self, keys: Sequence[bytes], result: list[bool] | DiskFailure) -> None:
         self._asking = False
@@ -251,15 +277,17 @@ class FarPeer:
             self._reading.failed(str(result))
             self._questions.end()
             return
-        self._reading.succeeded()
+        self._answered()
         found = [key for key, there in zip(keys, result, strict=True) if there]
         self._asks["found"] += len(found)
         self._asks["absent"] += len(keys) - len(found)
-        self._absent.note(
-            [key for key, there in zip(keys, result, strict=True) if not there], time.monotonic()
-        )
+        absent = [key for key, there in zip(keys, result, strict=True) if not there]
+        self._absent.note(absent, time.monotonic())
+        for key in absent:
+            if self._known.pop(key, None) is not None:
+                self.offer(key)
         for key in found:
-            _bounded(self._known, key)
+            self._note_known(key)
         self._found(self, found)
         self._questions.end()
 
@@ -277,7 +305,7 @@ class FarPeer:
         if isinstance(result, FarFailure):
             self._reading.failed(str(result))
         else:
-            self._reading.succeeded()
+            self._answered()
         done(result)
 
     def _written(self, key: bytes, result: tuple[str, int] | DiskFailure) -> None:
@@ -291,7 +319,7 @@ class FarPeer:
         self._writes[outcome] += 1
         self._written_bytes += size_bytes
         if write.replaces_ended and outcome != "written":
-            _bounded(self._ended, key)
+            _bounded(self._ended, key, None)
         if outcome not in ("written", "present"):
             return
         self._putting.succeeded()
@@ -301,7 +329,14 @@ class FarPeer:
             return
         self._absent.forget(key)
         self._shunned.pop(key, None)
-        _bounded(self._known, key)
+        self._note_known(key)
+
+    def _note_known(self, key: bytes) -> None:
+        _bounded(self._known, key, time.monotonic())
+
+    def _answered(self) -> None:
+        if self._reading.succeeded():
+            self._back_s = time.monotonic()
 
     def _probe(self, now_s: float) -> None:
         """Ask for a name that it does not have, once the pause is over."""
@@ -314,13 +349,13 @@ class FarPeer:
     def _probed(self, result: list[bool] | DiskFailure) -> None:
         self._asking = False
         if isinstance(result, list):
-            self._reading.succeeded()
+            self._answered()
         else:
             self._reading.failed(str(result))
 
 
-def _bounded(keys: OrderedDict[bytes, None], key: bytes) -> None:
-    keys[key] = None
+def _bounded(keys: OrderedDict[bytes, T], key: bytes, value: T) -> None:
+    keys[key] = value
     keys.move_to_end(key)
     while len(keys) > MOST_KNOWN:
         keys.popitem(last=False)
