@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,11 +18,12 @@ from cornplug.store.daemon.bounded_log import MOST_LINES, BoundedLog
 GARBAGE = b"GET / HTTP/1.1\r\nHost: store\r\n\r\n"
 
 
-def log_to(path: Path, **terms: int) -> logging.Logger:
-    handler = BoundedLog(os.fdopen(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND), "a"), **terms)
+@contextmanager
+def log_to(path: Path, *, most_bytes: int | None = None) -> Iterator[logging.Logger]:
     log = logging.Logger("test")
-    log.addHandler(handler)
-    return log
+    with path.open("a") as file:
+        log.addHandler(BoundedLog(file, most_bytes=most_bytes))
+        yield log
 
 
 def test_daemon_log_is_not_filled_by_garbage_connections(
@@ -42,12 +43,12 @@ def test_daemon_log_is_not_filled_by_garbage_connections(
 def test_bounded_log_counts_the_lines_that_it_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = log_to(tmp_path / "log")
-    for number in range(MOST_LINES + 3):
-        log.warning("client %d ends", number)
-    log.warning("another kind")
-    monkeypatch.setattr(bounded_log, "PERIOD_S", 0.0)
-    log.warning("client %d ends", 99)
+    with log_to(tmp_path / "log") as log:
+        for number in range(MOST_LINES + 3):
+            log.warning("client %d ends", number)
+        log.warning("another kind")
+        monkeypatch.setattr(bounded_log, "PERIOD_S", 0.0)
+        log.warning("client %d ends", 99)
     lines = (tmp_path / "log").read_text().splitlines()
     assert lines[:MOST_LINES] == [f"client {number} ends" for number in range(MOST_LINES)]
     assert lines[MOST_LINES:] == ["another kind", "client 99 ends (3 lines like this were left out)"]
@@ -56,7 +57,7 @@ def test_bounded_log_counts_the_lines_that_it_left_out(
 def test_bounded_log_file_is_emptied_beyond_its_size(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("x" * 2000)
-    log = log_to(path, most_bytes=1000)
-    log.warning("first")
-    log.warning("second")
+    with log_to(path, most_bytes=1000) as log:
+        log.warning("first")
+        log.warning("second")
     assert path.read_text() == "first\nsecond\n"
