@@ -228,8 +228,8 @@ class DiskTier:
             self._counters.writes["dropped"] += 1
 
     def _write_some(self) -> None:
-        # Before the scan is over it is not known what is on disk already.
-        if not self._queue or not self._scan.over or time.monotonic() < self._resume_s:
+        # While the scan goes on, an entry may have a record that is not found yet: that one ends once it is.
+        if not self._queue or time.monotonic() < self._resume_s:
             return
         most = 1 if self._problem else _WRITING
         while self._queue and len(self._writing) < most:
@@ -280,8 +280,13 @@ class DiskTier:
             self._counters.writes["gone"] += 1
         elif ended:
             self._kill(*at)
-        elif self._space.add(_record(header, *at)):
-            self._counters.writes["written"] += 1
+        else:
+            older = self._space.remove(key)
+            if older is not None:
+                # The scan found it meanwhile.
+                self._kill(older.segment, older.offset)
+            if self._space.add(_record(header, *at)):
+                self._counters.writes["written"] += 1
         entry = self._index.find(key)
         if entry is not None:
             # Nothing where it has its record now; else it is another entry of the key.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +15,7 @@ from cornplug.store.daemon.server import StoreServer
 from cornplug.store.far import far_peer
 from cornplug.testing.store import DEADLINE_S, key
 
-from ..conftest import answers, eventually
+from ..conftest import end_server, eventually
 from ..disk.disk_stage import KIB, MIB, get, payload_of, put, tier_of
 from .memory_far import MemoryFarStore, far_of, written
 
@@ -40,15 +39,12 @@ def second_host(
     far: MemoryFarStore, serve_in_thread: Serve, connect: Connect, store_config: StoreConfig
 ) -> Connect:
     """Makes clients of a daemon that does not know entry "a", which another one has written."""
-    path: Path = store_config.socket
     first, store = serve_in_thread(size_bytes=MIB, far=far.opened()), connect()
     eventually(lambda: answering(store))
     put(store, "a", KIB)
     eventually(lambda: written(store, 1))
-    first.stop = True
-    answers(path)  # wakes it
+    end_server(first, store_config.socket)
     eventually(lambda: not store.connected)
-    path.unlink()
     serve_in_thread(size_bytes=MIB, far=far.opened())
     eventually(lambda: answering(store))
     far.questions.clear()
