@@ -94,6 +94,15 @@ class EvictionPolicy(Generic[E]):
         """The namespace of an app."""
         return self._name_of_app.get(app, DEFAULT_NAMESPACE)
 
+    @property
+    def has_guarantees(self) -> bool:
+        """Whether a namespace is pinned or has a share."""
+        return any(one.rules.pinned or one.rules.share for one in self._namespaces.values())
+
+    def rules_of(self, app: str) -> NamespaceConfig:
+        """The rules of an app's namespace."""
+        return self._of(app).rules
+
     def ttl_s(self, app: str) -> float | None:
         """The time to live of an app's entries; None: it has no end."""
         return self._of(app).rules.ttl_s

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Event
 
@@ -15,7 +14,7 @@ from cornplug.private_paths import read_secret
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.disk.open_disk import OpenedDisk, open_disk
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.testing.store import DEADLINE_S, key
 
 from ..conftest import end_server, eventually
@@ -23,23 +22,6 @@ from .disk_stage import KIB, MIB, disk_of, get, payload_of, put, written
 
 Connect = Callable[..., PoolStore]
 Serve = Callable[..., StoreServer]
-
-
-@pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
-    """Scans of all segments but the newest one are not over until this event."""
-    opened, scan = Event(), SegmentFiles.scan_steps
-
-    def slow(files: SegmentFiles, segment: int) -> Iterator[FoundRecord | None]:
-        if segment != files.existing()[-1][0]:
-            while not opened.is_set():
-                time.sleep(1e-3)
-                yield None
-        yield from scan(files, segment)
-
-    monkeypatch.setattr(SegmentFiles, "scan_steps", slow)
-    yield opened
-    opened.set()
 
 
 @pytest.fixture
