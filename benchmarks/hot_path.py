@@ -84,8 +84,9 @@ class Half:
             config=config, app="bench", secret=SECRET, store=store, deadline_s=_DEADLINE_S,
             background_timeout_s=_DEADLINE_S,
         )  # fmt: skip
+        engine: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
         with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})):
-            self.scheduler = KVScheduler(SimpleNamespace(), runtime, PAGE, Tally())  # type: ignore[arg-type]
+            self.scheduler = KVScheduler(engine, runtime, PAGE, Tally())
         blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=block) for block in range(_BLOCKS)],))
         manager: Any = SimpleNamespace(block_pool=None, get_blocks=lambda request_id: blocks)
         self.scheduler.bind(manager, SimpleNamespace(block_size=_BLOCK_TOKENS))  # type: ignore[arg-type]

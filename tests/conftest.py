@@ -12,8 +12,10 @@ import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import support_results
+from time_limits import TimeLimits
 
 import devkit.engines_in_use
 import devkit.processes  # notes the environment before a test imports an engine, which changes it
@@ -27,6 +29,15 @@ collect_ignore = [
     for folder, engine in (("vllm_connector", "vllm"), ("sglang_hooks", "sglang"))
     if importlib.util.find_spec(engine) is None
 ]
+# The profile `ci` with other examples in each run, for script/test-more. A failed example is kept in
+# .hypothesis, so the second try runs it again.
+hypothesis.settings.register_profile(
+    "random",
+    hypothesis.settings.get_profile("default"),
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 gc.disable()
 _TESTS = Path(__file__).parent
 _ENGINE_TEST_S = 900
@@ -39,11 +50,13 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark by folder, give processes time, skip what wants a GPU where none is; long tests come first."""
+    """Mark by folder and fixture, give engines time, skip GPU tests without a GPU; long tests come first."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder == "integration":
             item.add_marker("more")
+        if "within" in getattr(item, "fixturenames", ()):
+            item.add_marker("timed")
         slow = folder == "promises" or item.get_closest_marker("more") is not None
         if slow and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(_ENGINE_TEST_S))
@@ -150,6 +163,12 @@ def logged_store(short_path: Path) -> Iterator[LoggedStore]:
     made = LoggedStore(short_path)
     yield made
     made.close()
+
+
+@pytest.fixture
+def within() -> TimeLimits:
+    """Upper bounds on durations; script/test-more checks them (tests/time_limits.py)."""
+    return TimeLimits.from_environment()
 
 
 @pytest.fixture

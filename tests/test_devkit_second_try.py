@@ -60,7 +60,13 @@ def test_second_try_without_failure_repeats_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "args", [(), ("-p", "xdist", "-n", "2"), ("-k", "flaky or good or skipped")], ids=" ".join
+    "args",
+    [
+        (),
+        pytest.param(("-p", "xdist", "-n", "2"), marks=pytest.mark.more),
+        pytest.param(("-k", "flaky or good or skipped"), marks=pytest.mark.more),
+    ],
+    ids=" ".join,
 )
 def test_second_try_flaky_test_passes_the_run(tmp_path: Path, args: tuple[str, ...]) -> None:
     status, lines = second_try(tmp_path, TESTS + FLAKY.format(values=[1, "two words"]), *args)

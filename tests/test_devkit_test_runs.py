@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import hypothesis
 import pytest
+from time_limits import CHECK_VARIABLE
 
 from devkit.test_runs import more, path_map
 from devkit.test_runs.outcomes import CollectedTest, Outcomes
@@ -70,8 +73,8 @@ def test_units_of_machine_with_gpu_have_no_bed() -> None:
 
 def test_units_of_bed_leave_out_tests_without_vllm() -> None:
     markers = {unit.bed: unit.markers for unit in units() if unit.file == SHARING}
-    assert markers["v1-one"] == "more"
-    assert markers["v2"] == "more and not sglang_alone"
+    assert markers["v1-one"] == "more or timed"
+    assert markers["v2"] == "(more or timed) and not sglang_alone"
 
 
 def test_split_paths_options_and_their_values_are_kept() -> None:
@@ -281,3 +284,21 @@ def test_more_wrong_shard_is_refused(words: list[str]) -> None:
 def test_more_marker_expression_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert more.main(["-m", "gpu"]) == 2
     assert "-m and --collect-only" in capsys.readouterr().err
+
+
+def test_more_unit_checks_durations_and_draws_random_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def run_pytest(arguments: Sequence[str], **options: Any) -> Outcomes:
+        calls.append((arguments, options["env"]))
+        return Outcomes(0)
+
+    monkeypatch.setattr(more, "run_pytest", run_pytest)
+    more.run_unit(Unit(VLLM, "", ORACLE, 1), ["-k", "llama"])
+    [(arguments, env)] = calls
+    assert env[CHECK_VARIABLE] == "1"
+    assert arguments[-3:] == ["-m", "more or timed", ORACLE]
+    assert "--hypothesis-profile=random" in arguments
+    random = hypothesis.settings.get_profile("random")
+    assert (random.derandomize, random.deadline) == (False, None)
+    assert random.database is not None

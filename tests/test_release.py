@@ -43,6 +43,7 @@ def test_release_version_stands_in_no_other_file_of_the_package() -> None:
     assert found == ["cornplug/__init__.py"]
 
 
+@pytest.mark.more
 def test_release_sdist_would_have_listed_files_only() -> None:
     included = [file.distribution_path for file in SdistBuilder(str(TREE)).recurse_included_files()]
     assert {"README.md", "LICENSE", "cornplug/__init__.py"} <= set(included)

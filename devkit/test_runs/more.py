@@ -1,9 +1,10 @@
 """Runs the tests marked `more`: every combination of families, flags and faults, and long searches.
 
-script/test has one test of each promise; CONTRIBUTING.md says when to run this. A unit is a test file in one
-environment, on one bed of vLLM (devkit/vllm_beds.py). Units run one after the other, and a failure does not
-stop the run. A failed test gets a second try at the end, alone, if at most two tests failed. The results go
-to docs/support-matrix.md.
+script/test has one test of each promise; CONTRIBUTING.md says when to run this. The tests marked `timed` run
+here with their upper bounds on durations, which script/test does not check. Hypothesis draws new examples in
+each run. A unit is a test file in one environment, on one bed of vLLM (devkit/vllm_beds.py). Units run one
+after the other, and a failure does not stop the run. A failed test gets a second try at the end, alone, if at
+most two tests failed. The results go to docs/support-matrix.md.
 
   script/test-more                     everything, several hours on two cores
   script/test-more --list              what would run, with expected durations
@@ -25,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from devkit.test_runs.child_process import run_child
@@ -45,6 +47,11 @@ from devkit.test_runs.units import (
 )
 
 _WRONG_USAGE: Final = 2
+_ENVIRONMENT: Final[Mapping[str, str]] = MappingProxyType(
+    {"RECORD_SUPPORT": "1", "DEVKIT_CHECK_DURATIONS": "1"}  # tests/support_results.py, tests/time_limits.py
+)
+_OPTIONS: Final = ("-q", "--durations=10", "--hypothesis-profile=random")
+"""pytest options of every unit. The profile is registered in tests/conftest.py."""
 
 
 @dataclass
@@ -140,13 +147,13 @@ def run_unit(unit: Unit, rest: Sequence[str], only: str | None = None) -> Outcom
             ended.status, {ANYWHERE: outcome}, complete=not ended.status, interrupted=ended.interrupted
         )
     folder = TREE / unit.environment / "bin"
-    env = {"RECORD_SUPPORT": "1", "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"}
+    env = {**_ENVIRONMENT, "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}"}
     if unit.bed:
         env["DEVKIT_VLLM_BED"] = unit.bed
     options, paths = split_paths(rest)
     inside = [path for path in paths if path.startswith(unit.file)] or [unit.file]
     parallel = ["-n", str(unit.workers)] if unit.workers > 1 and not only else []
-    arguments = ["-q", "--durations=10", *parallel, *options, "-m", unit.markers, *inside]
+    arguments = [*_OPTIONS, *parallel, *options, "-m", unit.markers, *inside]
     return run_pytest(arguments, python=folder / "python", env=env, only=only)
 
 

@@ -7,7 +7,7 @@ import subprocess
 import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -86,30 +86,33 @@ class PathMap:
             return [path.removesuffix("conftest.py")]
         reached, queue = {path}, [path]
         while queue:
-            for importer in self._imported_by.get(queue.pop(), ()):
+            for importer in _imported_by(self.tree).get(queue.pop(), ()):
                 if importer not in reached:
                     reached.add(importer)
                     queue.append(importer)
         folders = [found.removesuffix("conftest.py") for found in reached if found.endswith("/conftest.py")]
         return [*folders, *(found for found in reached if found.rpartition("/")[2].startswith("test_"))]
 
-    @cached_property
-    def _imported_by(self) -> dict[str, set[str]]:
-        """File of tests/ or devkit/ -> the files there that import it."""
-        files = [file for root in ("tests", "devkit") for file in (self.tree / root).rglob("*.py")]
-        modules = {self._module(file): str(file.relative_to(self.tree)) for file in files}
-        imported_by: dict[str, set[str]] = {}
-        for file in files:
-            for module in _imports(file, self._module(file)):
-                if module in modules:
-                    imported_by.setdefault(modules[module], set()).add(str(file.relative_to(self.tree)))
-        return imported_by
 
-    def _module(self, file: Path) -> str:
-        """Name by which tests import a file: `tests` itself is on pytest's path."""
-        parts = file.relative_to(self.tree).with_suffix("").parts
-        parts = parts[1:] if parts[0] == "tests" else parts
-        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+@cache
+def _imported_by(tree: Path) -> dict[str, set[str]]:
+    """File of tests/ or devkit/ -> the files there that import it."""
+    files = [file for root in ("tests", "devkit") for file in (tree / root).rglob("*.py")]
+    modules = {_module(file.relative_to(tree)): str(file.relative_to(tree)) for file in files}
+    imported_by: dict[str, set[str]] = {}
+    for file in files:
+        path = file.relative_to(tree)
+        for module in _imports(file, _module(path)):
+            if module in modules:
+                imported_by.setdefault(modules[module], set()).add(str(path))
+    return imported_by
+
+
+def _module(path: Path) -> str:
+    """Name by which tests import a file: `tests` itself is on pytest's path."""
+    parts = path.with_suffix("").parts
+    parts = parts[1:] if parts[0] == "tests" else parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def _imports(file: Path, module: str) -> set[str]:

@@ -19,6 +19,9 @@ VLLM: Final = ".venv"
 SGLANG: Final = ".venv-sglang"
 VLLM_NEXT: Final = ".venv-vllm-next"
 
+SELECTED: Final = "more or timed"
+"""Marker expression of the tests that script/test-more runs."""
+
 INTEGRATION: Final = "tests/integration/"
 INTEGRATION_BED: Final = "v1-one"
 BEDS: Final = ((VLLM, "v2"), (VLLM, "v2-gpu"), (VLLM_NEXT, "v1"), (VLLM_NEXT, "v2"), (VLLM_NEXT, "v2-gpu"))
@@ -34,8 +37,8 @@ BED_FILES: Final[Mapping[str, Collection[str]]] = MappingProxyType(
 """The repeated files -> the beds of `BEDS` on which they are repeated."""
 NOT_ON_BEDS: Final = "sglang_alone"
 """Marker of tests in which no vLLM takes part."""
-SGLANG_FOLDERS: Final = ("tests/sglang_hooks", "tests/oracle")
-"""The folders whose tests need SGLang in their own process."""
+SGLANG_PATHS: Final = ("tests/sglang_hooks", "tests/oracle", "tests/commands/test_engine_checks.py")
+"""Tests that need SGLang in their own process."""
 ONE_CORE_FOLDERS: Final = ("tests/oracle/", "tests/planner/", "tests/replay/")
 """The folders whose tests compute on one core and start no service: two of them run at once."""
 
@@ -61,7 +64,7 @@ class Unit:
     def markers(self) -> str:
         """The marker expression that selects the unit's tests."""
         on_bed = self.bed and (self.environment, self.bed) in BEDS
-        return f"more and not {NOT_ON_BEDS}" if on_bed else "more"
+        return f"({SELECTED}) and not {NOT_ON_BEDS}" if on_bed else SELECTED
 
     @property
     def workers(self) -> int:
@@ -84,7 +87,7 @@ def has_beds(tree: Path = TREE) -> bool:
 
 
 def collect(arguments: Sequence[str], scratch: Path) -> dict[str, list[CollectedTest]]:
-    """Collect the tests marked `more` of both engines' environments.
+    """Collect the tests marked `more` or `timed` of both engines' environments.
 
     Args:
         arguments: pytest arguments that narrow the selection.
@@ -95,14 +98,14 @@ def collect(arguments: Sequence[str], scratch: Path) -> dict[str, list[Collected
     options, paths = split_paths(arguments)
     places = {VLLM: paths or ["tests"]}
     if is_installed(SGLANG):
-        places[SGLANG] = [path for path in paths or SGLANG_FOLDERS if path.startswith(SGLANG_FOLDERS)]
+        places[SGLANG] = [path for path in paths or SGLANG_PATHS if path.startswith(SGLANG_PATHS)]
 
     def collected(environment: str) -> list[CollectedTest]:
         if not places[environment]:
             return []
         output = scratch / environment
         found = run_pytest(
-            ["--collect-only", "-q", "-m", "more", *options, *places[environment]],
+            ["--collect-only", "-q", "-m", SELECTED, *options, *places[environment]],
             python=TREE / environment / "bin" / "python",
             output=output,
         )
@@ -130,7 +133,7 @@ def units_of(
     """The units of these tests, each bed's included, sorted by name.
 
     Args:
-        tests: Environment -> its tests marked `more`.
+        tests: Environment -> its tests marked `more` or `timed`.
         beds: Whether the beds are installed.
         installed: Whether an environment is.
     """

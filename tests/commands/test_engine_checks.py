@@ -51,6 +51,7 @@ def test_engine_checks_one_engine_in_its_range_is_enough(
         assert bool(finding.remedy) == (finding.status != "ok")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine", HERE, ids=lambda engine: engine.name)
 def test_engine_checks_engine_process_finds_the_plugin(engine: CheckedEngine) -> None:
     finding, *more = engine_checks.plugin(engine)

@@ -121,6 +121,7 @@ class Stream:
         self._pool.shutdown()
 
 
+@pytest.mark.more
 def test_launch_command_change_under_load_fails_no_request(tmp_path: Path) -> None:
     port = free_port()
     old = apps_file(tmp_path / "a.toml", port, "a")
@@ -141,6 +142,7 @@ def test_launch_command_change_under_load_fails_no_request(tmp_path: Path) -> No
         assert process.wait(60) == 0
 
 
+@pytest.mark.more
 def test_launch_command_change_keeps_what_is_the_same(tmp_path: Path) -> None:
     port = free_port()
     old = apps_file(tmp_path / "a.toml", port, "a")
@@ -155,6 +157,7 @@ def test_launch_command_change_keeps_what_is_the_same(tmp_path: Path) -> None:
         assert answer(run_dir, "more")["model"] == "org/b"
 
 
+@pytest.mark.more
 def test_launch_command_new_plan_that_fails_leaves_the_old_one(tmp_path: Path, engine: Path) -> None:
     port = free_port()
     old = apps_file(tmp_path / "a.toml", port, "a")
@@ -190,6 +193,7 @@ def test_launch_command_killed_engine_starts_again(tmp_path: Path) -> None:
         assert (run_dir / "a-0.log.1").exists()
 
 
+@pytest.mark.more
 def test_launch_command_engine_that_ends_too_often_is_status_1(tmp_path: Path, engine: Path) -> None:
     run_dir = tmp_path / "run"
     with launched(apps_file(tmp_path / "a.toml", free_port(), "a"), run_dir, "--restarts", "1") as process:
@@ -231,6 +235,7 @@ def test_launch_command_sigterm_finishes_requests_under_way(
         assert process.wait(60) == 0
 
 
+@pytest.mark.more
 def test_launch_command_second_launcher_of_a_folder_is_refused(tmp_path: Path) -> None:
     run_dir, file = tmp_path / "run", apps_file(tmp_path / "a.toml", free_port(), "a")
     with launched(file, run_dir):

@@ -17,6 +17,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.config import load
 from cornplug.encoder_service.client.sync_client import EncoderClient
@@ -156,12 +157,14 @@ def test_client_without_service_fails_at_once_then_recovers(
     request_for: Requests,
     qwen: Path,
     short_path: Path,
+    within: TimeLimits,
 ) -> None:
     client = SocketEncoder(short_path / "e0.sock", SECRET)
-    assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
-    assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
-    with pytest.raises(EncoderUnavailable, match="cornplug encoder"):
-        client.describe(30)
+    with within(15):
+        assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
+        assert reason(client.submit(request_for(qwen, 1))) == "encoder_down"
+        with pytest.raises(EncoderUnavailable, match="cornplug encoder"):
+            client.describe(30)
     serve(make_encoder())
     eventually(lambda: client.connected)
     client.submit(request_for(qwen, 1)).result(10)
@@ -329,17 +332,15 @@ def test_client_service_killed_fails_running_requests(
 
 
 def test_client_connection_closed_fails_running_requests(
-    short_path: Path, request_for: Requests, qwen: Path
+    short_path: Path, request_for: Requests, qwen: Path, within: TimeLimits
 ) -> None:
     def act(connection: socket.socket) -> None:
         connection.recv(1000)
         connection.close()
 
     impostor = Impostor(short_path / "i.sock", act)
-    with SocketEncoder(impostor.path, SECRET) as client:
-        started = time.monotonic()
+    with SocketEncoder(impostor.path, SECRET) as client, within(15):
         assert reason(client.submit(request_for(qwen, 1, deadline_s=30))) == "encoder_down"
-        assert time.monotonic() - started < 15
     impostor.listener.close()
 
 

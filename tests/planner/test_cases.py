@@ -102,6 +102,7 @@ def test_decide_a07_splitwise_has_mostly_prompt_machines() -> None:
     assert prompt >= 8 * token
 
 
+@pytest.mark.more
 def test_decide_a08_splitwise_s_own_slowdowns_are_kept() -> None:
     """Nine bounds: three percentiles of three slowdowns, against a machine that is not in the pool.
 

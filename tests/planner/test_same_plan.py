@@ -46,6 +46,7 @@ def planned(hash_seed: int, **solver: Any) -> dict[str, Any]:
     return dict(json.loads(found.stdout))
 
 
+@pytest.mark.more
 def test_plan_with_other_limits_or_hash_seed_is_same() -> None:
     first = planned(1, work=WORK, time_limit_s=1e5)
     assert len(first["groups"]) > 3

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
+
 from cornplug.planner.inputs import toml_reader
 from cornplug.planner.pipeline.decide import decide
 
 CASE = Path(__file__).parent / "cases" / "a06_slo_flips_gpu.toml"
 
 
+@pytest.mark.more
 def test_decide_loose_bounds_and_small_requests_take_cheap_gpu() -> None:
     given = toml_reader.read(CASE)
     plan = decide(given, digest="0" * 64).plan

@@ -170,6 +170,7 @@ def check_cluster(seed: int, seconds: float) -> None:
     assert not meets_slos(cluster(22, 4, jobs), jobs)
 
 
+@pytest.mark.more
 def test_splitwise_cheapest_cluster_has_mostly_prompt_machines() -> None:
     check_cluster(0, 240)
 

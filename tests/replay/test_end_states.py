@@ -30,7 +30,9 @@ PAGE_BYTES, PAGE_S = 4 * MIB, 4 * 0.6e-3
 GUARANTEES = {"images": NamespaceConfig(share=0.3), "chat": NamespaceConfig(share=0.5)}
 
 
-@pytest.mark.parametrize("percent", [5, 10, 20])
+@pytest.mark.parametrize(
+    "percent", [pytest.param(5, marks=pytest.mark.more), 10, pytest.param(20, marks=pytest.mark.more)]
+)
 @pytest.mark.parametrize(
     ("name", "requests"),
     [

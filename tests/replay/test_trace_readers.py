@@ -111,7 +111,8 @@ def test_read_trace_cut_or_absent_file_raises_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "requests", "blocks"), [("conversation", 12031, 182790), ("synthetic", 3993, None)]
+    ("name", "requests", "blocks"),
+    [pytest.param("conversation", 12031, 182790, marks=pytest.mark.more), ("synthetic", 3993, None)],
 )
 def test_read_trace_shipped_files_have_mooncakes_counts(name: str, requests: int, blocks: int | None) -> None:
     trace = read_trace(MOONCAKE / f"mooncake_{name}.jsonl.gz", TokenCost())

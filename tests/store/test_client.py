@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
@@ -46,11 +47,11 @@ def _refused(call: Callable[[], object]) -> tuple[str, float]:
     return e.value.reason, time.monotonic() - began_s
 
 
-def test_pool_store_without_daemon_every_call_fails_at_once(connect: Connect) -> None:
+def test_pool_store_without_daemon_every_call_fails_at_once(connect: Connect, within: TimeLimits) -> None:
     store = connect()
     reason, took_s = _refused(lambda: store.stat(deadline_s=60))
     assert reason == "store_down"
-    assert took_s < 20
+    within.check(took_s, 20)
 
 
 def test_pool_store_daemon_comes_later_sharing_begins(connect: Connect, start_daemon: Start) -> None:
@@ -62,7 +63,9 @@ def test_pool_store_daemon_comes_later_sharing_begins(connect: Connect, start_da
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_pool_store_killed_daemon_is_survived(connect: Connect, start_daemon: Start, again: bool) -> None:
+def test_pool_store_killed_daemon_is_survived(
+    connect: Connect, start_daemon: Start, again: bool, within: TimeLimits
+) -> None:
     daemon = start_daemon()
     store = connect()
     fill(store, "a", b"payload")
@@ -71,7 +74,8 @@ def test_pool_store_killed_daemon_is_survived(connect: Connect, start_daemon: St
     daemon.kill()
     daemon.wait()
     reason, took_s = _refused(lambda: store.lease([key("a")], ttl_s=60, deadline_s=60))
-    assert (reason, took_s < 20) == ("store_down", True)
+    assert reason == "store_down"
+    within.check(took_s, 20)
     eventually(lambda: not store.connected)
     assert _refused(lambda: present(store, "a"))[0] == "store_down", "its table is not believed for long"
     view = store.view(held.location)
@@ -108,7 +112,9 @@ def _stat_works(store: PoolStore) -> bool:
     return True
 
 
-def test_pool_store_stopped_daemon_costs_one_deadline(connect: Connect, start_daemon: Start) -> None:
+def test_pool_store_stopped_daemon_costs_one_deadline(
+    connect: Connect, start_daemon: Start, within: TimeLimits
+) -> None:
     daemon = start_daemon()
     store = connect()
     fill(store, "a", b"x")
@@ -120,6 +126,7 @@ def test_pool_store_stopped_daemon_costs_one_deadline(connect: Connect, start_da
     time.sleep(0.1)
     refused = [_refused(lambda: store.stat(deadline_s=0.05)) for _ in range(20)]
     assert {reason for reason, _ in refused} == {"store_slow"}
+    within.check(sum(took_s > 0.04 for _, took_s in refused), 10, "each may have waited that long")
     os.kill(daemon.pid, signal.SIGCONT)
     eventually(lambda: _stat_works(store))
     assert held is not None
@@ -185,7 +192,9 @@ def test_pool_store_damaged_table_never_raises(
         assert bytes(store.view(held.location)) == bytes([name]) * 64
 
 
-def test_threads_wait_for_their_turn_no_longer_than_asked(connect: Connect, start_daemon: Start) -> None:
+def test_threads_wait_for_their_turn_no_longer_than_asked(
+    connect: Connect, start_daemon: Start, within: TimeLimits
+) -> None:
     daemon = start_daemon()
     store = connect()
     os.kill(daemon.pid, signal.SIGSTOP)
@@ -199,7 +208,7 @@ def test_threads_wait_for_their_turn_no_longer_than_asked(connect: Connect, star
     for thread in threads:
         thread.join()
     assert len(took) == 4
-    assert all(took_s < 3.5 for _, took_s in took), "one after the other takes 4 s"
+    within.check(max(took_s for _, took_s in took), 3.5, "one after the other takes 4 s")
 
 
 def test_threads_share_a_connection(connect: Connect, serve_in_thread: Callable[..., StoreServer]) -> None:

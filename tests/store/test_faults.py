@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.codec import PayloadHeader, PayloadKind, encode_header
 from cornplug.config import StoreConfig
@@ -191,13 +192,14 @@ def _small_ones(entries: int, leased_every: int, room_for: int = 0) -> StoreInde
     return index
 
 
-def test_index_search_for_victims_ends() -> None:
+def test_index_search_for_victims_ends(within: TimeLimits) -> None:
     """Every 64th entry is leased: nowhere is room for 2 MiB, and each ask looked at all entries."""
     index = _small_ones(16_384, 64)
     for n in range(3):
-        began_s = time.process_time()
-        answers = index.reserve(1, [(key(("big", n, i)), 2 << 20) for i in range(100)], app="a", now_s=0.0)
-        assert time.process_time() - began_s < 0.1
+        with within.cpu(0.1):
+            answers = index.reserve(
+                1, [(key(("big", n, i)), 2 << 20) for i in range(100)], app="a", now_s=0.0
+            )
         assert set(answers) == {ReserveRefusal.FULL}
     assert index.stat().evictions == 0
 
@@ -275,7 +277,9 @@ def _works(store: PoolStore) -> bool:
     return True
 
 
-def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect, start_daemon: Start) -> None:
+def test_client_scheduler_does_not_wait_for_background_threads(
+    connect: Connect, start_daemon: Start, within: TimeLimits
+) -> None:
     daemon = start_daemon()
     store = connect()
     _works(store)
@@ -288,8 +292,8 @@ def test_client_scheduler_does_not_wait_for_background_threads(connect: Connect,
         began_s = time.perf_counter()
         _times_out(store, 0.1)
         waits.append(time.perf_counter() - began_s)
-    assert waits[0] < 3.5, "not until the thread's deadline"
-    assert sum(wait_s > 0.08 for wait_s in waits) <= 3, "one wait, not eight"
+    within.check(waits[0], 3.5, "not until the thread's deadline")
+    within.check(sum(wait_s > 0.08 for wait_s in waits), 4, "one wait, not eight")
     background.join()
 
 
@@ -300,7 +304,7 @@ def _times_out(store: PoolStore, deadline_s: float) -> str:
 
 
 def test_threads_do_not_wait_for_each_others_answers(
-    connect: Connect, slow_daemon: Callable[[float], None]
+    connect: Connect, slow_daemon: Callable[[float], None], within: TimeLimits
 ) -> None:
     """Thirty threads ask a store that takes 200 ms for an answer, all that it was asked by then at once."""
     slow_daemon(0.2)
@@ -311,17 +315,16 @@ def test_threads_do_not_wait_for_each_others_answers(
         answers.append(store.delete([key("a")], deadline_s=30))
 
     threads = [threading.Thread(target=ask) for _ in range(30)]
-    began_s = time.perf_counter()
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with within(4.5, "one after the other takes 6 s"):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert answers == [0] * 30
-    assert time.perf_counter() - began_s < 4.5, "one after the other takes 6 s"
 
 
 def test_circuit_breaker_slow_store_is_asked_ever_less_often(
-    connect: Connect, slow_daemon: Callable[[float], None]
+    connect: Connect, slow_daemon: Callable[[float], None], within: TimeLimits
 ) -> None:
     """It is alive, but 80 ms late at each answer: of 200 steps only a few wait for nothing."""
     slow_daemon(0.08)
@@ -336,7 +339,7 @@ def test_circuit_breaker_slow_store_is_asked_ever_less_often(
         waits += time.perf_counter() - began_s > 0.015
         time.sleep(0.01)
     assert 2 <= reasons.count("store_timeout") <= 12
-    assert waits < 40, "each may have waited that long"
+    within.check(waits, 40, "each may have waited that long")
     assert store.connected
     assert store.delete([key("a")], deadline_s=30) == 0, "a caller that waits longer is served"
 

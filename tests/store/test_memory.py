@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.codec import PayloadKind
 from cornplug.errors import CodecError, StoreUnavailable
@@ -63,9 +64,9 @@ def test_faulty_store_unavailable_raises_its_reason(faulty: FaultyStore) -> None
     assert e.value.reason == "store_down"
 
 
-def test_faulty_store_slow_keeps_the_deadline(faulty: FaultyStore) -> None:
+def test_faulty_store_slow_keeps_the_deadline(faulty: FaultyStore, within: TimeLimits) -> None:
     faulty.slow_s = 600.0
-    with pytest.raises(StoreUnavailable) as e:
+    with within(30), pytest.raises(StoreUnavailable) as e:
         faulty.stat(deadline_s=0.05)
     assert e.value.reason == "store_timeout"
 

@@ -34,6 +34,7 @@ def service(make_encoder: MakeEncoder, config: Config) -> Service:
     return Service(make_encoder(), config.model_copy(update={"encoder": small}))
 
 
+@pytest.mark.more
 def test_openapi_every_answer_matches_schema(service: Service, llava_pair: tuple[Path, Path]) -> None:
     schemathesis = pytest.importorskip("schemathesis")
     engine = pytest.importorskip("schemathesis.engine")

@@ -38,7 +38,7 @@ from ..tower_rig import Tensors, edit_config, rewritten
 
 WHOLE = ("llama4", "ovis2")
 """Families whose decoder takes other outputs than `pooler_output`: in `test_generic_modalities`."""
-SOON = ("paligemma", "mistral3", "glm4v", "deepseek_vl")
+SOON = ("paligemma", "glm4v")
 """Families whose images `script/test` compares."""
 SERVED = [
     pytest.param(

@@ -121,6 +121,7 @@ def test_packed_attention_output_equals_transformers(dtype: torch.dtype) -> None
     torch.testing.assert_close(made, wanted, atol=1e-6 if dtype == torch.float32 else 1e-2, rtol=0)
 
 
+@pytest.mark.more
 def test_packed_attention_compiled_is_not_recompiled_per_batch() -> None:
     config = Qwen2VLVisionConfig(embed_dim=64, num_heads=2, mlp_ratio=2)
     torch.manual_seed(0)

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.commands.launch_command import main
 from cornplug.errors import ConfigError, ProcessFailed
@@ -230,7 +231,7 @@ def test_launched_engine_not_installed_is_named(tmp_path: Path, monkeypatch: pyt
         pytest.fail("SGLang is in another environment")
 
 
-def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) -> None:
+def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path, within: TimeLimits) -> None:
     path = tmp_path / "plan.json"
     plan(Case()).save(path)
     code = (
@@ -247,5 +248,6 @@ def test_main_sigterm_ends_processes_with_status_0(tmp_path: Path, fakes: Path) 
         if "Ctrl-C" in line:
             break
     launched.send_signal(signal.SIGTERM)
-    assert launched.wait(60) == 0
+    with within(18, "the grace is 20 s"):
+        assert launched.wait(60) == 0
     assert fakes.read_text().split() == ["18400"]

@@ -136,6 +136,7 @@ def test_capacity_without_bounds_is_rate_of_full_iterations() -> None:
     assert most == pytest.approx(32 / (200 * STEPS.decode(32)), rel=0.05), "32 fit the KV cache"
 
 
+@pytest.mark.more
 def test_capacity_router_with_less_knowledge_is_lower() -> None:
     draws = drawn(1500, 1)
     least, shortest, two, at_random = (

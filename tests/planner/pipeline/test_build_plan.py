@@ -38,6 +38,7 @@ def deepseek(engine: str, **component: Any) -> Plan:
     return decide(plan_input, digest="0" * 64).plan
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("engine", "flags"),
     [

@@ -100,6 +100,7 @@ def shared() -> PlanDecision:
     return decided(two_apps(simulate=False))
 
 
+@pytest.mark.more
 def test_decide_every_class_is_routed_in_full(shared: PlanDecision) -> None:
     for o in shared.plan.latency_forecasts:
         routes = [r for r in shared.plan.routes if (r.app, r.request) == (o.app, o.request)]

@@ -152,6 +152,7 @@ def plan_of_box() -> Plan:
     return planned(**newcomer())
 
 
+@pytest.mark.more
 def test_decide_small_load_takes_all_gpus_of_box(plan_of_box: Plan) -> None:
     alone = planned(**newcomer(use_idle_gpus=False))
     [group], [lonely] = plan_of_box.groups, alone.groups

@@ -80,6 +80,7 @@ def test_calibrated_factors_of_slower_engine_are_found(
     assert place_of(found) == place_of(truth)
 
 
+@pytest.mark.more
 def test_calibrated_wait_is_not_taken_for_work(running: Running) -> None:
     """First tokens that take so much longer need a smaller factor: some of it is queue."""
     slower = running.simulated(running.problem(running.correction(prefill=1.5, decode=1.2)))
@@ -109,6 +110,7 @@ def test_calibrated_time_beyond_every_factor_is_not_believed(running: Running) -
     assert all(one.prefill == 1.0 for one in found)
 
 
+@pytest.mark.more
 def test_plan_with_correction_expects_the_corrected_times(running: Running) -> None:
     slower = running.correction(prefill=1.6, decode=1.3)
     plan = decide(running.given, digest="", corrections=[slower]).plan

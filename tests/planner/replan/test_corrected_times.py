@@ -97,6 +97,7 @@ def test_corrected_times_slower_engine_is_corrected_by_second_window(site: Timed
         assert [c.model_dump() for c in site.plan.corrections] == told["corrections"]
 
 
+@pytest.mark.more
 def test_corrected_times_engine_that_recovers_loses_its_correction_after_two_windows(site: TimedSite) -> None:
     for _ in range(2):
         site.replan(times=1.7)
@@ -113,12 +114,14 @@ def test_corrected_times_keep_times_believes_the_profile(site: TimedSite) -> Non
         assert "Corrected" not in said
 
 
+@pytest.mark.more
 def test_corrected_times_few_slow_requests_correct_nothing(site: TimedSite) -> None:
     """As an engine's first ones are."""
     for _ in range(3):
         assert "Corrected" not in site.replan("--ahead", "0", times=1.7, requests=80)[1]
 
 
+@pytest.mark.more
 def test_corrected_times_load_that_comes_every_day_is_planned_for_ahead(site: TimedSite) -> None:
     path = site.folder / "plan/plan-state.json"
     state = replan_state.ReplanState.model_validate_json(path.read_bytes())

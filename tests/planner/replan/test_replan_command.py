@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug import cli
 from cornplug.planner.plan import Plan
@@ -201,12 +202,13 @@ def address() -> Iterator[str]:
         thread.join()
 
 
-def test_replan_window_reads_engine_twice(address: str) -> None:
+def test_replan_window_reads_engine_twice(address: str, within: TimeLimits) -> None:
     before, after = replan._snapshots([address], {}, 0.5)
     assert before is not None
     window = observed_load.between(before[address], after[address])
     assert window.requests == 10
-    assert 0.5 <= window.seconds < 5, "a busy host asks later"
+    assert window.seconds >= 0.5
+    within.check(window.seconds, 5)
 
 
 def test_replan_without_window_starts_at_last_run(address: str) -> None:

@@ -133,6 +133,7 @@ def test_simulate_plan_burst_has_queue_of_its_station() -> None:
     assert got.queues["p"] == QueuePeak()
 
 
+@pytest.mark.more
 def test_simulate_plan_repeated_runs_narrow_percentiles() -> None:
     """Single runs of an uneven load spread more, from seed to seed, than `simulate_plan` of many."""
     samples = [

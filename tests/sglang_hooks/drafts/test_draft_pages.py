@@ -62,6 +62,7 @@ def kv_of(pool: Any, slots: torch.Tensor) -> torch.Tensor:
     return torch.cat(pages, dim=3)
 
 
+@pytest.mark.more
 def test_draft_pages_load_with_the_models_after_restart() -> None:
     backend, host, draft = drafting(page_size=32)
     hashes, slots = name(TOKENS, 32), host.alloc(512)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,9 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
+from sglang.srt.multimodal.media_artifacts.base import MediaArtifactCacheMixin
 from sglang.srt.utils import ImageData
+from time_limits import TimeLimits
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.encoder_service.media.image import digest_image
@@ -242,6 +245,24 @@ def test_mm_identifiers_client_hashes_give_no_key() -> None:
     assert theirs.identity is None
 
 
+def test_sglang_believes_content_hash_of_read_bytes_only() -> None:
+    """`media_digests` keeps digests of pixels by SGLang's key of an image.
+
+    With --trust-mm-content-hashes the key is made of a client's hash. SGLang compares the hash with the bytes
+    before it uses them.
+    """
+
+    class Door(MediaArtifactCacheMixin):
+        artifact_modality = Modality.IMAGE
+        trust_mm_content_hashes = True
+        processor_fingerprint = f"sha256:{'0' * 64}"
+        mm_preprocess_cache = SimpleNamespace(get_if_present=lambda *args, **kwargs: None)
+
+    door: Any = Door()
+    with ThreadPoolExecutor(1) as door.io_executor, pytest.raises(ValueError, match="content hash mismatch"):
+        asyncio.run(door.prepare_media_artifacts([sample_image(1)], content_hashes=[f"sha256:{'1' * 64}"]))
+
+
 def test_mm_identifiers_without_identity_give_no_key() -> None:
     one = with_digest()
     assert mm_identifiers.assign_keys(MultimodalProcessorOutput(mm_items=[one]), Towers(), request()) == []
@@ -306,7 +327,9 @@ def test_tower_identity_of_unvalidated_family_is_refused(
     assert caught.value.reason == "unproven_family"
 
 
-def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_media_identifiers_slow_checkpoint_waits_once(
+    monkeypatch: pytest.MonkeyPatch, within: TimeLimits
+) -> None:
     read = threading.Event()
     monkeypatch.setattr(mm_identifiers, "_identify", lambda processor: read.wait(60) and TOWERS)
     monkeypatch.setattr(background_identity, "FIRST_WAIT_S", 3.0)
@@ -323,7 +346,7 @@ def test_media_identifiers_slow_checkpoint_waits_once(monkeypatch: pytest.Monkey
     first, second = asyncio.run(requests())
     read.set()
     assert first >= 2.9
-    assert second < 2.5
+    within.check(second, 2.5, "the second request does not wait again")
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])

@@ -88,6 +88,7 @@ def hits_of_index(asked: Sequence[tuple[int, int]]) -> int:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("sizes", SIZES)
 def test_byte_hits_are_those_of_an_lru_that_ignores_place(sizes: str) -> None:
     asked = list(requests(SIZES[sizes]))

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError
@@ -334,7 +336,7 @@ def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:
 
 @pytest.mark.parametrize("limit", ["-Sn", "-n"])
 def test_daemon_many_idle_clients_slow_no_request(
-    connect: Connect, store_config: StoreConfig, limit: str
+    connect: Connect, store_config: StoreConfig, limit: str, within: TimeLimits
 ) -> None:
     process = _started_under(limit, store_config)
     idle: list[socket.socket] = []
@@ -351,7 +353,7 @@ def test_daemon_many_idle_clients_slow_no_request(
             began_s = time.monotonic()
             assert present(store, "a") == b"\1"
             took_s.append(time.monotonic() - began_s)
-        assert min(took_s) < 0.3, "they stand in line outside"
+        within.check(statistics.median(took_s), 0.05, "they stand in line outside")
         if limit == "-Sn":
             assert present(connect(), "a") == b"\1", "the soft limit is no limit"
         for each in idle:

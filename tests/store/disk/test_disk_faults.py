@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
@@ -64,15 +65,16 @@ def test_disk_tier_of_another_secret_finds_nothing(
 
 
 def test_disk_tier_slow_disk_drops_writes_and_delays_no_answer(
-    serve_in_thread: Serve, connect: Connect, folder: Path, store_config: StoreConfig
+    serve_in_thread: Serve, connect: Connect, folder: Path, store_config: StoreConfig, within: TimeLimits
 ) -> None:
     """At 100 KiB/s a store of 1 MiB evicts entries long before their turn."""
     secret = read_secret(store_config.secret_file)
     disk = open_disk(folder, secret, size_bytes=64 * MIB, write_bytes_s=100 * KIB)
     serve_in_thread(size_bytes=MIB, disk=disk)
-    store = connect()
-    for name in range(40):
-        put(store, name, 100 * KIB)
+    with within(30, "40 writes at that pace take 40 s"):
+        store = connect()
+        for name in range(40):
+            put(store, name, 100 * KIB)
     eventually(lambda: disk_of(store).writes.get("gone", 0) > 0, within_s=60)
     assert get(store, 39) == payload_of(39, 100 * KIB)
 

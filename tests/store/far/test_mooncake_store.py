@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.errors import ConfigError
 from cornplug.store.base import Tier
@@ -61,7 +62,7 @@ def test_mooncake_store_killed_client_is_replaced(cluster: FarStore) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("hangs", [False, True])
 def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
-    host: Hosts, mooncake: MooncakeMaster, hangs: bool
+    host: Hosts, mooncake: MooncakeMaster, hangs: bool, within: TimeLimits
 ) -> None:
     first, second = host(mooncake.url), host(mooncake.url)
     put(first.store, "a")
@@ -79,7 +80,7 @@ def test_far_tier_master_that_ends_costs_near_nothing_and_is_found_again(
 
     eventually(noticed)
     assert second.store.tiers([key("a")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT])
-    near_is_quick(second, "near")
+    near_is_quick(second, "near", within)
     mooncake.kill()
     mooncake.start()
     eventually(lambda: second.store.far_answers and first.store.far_answers)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from time_limits import TimeLimits
 
 from cornplug.processes import ManagedProcess
 from cornplug.store.base import Tier
@@ -71,7 +72,7 @@ def far_url(request: pytest.FixtureRequest, network: NetworkHosts, tmp_path: Pat
 
 
 def test_far_tier_of_another_address_is_read_and_one_that_is_cut_off_costs_near_nothing(
-    host: Hosts, network: NetworkHosts, far_url: str
+    host: Hosts, network: NetworkHosts, far_url: str, within: TimeLimits
 ) -> None:
     # The server, or the member that writes, is on host 0; host 1 reads, and then loses its cable.
     first, second = (host(far_url, inside=network.command(number)) for number in range(2))
@@ -81,7 +82,7 @@ def test_far_tier_of_another_address_is_read_and_one_that_is_cut_off_costs_near_
     assert found(second, "a") == payload_of("a", 1500 * KIB)
     network.cut()
     second.store.seek([key("x")])
-    near_is_quick(second, "near")
+    near_is_quick(second, "near", within)
     assert second.store.tiers([key("y")], deadline_s=DEADLINE_S) == bytes([Tier.ABSENT])
     network.mend()
     put(first.store, "b")

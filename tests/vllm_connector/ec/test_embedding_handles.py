@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from time_limits import TimeLimits
 from vllm.exceptions import VLLMValidationError
 from vllm.model_executor.models.qwen2_vl import Qwen2VLMultiModalDataParser
 from vllm.multimodal.media.connector import MediaConnector
@@ -244,11 +245,12 @@ def test_embedding_handle_with_store_down_fails_within_deadline(
     make: Make,
     llava: Path,  # noqa: F811
     store: MemoryStore,
+    within: TimeLimits,
 ) -> None:
     here = make()
     ref = kept(store, identity_of(llava))
     here.handles._store = None  # opened anew: nobody serves this test's socket
-    with pytest.raises(VLLMValidationError):
+    with within(15), pytest.raises(VLLMValidationError):
         loaded(ref.to_vllm_content_part())
 
 

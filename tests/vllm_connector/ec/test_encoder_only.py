@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from time_limits import TimeLimits
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorRole
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT
 from vllm.v1.worker import gpu_model_runner
@@ -114,7 +115,7 @@ def test_ec_worker_of_encoder_alone_ends_step_when_rows_are_stored(store: Memory
 
 
 def test_ec_worker_of_encoder_alone_waits_for_room_and_not_for_ever(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
     monkeypatch.setattr(embedding_publisher, "_MAX_WAITING", 1)
     over = runtime(store.connect())
@@ -127,9 +128,10 @@ def test_ec_worker_of_encoder_alone_waits_for_room_and_not_for_ever(
     assert acks.saves == [("stored", 16)] * 2
     go = threading.Event()
     with mock.patch.object(embedding_publisher, "put_payload", side_effect=lambda *a, **k: go.wait(5)):
-        for name in (NAME, OTHER):
-            worker.save(name, torch.ones(2, 2), CornplugECMetadata())
-        acks = worker.acks()
+        with within(2):
+            for name in (NAME, OTHER):
+                worker.save(name, torch.ones(2, 2), CornplugECMetadata())
+            acks = worker.acks()
         assert acks is not None
         assert acks.saves == [("busy", 0)]
         go.set()

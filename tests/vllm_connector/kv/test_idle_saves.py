@@ -476,7 +476,7 @@ def test_idle_saves_block_of_two_pages_holds_both(core: Make, engine: MakeEngine
 
 
 @pytest.mark.parametrize("how", [{}, {"second_runner": True, "accelerator": True, "tp": 2}])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.more)])
 def test_idle_saves_under_any_load_store_only_right_bytes(
     core: Make, engine: MakeEngine, store: MemoryStore, seed: int, how: dict[str, Any]
 ) -> None:

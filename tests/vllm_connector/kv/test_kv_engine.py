@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from time_limits import TimeLimits
 from vllm.v1.outputs import KVConnectorOutput
 
 from cornplug.codec import decode_header, encode_header
@@ -182,7 +183,7 @@ def test_kv_pages_are_shared_between_equal_loras(
 
 
 def test_kv_lora_read_on_thread_delays_no_step(
-    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
     """The first request under it is a miss and holds up nobody; what it computes is saved none the less."""
     (tmp_path / "adapter_config.json").write_text("{}")
@@ -197,7 +198,8 @@ def test_kv_lora_read_on_thread_delays_no_step(
     monkeypatch.setattr(LoraDigests, "digest", slow)
     first = engine()
     request = first.add("a", PROMPT, lora_request=lora)
-    first.step(chunk=64)
+    with within(20):
+        first.step(chunk=64)
     assert first.counts == {("misses", "kv_page", "identifying"): 1}
     reading.set()
     while first.connector._scheduler._requests._adapters._read[lora.lora_path].running():  # type: ignore[union-attr]
@@ -455,7 +457,7 @@ def test_kv_blocks_stay_until_save_ends(
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_kv_save_of_preempted_request_is_given_up(
-    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, tp: int
+    engine: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, tp: int, within: TimeLimits
 ) -> None:
     """vLLM's second model runner copies and zeroes blocks before it calls `handle_preemptions`."""
     first = engine(tp=tp)
@@ -464,9 +466,10 @@ def test_kv_save_of_preempted_request_is_given_up(
     request = first.add("a", PROMPT)
     first.step()
     first.preempt(request)  # the rig overwrites its blocks at once
-    step = first.schedule()
-    for rank in first.ranks:
-        rank.connector.handle_preemptions(step.meta)
+    with within(60, "nobody waits for a copy that counts for nothing"):
+        step = first.schedule()
+        for rank in first.ranks:
+            rank.connector.handle_preemptions(step.meta)
     go.set()
     first.update(first.execute(step))
     first.settle()
@@ -603,7 +606,7 @@ def rule_of(engine: Engine) -> Any:
 
 
 def test_kv_costs_unmeasured_load_is_tried_and_measured(
-    engine: Make, monkeypatch: pytest.MonkeyPatch
+    engine: Make, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:
     lines: list[str] = []
     monkeypatch.setattr(compat.logger, "info", lambda form, *args: lines.append(form % args))
@@ -611,14 +614,16 @@ def test_kv_costs_unmeasured_load_is_tried_and_measured(
     first.run("a", PROMPT)
     prefill_s = rule_of(first).compute_s(100)
     assert prefill_s is not None
-    assert 0 <= prefill_s < 5
+    assert prefill_s >= 0
+    within.check(prefill_s, 5)
     assert rule_of(first).load_s(1 << 20) is None
     second = engine(load_when="pays", tp=2)
     second.run("other", [1, *PROMPT])
     assert second.run("b", PROMPT).external_tokens == 128, "no load was measured yet: it is tried"
     load_s = rule_of(second).load_s(1 << 20)
     assert load_s is not None
-    assert 0 < load_s < 5
+    assert load_s > 0
+    within.check(load_s, 5)
     assert rule_of(second)._noticing.seconds(1) is not None
     [said] = [line for line in lines if "measured: KV loads at" in line]
     assert "prefill at" in said

@@ -109,6 +109,7 @@ def test_kv_lives_in_any_order_leave_nothing(steps: list[tuple[str, Any, Any]], 
     lives.end()
 
 
+@pytest.mark.more
 @hypothesis.settings(max_examples=30, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
 def test_kv_lives_on_second_runner_leave_nothing(
@@ -120,6 +121,7 @@ def test_kv_lives_on_second_runner_leave_nothing(
     lives.end()
 
 
+@pytest.mark.more
 @hypothesis.settings(max_examples=30, derandomize=True)
 @hypothesis.given(STEPS, st.sampled_from([1, 2]), st.booleans())
 def test_kv_lives_with_copies_by_gpu_leave_nothing(
