@@ -61,7 +61,7 @@ class _Namespace(Generic[E]):
         self.used_bytes = 0
         """Also of reservations."""
         self.at_ceiling = False
-        """Whether it reached its ceiling, and has not lost much since."""
+        """Whether it has reached its ceiling and not yet fallen below `_BELOW_CEILING` of it."""
         self.cost_ns = self.costed_bytes = 0
         """Of entries whose writer named a cost. Whole numbers: what is added is taken away again exactly."""
         self.oldest_first: OrderedDict[bytes, E] = OrderedDict()

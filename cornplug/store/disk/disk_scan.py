@@ -1,6 +1,6 @@
 """The records that earlier daemons have left, found while this one serves: newest segments first.
 
-Segments are read in portions of a few milliseconds, when no recall waits.
+A segment is read in portions of a few milliseconds, and only while no recall waits.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ class DiskScan:
             return
         self._unread -= 1
         if over is True:
-            # The last of a segment first, as its segments: of an entry's records the newest one comes first.
+            # Newest first, as with segments: an entry may have several records, and the newest one counts.
             self._found.extend(reversed(scan.records))
         elif getattr(over, "errno", 0) != errno.ENOENT:
-            # Else it went to make room for new records.
+            # A segment that no longer exists was dropped to make room for new records.
             _log.warning("a segment of the store's disk cannot be read: %s", over)
 
 
 class _SegmentScan:
-    """The scan of one segment. `order` is less for newer segments."""
+    """The scan of one segment. Newer segments have a lower `order`."""
 
     def __init__(self, files: SegmentFiles, number: int, order: int) -> None:
         self.order = order
         self.records: list[FoundRecord] = []
-        self._steps = files.scan_steps(number)
+        self._steps = files.scan(number)
 
     def portion(self) -> bool:
-        """Read on for a few milliseconds, on a thread. Whether the segment is over."""
+        """Read on for a few milliseconds, on a worker's thread. Returns whether the segment has been read."""
         end_s = time.monotonic() + _PORTION_S
         for found in self._steps:
             if found is not None:

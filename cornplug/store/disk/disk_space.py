@@ -3,9 +3,9 @@
     oldest segment ... newest segment | the next record
     └ dropped whole when a new segment would exceed the bound; records that were read move to the new one
 
-The segment that is dropped has the fewest bytes that a namespace is guaranteed: those of a pinned namespace,
-and those without which a namespace would have less than its share of the disk. Of several it is the oldest.
-Its guaranteed records move before others.
+The segment that is dropped is the one with the fewest guaranteed bytes, and among equals the oldest. Bytes
+are guaranteed if their namespace is pinned, or would otherwise have less than its share of the disk.
+Guaranteed records move to the new segment before others.
 
 Pure: no I/O. The daemon's loop alone uses it.
 """
@@ -28,14 +28,14 @@ MOST_RECORDS: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class DiskBounds:
-    """What one namespace has of a disk."""
+    """Bounds of one namespace on the disk."""
 
     name: str = ""
     share_bytes: int = 0
     """Bytes that other namespaces do not displace."""
     ceiling_bytes: float = math.inf
     pinned: bool = False
-    """Whether no record is displaced."""
+    """Whether its records are never dropped for those of others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +93,7 @@ class DiskSpace:
         self._bounds: dict[str, DiskBounds] = {}
         """By namespace, of those that have had a record."""
         self._by_name: dict[str, OrderedDict[bytes, DiskRecord]] = {}
-        """Records of each namespace, in the order in which they were added."""
+        """Records of each namespace, oldest first."""
         self._bytes_by_name: Counter[str] = Counter()
         self.segment_bytes = _down(min(MOST_SEGMENT_BYTES, size_bytes // _LEAST_SEGMENTS))
         self._segments: OrderedDict[int, _Segment] = OrderedDict(
@@ -129,10 +129,10 @@ class DiskSpace:
         return self._records.get(key)
 
     def add(self, record: DiskRecord, *, older: bool = False) -> bool:
-        """A record that is written, or that a scan found. False where its segment is gone meanwhile.
+        """Add a record that was written, or that a scan found. Returns False if its segment has been dropped.
 
         Args:
-            older: It is older than the records that were added before.
+            older: Whether it is older than the records added before.
         """
         segment = self._segments.get(record.segment)
         if segment is None:
@@ -146,8 +146,8 @@ class DiskSpace:
         return True
 
     def excess(self, app: str, new_bytes: int) -> list[DiskRecord] | None:
-        """The oldest records of the app's namespace, without which `new_bytes` more stay below its ceiling.
-        None if there is no such choice."""
+        """Return the oldest records of the app's namespace that must go so that `new_bytes` more fit below
+        its ceiling; None if they cannot make room."""
         bounds = self._bounds_of(app)
         missing = self._bytes_by_name[bounds.name] + new_bytes - bounds.ceiling_bytes
         if missing > 0 and bounds.pinned:
@@ -261,7 +261,7 @@ class DiskSpace:
         return self.used_bytes - self._segments[self._newest].size_bytes
 
     def _guaranteed(self, name: str, segment: _Segment) -> int:
-        """Bytes in a segment that its namespace does not lose to others."""
+        """Guaranteed bytes of a namespace in a segment."""
         bounds = self._bounds[name]
         beyond_bytes = 0 if bounds.pinned else self._bytes_by_name[name] - bounds.share_bytes
         return segment.bytes_by_name[name] - max(0, min(beyond_bytes, segment.bytes_by_name[name]))
@@ -269,7 +269,7 @@ class DiskSpace:
     def _drop_one(self, new: _Segment) -> DroppedSegment:
         guaranteed = [name for name, one in self._bounds.items() if one.share_bytes or one.pinned]
         old = (number for number in self._segments if number != self._newest)
-        # Of equals, the first: the oldest.
+        # `min` takes the first of equals, which is the oldest.
         number = min(
             old, key=lambda one: sum(self._guaranteed(name, self._segments[one]) for name in guaranteed)
         )
@@ -277,7 +277,7 @@ class DiskSpace:
         oldest = self._segments.pop(number)
         moves, lost = [], []
         wanted: list[tuple[bool, DiskRecord]] = []
-        # The newest records of a namespace are those that its share keeps.
+        # A share guarantees the newest records of a namespace.
         for record in reversed(oldest.records.values()):
             name = self._bounds_of(record.app).name
             keeps = left_bytes.get(name, 0) > 0

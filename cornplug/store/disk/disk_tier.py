@@ -102,9 +102,9 @@ class DiskTier:
         self._resume_s = 0.0
         self._unflushed_bytes = 0
         self._killed: set[int] = set()
-        """Segments with ended records that the device may not have taken."""
+        """Segments with ended records that are not flushed to the device yet."""
         self._syncing = 0
-        """Segments that the writer is to sync."""
+        """Number of segments that the writer is flushing."""
         self._scan = DiskScan(self._files, self._workers, self._space.segments)
         self._promotions = Promotions(
             self._files, self._space, self._workers, index, memory, self._counters,
@@ -232,7 +232,7 @@ class DiskTier:
             return
         record = _record(header, found.segment, found.offset)
         if self._space.excess(record.app, record.record_bytes):
-            # Newer records of its namespace have all that its ceiling leaves. Pinned ones stay.
+            # Newer records fill the namespace up to its ceiling. Those of a pinned namespace stay.
             self._kill(found.segment, found.offset)
             return
         if self._space.add(record, older=True) and self._index.find(header.key) is None:
@@ -247,11 +247,11 @@ class DiskTier:
             self._counters.writes["dropped"] += 1
 
     def _write_some(self) -> None:
-        # While the scan goes on, an entry may have a record that is not found yet: that one ends once it is.
+        # During the scan, an entry may have an older record that is not found yet. It ends when it is found.
         if not self._queue or time.monotonic() < self._resume_s:
             return
         if not self._scan.over and self._space.is_full and self._rules.has_guarantees:
-            # The segment that would go may have guaranteed records that are not found yet.
+            # The segment that would be dropped may have guaranteed records that are not found yet.
             return
         most = 1 if self._problem else _WRITING
         while self._queue and len(self._writing) < most:
@@ -323,7 +323,7 @@ class DiskTier:
         else:
             older = self._space.remove(key)
             if older is not None:
-                # The scan found it meanwhile.
+                # The scan found this older record during the write.
                 self._kill(older.segment, older.offset)
             if self._space.add(_record(header, *at)):
                 self._counters.writes["written"] += 1
@@ -380,8 +380,10 @@ class DiskTier:
         self._killed.add(segment)
 
     def _sync_killed(self) -> None:
-        """Have the device take the ends of records, so that no power failure undoes them. A purge ends many
-        records of a segment, and the segment is synced a few times."""
+        """Flush the marks of ended records to the device, so that a power failure does not undo them.
+
+        One flush of a segment covers all records that ended before it: a purge may end thousands.
+        """
         if self._syncing:
             return
         segments, self._killed = self._killed, set()

@@ -2,7 +2,7 @@
 
     loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
 
-Reads that a client waits for go before reads in the background.
+Reads for which a client waits go before those in the background.
 
 Sealing and opening a chunk, and every call of the system, run without the interpreter's lock: the loop
 answers meanwhile.

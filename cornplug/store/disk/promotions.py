@@ -3,7 +3,7 @@
 recalled ──room──> read, each chunk verified ──> committed: clients find it in the table
     └ refused      └ damaged: forgotten
 
-Namespaces take turns, and one of several has at most half of the bytes that are recalled at once.
+Namespaces take turns. If there are several, each has at most half of the bytes that are recalled at once.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class Promotions:
         self._index, self._memory, self._counters = index, memory, counters
         self._most_bytes, self._forget, self._rules = most_bytes, forget, rules
         self._waiting: OrderedDict[str, OrderedDict[bytes, DiskRecord]] = OrderedDict()
-        """Records by namespace, whose turn is first."""
+        """Namespace -> its records. The first namespace has the next turn."""
         self._reading: dict[bytes, DiskRecord] = {}
         self._bytes: Counter[str] = Counter()
-        """Of both, by namespace."""
+        """Bytes that wait or are read, by namespace."""
 
     def recall(self, keys: Sequence[bytes]) -> None:
         """Have these entries read, in this order; as many as have room at once."""
@@ -73,7 +73,7 @@ class Promotions:
             self._wait(record)
 
     def _has_room(self, name: str, payload_bytes: int) -> bool:
-        """Whether this namespace may have so many bytes more recalled. Its first record always."""
+        """Whether this namespace may have so many more bytes recalled. One record is always allowed."""
         own_bytes, all_bytes = self._bytes[name], self._bytes.total()
         most_bytes = self._most_bytes // (2 if len(self._rules.names) > 1 else 1)
         return not own_bytes or (
@@ -89,7 +89,7 @@ class Promotions:
             self._waiting.move_to_end(name, last=False)
 
     def _next(self) -> DiskRecord:
-        """The next record, no longer waiting. It is the next namespace's turn."""
+        """Take the next record out of the queue. The turn passes to the next namespace."""
         name, waiting = self._waiting.popitem(last=False)
         _, record = waiting.popitem(last=False)
         if waiting:
@@ -97,7 +97,7 @@ class Promotions:
         return record
 
     def _leave(self, record: DiskRecord) -> None:
-        """A record is no longer recalled."""
+        """Note that a record is no longer being recalled."""
         self._bytes[self._rules.name_of(record.app)] -= record.payload_bytes
 
     def step(self) -> None:

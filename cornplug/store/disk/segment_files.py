@@ -4,8 +4,9 @@
     segment-00000042     records (`record_format.py`), one after another
 
 A daemon never appends to a segment of an earlier one: what a kill has torn is a tail that no record follows.
-Writes do not wait for the device: a record that it lost is a miss, since no seal fits it. The end of a record
-does wait (`sync`, `drop`), on the writer's thread, or a power failure would bring a deleted entry back.
+Writes do not wait for the device: a record that it lost is a miss, since no seal fits it. The mark that ends
+a record is flushed on the writer's thread (`sync`, `drop`), or a power failure would bring a deleted entry
+back.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ class SegmentFiles:
         self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
 
     def drop(self, number: int) -> None:
-        """Remove a segment, also after a power failure; a read of it that is under way ends well. Raises
-        OSError; it is forgotten all the same."""
+        """Remove a segment and flush its removal to the device. A read of it that is under way ends well.
+        Raises OSError; the segment is forgotten all the same."""
         self._files.pop(number, None)
         os.unlink(_name(number), dir_fd=self._folder)
         os.fsync(self._folder)
@@ -192,11 +193,12 @@ class SegmentFiles:
             start, offset, left = start + done, offset + done, left - done
 
     def kill(self, segment: int, offset: int) -> None:
-        """Have no later scan find a record. Raises OSError. A power failure may undo it before `sync`."""
+        """Mark a record as ended, so that no later scan finds it. Raises OSError. Until `sync`, a power
+        failure may undo it."""
         _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
 
     def sync(self, segment: int) -> None:
-        """Have the device take what was written. Raises OSError."""
+        """Flush what was written to the device. Raises OSError."""
         os.fdatasync(self._file(segment).fd)
 
     def flush(self, segment: int) -> None:
@@ -205,17 +207,12 @@ class SegmentFiles:
         fd = self._file(segment).fd
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def scan(self, segment: int) -> Iterator[FoundRecord]:
-        """The live records of a segment, in their order. Raises OSError.
+    def scan(self, segment: int) -> Iterator[FoundRecord | None]:
+        """The live records of a segment, in their order. None stands for a step that found no record, so that
+        a caller may pause there. Raises OSError.
 
-        A header that is damaged, or of another secret, hides its own record and no other.
-        """
-        return (found for found in self.scan_steps(segment) if found is not None)
-
-    def scan_steps(self, segment: int) -> Iterator[FoundRecord | None]:
-        """As `scan`, with None where a step of at most `_SKIP_BYTES` found no record.
-
-        Reads headers only. Where there is none, it reads more at a time until the next one.
+        A header that is damaged, or of another secret, hides its own record and no other. Only headers are
+        read. Where a header is missing, up to `_SKIP_BYTES` are read at once to find the next one.
         """
         file = self._file(segment)
         end, at = os.fstat(file.fd).st_size, 0
@@ -250,7 +247,7 @@ class SegmentFiles:
 
 
 def _next_magic(fd: int, at: int) -> int:
-    """The first place from here on that begins as a header, at most `_SKIP_BYTES` away. Raises OSError."""
+    """Offset of the next bytes that begin like a header, at most `_SKIP_BYTES` from `at`. Raises OSError."""
     data = os.pread(fd, _SKIP_BYTES, at)
     found = data.find(MAGIC)
     while found % ALIGN_BYTES and found >= 0:

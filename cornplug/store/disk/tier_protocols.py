@@ -73,7 +73,7 @@ class NamespaceRules(Protocol):
 
     @property
     def names(self) -> Sequence[str]:
-        """Of all namespaces."""
+        """Names of all namespaces."""
 
     @property
     def has_guarantees(self) -> bool:

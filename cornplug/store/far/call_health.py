@@ -9,7 +9,8 @@ from typing import Final
 from cornplug.store.circuit_breaker import CircuitBreaker
 
 _KIND_S: Final = 1.0
-"""Deadline under which the breaker counts: there is one breaker for each kind of call."""
+"""The deadline that is passed to the breaker, which keeps its counts by deadline. Each kind of call has its
+own breaker, so one value serves all."""
 _log = logging.getLogger("cornplug.store")
 
 
@@ -47,5 +48,5 @@ class CallHealth:
         self._breaker.missed(_KIND_S, time.monotonic())
 
     def refuses(self, now_s: float) -> bool:
-        """Whether the pause after a failure is not over yet."""
+        """Whether calls must still pause after a failure."""
         return self._breaker.refuses(_KIND_S, now_s)

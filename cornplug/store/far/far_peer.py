@@ -13,8 +13,9 @@ Writes and deletions have pauses of their own: a store that is full, or that ref
 A write that failed is tried again after the pause, if its entry is still in memory. A deletion is tried again
 until it succeeds.
 
-A far store may lose records: it restarts empty, or evicts them. Entries in memory that are read are asked for
-again after a while, and after each failure, and are written again if they are gone.
+A far store may lose records: it restarts empty, or evicts them. When an entry in memory is read, the store is
+asked whether it still has the record, at most once in `CONFIRM_S` and after each failure. A lost record is
+written again.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from cornplug.store.stats.store_stats import FarStat
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""
 CONFIRM_S: Final = 60.0
-"""Age of the knowledge that the store has an entry, after which a read of the entry has it asked again."""
+"""Time after which a read of an entry in memory has the store asked again whether it has the record."""
 MOST_KNOWN: Final = 1 << 17
 """Keys of which it is remembered that the store has them."""
 MOST_QUEUED: Final = 1 << 12
@@ -156,13 +157,14 @@ class FarPeer:
             self._writes["dropped"] += 1
 
     def confirm(self, key: bytes, payload_bytes: int) -> None:
-        """An entry in memory was read: have it written if its record is not there, or not any more."""
+        """Have an entry, which is in memory and was just read, written if the store lacks its record or has
+        lost it."""
         seen_s = self._known.get(key)
         if seen_s is None:
             if payload_bytes <= self._store.most_bytes:
                 self.offer(key)
             return
-        # Beyond one question these would delay the questions of clients. A later read asks then.
+        # More of these than fit in one question would delay those of clients. A later read asks again.
         may_ask = (
             self.answers and len(self._questions) < self._store.most_names and key not in self._questions
         )

@@ -93,7 +93,7 @@ class FarTier:
             peer.offer(entry.key)
 
     def read(self, entries: Iterable[TieredEntry]) -> None:
-        """Entries in memory were read: a peer that has lost them, or never got them, gets them."""
+        """Have entries in memory, which were just read, written to the peers that lack them."""
         for entry in entries:
             for peer in self._peers:
                 peer.confirm(entry.key, entry.location.size)

@@ -1,4 +1,4 @@
-"""Absent keys for which this process has had far stores asked, each with the ticket of its question."""
+"""Absent keys that this process has sought in far stores, each with the ticket of its question."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Final
 SOUGHT_S: Final = 1.0
 """Time for which a key is not asked for again."""
 OPEN_S: Final = 0.5
-"""Time after which no answer is due any more: a far store has 0.25 s. Another client's ticket may have taken
-the place of one that was shown."""
+"""Time after which a ticket is not waited for. A far store has to answer within 0.25 s, and a later ticket
+may have replaced the answered one in the table."""
 _MOST: Final = 1 << 14
 _NEVER: Final = (-math.inf, 0)
 
@@ -28,10 +28,10 @@ class SoughtKeys:
         self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
     def begin(self, keys: Sequence[bytes], now_s: float) -> tuple[list[bytes], int]:
-        """The keys that are to be asked for now, and the ticket to wait for.
+        """Return the keys to ask for now, and the ticket to wait for.
 
-        With a new key it is a new ticket: the daemon shows it behind the answers of earlier questions.
-        Without, it is the ticket of the latest question for one of the keys; 0 if that was long ago.
+        If a key is new, the ticket is new too: the daemon answers it after all earlier questions. If none is,
+        it is the ticket of the latest question for one of the keys, or 0 if that was `OPEN_S` ago.
         """
         if os.getpid() != self._process:
             # In a forked child, a thread of the parent may have held the lock.

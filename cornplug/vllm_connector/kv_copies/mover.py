@@ -37,7 +37,7 @@ class StepBudget:
         """Of the last step."""
 
     def begin_step(self, *, computes: bool) -> None:
-        """Begin a step, with the time that it leaves."""
+        """Set the time that copies may take beside the step that begins now."""
         now = self._clock()
         lasted_s, pause_s = self._ended - self._began, now - self._ended
         self._began = self._ended = now

@@ -30,7 +30,7 @@ def disk(folder: Path, store_config: StoreConfig) -> OpenedDisk:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
     """Scans of all segments but the newest one are not over until this event."""
-    opened, scan = Event(), SegmentFiles.scan_steps
+    opened, scan = Event(), SegmentFiles.scan
 
     def slow(files: SegmentFiles, segment: int) -> Iterator[FoundRecord | None]:
         if segment != files.existing()[-1][0]:
@@ -39,6 +39,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
                 yield None
         yield from scan(files, segment)
 
-    monkeypatch.setattr(SegmentFiles, "scan_steps", slow)
+    monkeypatch.setattr(SegmentFiles, "scan", slow)
     yield opened
     opened.set()

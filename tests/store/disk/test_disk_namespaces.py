@@ -109,6 +109,7 @@ def test_disk_recalls_of_namespaces_take_turns(
 
     monkeypatch.setattr(SegmentFiles, "read", noted)
     store.recall([key(("documents", name)) for name in range(9)])
+    eventually(lambda: bool(order))  # the daemon has begun as many reads as it may
     store.recall([key(("chat", name)) for name in range(2)])
     disk_of(store)  # answered behind both
     gate.set()

@@ -18,7 +18,7 @@ from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.testing.store import DEADLINE_S, key
 
 from ..conftest import end_server, eventually
-from .disk_stage import KIB, MIB, disk_of, get, payload_of, put, written
+from .disk_stage import KIB, MIB, disk_of, get, live, payload_of, put, written
 
 Connect = Callable[..., PoolStore]
 Serve = Callable[..., StoreServer]
@@ -72,7 +72,7 @@ def test_disk_entry_written_again_during_a_scan_has_one_record(
         keys = set()
         for file in folder.glob("segment-*"):
             number = int(file.name[-8:])
-            keys |= {found.header.key for found in copy.scan(number)}
+            keys |= {found.header.key for found in live(copy, number)}
         return keys
 
     # The daemon has the folder's lock: this copy of its files shares their bytes.
@@ -98,6 +98,6 @@ def test_segment_scan_skips_bytes_without_a_header_fast(
         return pread(fd, size, offset)
 
     monkeypatch.setattr(os, "pread", counted)
-    assert [found.offset for found in files.scan(1)] == [at]
+    assert [found.offset for found in live(files, 1)] == [at]
     assert len(reads) < 200
     files.close()

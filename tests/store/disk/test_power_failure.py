@@ -19,7 +19,7 @@ from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.testing.store import DEADLINE_S, key
 
 from ..conftest import eventually
-from .disk_stage import KIB, MIB, put, written
+from .disk_stage import KIB, MIB, live, put, written
 
 
 class Device:
@@ -45,7 +45,7 @@ class Device:
     def keys(self, secret: bytes) -> set[bytes]:
         """Keys of the entries that a daemon finds after a power failure now."""
         files = SegmentFiles(self.target, secret, setting="store.disk_path")
-        found = {one.header.key for number, _ in files.existing() for one in files.scan(number)}
+        found = {one.header.key for number, _ in files.existing() for one in live(files, number)}
         files.close()
         return found
 
