@@ -125,7 +125,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._end_copies()
 
     def _end_copies(self) -> None:
-        """End every copy, before the engine's memory goes away in sleep (`kv/sleeps.py`)."""
+        """End every copy, before the engine's memory goes away in sleep (`kv/in_process.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
