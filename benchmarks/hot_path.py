@@ -84,8 +84,9 @@ class Half:
             config=config, app="bench", secret=SECRET, store=store, deadline_s=_DEADLINE_S,
             background_timeout_s=_DEADLINE_S,
         )  # fmt: skip
+        engine: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
         with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})):
-            self.scheduler = KVScheduler(SimpleNamespace(), runtime, PAGE, Tally())  # type: ignore[arg-type]
+            self.scheduler = KVScheduler(engine, runtime, PAGE, Tally())
         table = [SimpleNamespace(block_id=block, is_null=False) for block in range(_BLOCKS)]
         blocks = SimpleNamespace(blocks=(table,))
         pool = SimpleNamespace(

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ def describe(device: torch.device | None = None) -> dict[str, Any]:
     """
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+        "commit": _commit(),
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
         "accelerator": _accelerator_name(device),
@@ -55,7 +57,8 @@ def line(machine: dict[str, Any]) -> str:
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']:g} GiB, "
         f"{machine.get('accelerator') or 'no GPU used'}; "
         f"{machine['system']}; {versions}; Python {machine['python']}.\n"
-        f"{machine['date']}; load at start {machine['load_at_start'][0]:.2f}, "
+        f"{machine['date']}; commit {machine.get('commit') or 'unknown'}; "
+        f"load at start {machine['load_at_start'][0]:.2f}, "
         f"{machine['busy_at_start']:.2f} cores busy with other work."
     )
 
@@ -65,6 +68,13 @@ def _cpu_name() -> str:
         if row.startswith("model name"):
             return row.partition(":")[2].strip()
     return platform.machine()
+
+
+def _commit() -> str | None:
+    """The checkout's commit; with "-dirty" if it has uncommitted changes."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or None
 
 
 def _accelerator_name(device: torch.device | None) -> str | None:

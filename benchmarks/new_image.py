@@ -56,7 +56,7 @@ def main() -> int:
         title="Nothing to gain: a new image, and a prompt in the engine's own cache",
         quick=chosen.quick,
         set_up=[
-            f"Tower: CLIP {'of 12 layers of 512' if chosen.quick else '-L/336 (24 layers of 1024)'}, 577 "
+            f"Tower: {'CLIP of 12 layers of 512' if chosen.quick else 'CLIP-L/336 (24 layers of 1024)'}, 577 "
             "positions; language model: 6 layers of 384; float32, random weights.",
             "Stock and cornplug answer one request at a time, in random order; the other engine idles. Same "
             f"flags, and {compute_threads()} compute threads in each engine and in the service.",

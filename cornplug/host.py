@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import subprocess
+from collections.abc import Mapping
 from functools import cache
 from typing import Final
 
@@ -17,6 +18,19 @@ import httpx
 _PORTS: Final = range(20_000, 32_768)
 """Below those that Linux gives to outgoing connections (`ip_local_port_range`): such a connection, of any
 process, could have the port by the time that a server binds it, seconds later."""
+
+
+_PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"})
+"""Variables, in lower case, by which HTTP libraries find a proxy."""
+
+
+PRECISION_VARIABLES: Final = (
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "NVIDIA_TF32_OVERRIDE",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Variables of torch's libraries that make them compute in another precision."""
 
 
 def free_port(*, room: int = 0) -> int:
@@ -29,6 +43,11 @@ def free_port(*, room: int = 0) -> int:
             s.bind(("127.0.0.1", port))
             return port
     raise OSError(errno.EADDRINUSE, f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")
+
+
+def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment for a process that talks to configured services only: no proxy stands before them."""
+    return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
 
 
 @cache

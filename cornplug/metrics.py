@@ -153,7 +153,8 @@ LABELS: Mapping[str, str] = {
     "tier": 'Where the bytes lie: "memory", or "disk" of a store that has one. Hits on disk are entries that '
     "came back into memory; their reads count in memory too.",
     "write": '"written"; "gone": evicted or deleted before its turn; "dropped": too many waited; '
-    '"too_large"; "disk_full", "disk_readonly", "disk_error": the disk refused it, and writes pause for 5 s.',
+    '"too_large"; "disk_full", "disk_readonly", "disk_error": the disk refused it, and writes pause for 5 s; '
+    '"ceiling": its pinned namespace is at its ceiling.',
     "read": '"read"; "full", "too_large" or "pending": no room in memory, or a writer has some; "refused": '
     'too many at once; "damaged": its seal is not right, and it is forgotten; "disk_error"; "late": deleted '
     "meanwhile.",

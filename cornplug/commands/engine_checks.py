@@ -235,7 +235,7 @@ def ask(engine: CheckedEngine) -> ProbeAnswer:
 
 
 def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", program, *arguments]
+    command = [sys.executable, "-P", "-c", program, *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 

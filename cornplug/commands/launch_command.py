@@ -205,7 +205,7 @@ class _Warming:
             file = self._run_dir / f"warm-{app}.jsonl"
             file.write_text(lines)
             process = ManagedProcess(
-                [sys.executable, "-m", "cornplug.cli", "warm", str(file), "--engine", url],
+                [sys.executable, "-P", "-m", "cornplug.cli", "warm", str(file), "--engine", url],
                 log=self._run_dir / f"warm-{app}.log",
                 name=f"warm {app}",
                 ends_with_parent=True,

@@ -23,7 +23,8 @@ from cornplug.private_paths import open_file, open_folder
 IDLE_EXIT_S: Final = 600.0
 _SPAWN_S: Final = 20.0
 """The starter returns when the daemon's interpreter has come up, not when it serves."""
-_LOG_BYTES: Final = 1 << 20
+LOG_BYTES: Final = 1 << 20
+"""Size beyond which the log of an auto-started daemon is emptied."""
 
 # The daemon's own module rather than the whole command line: it starts in a third of the time, and no
 # optional room can keep the store from starting. Its package comes last on the path, and the engine's
@@ -63,7 +64,7 @@ def _log_file(path: Path) -> BinaryIO:
         fd = open_file(folder, path.name, os.O_WRONLY | os.O_APPEND)
     finally:
         os.close(folder)
-    if os.fstat(fd).st_size > _LOG_BYTES:
+    if os.fstat(fd).st_size > LOG_BYTES:
         os.ftruncate(fd, 0)
     return os.fdopen(fd, "ab")
 

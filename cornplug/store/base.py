@@ -261,8 +261,9 @@ class FarReads(Protocol):
         """Whether there is a far store that answers now."""
 
     def seek(self, keys: Sequence[bytes]) -> int:
-        """The ticket of a question to far stores for absent entries; returns at once. 0 where none is asked,
-        as there is none that answers, or as all these keys were asked for within the last second.
+        """The ticket of a question to far stores for absent entries; returns at once. If all these keys were
+        asked for within the last second, it is the ticket of that question. 0 if the question is over, or if
+        no far store answers.
 
         `TieredReads.tiers` tells a few milliseconds later which ones were found."""
 

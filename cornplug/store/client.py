@@ -7,8 +7,6 @@ looks for one (`daemon_link.py`).
 from __future__ import annotations
 
 import contextlib
-import secrets
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -29,7 +27,7 @@ from cornplug.store.base import (
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
-from cornplug.store.far.recent_keys import RecentKeys
+from cornplug.store.far.sought_keys import SoughtKeys
 from cornplug.store.leases import PLACE, Leases
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
 from cornplug.store.stats.store_stats import StoreStat
@@ -47,8 +45,6 @@ from cornplug.store.validation import (
     check_ttl,
 )
 
-_SOUGHT_S: Final = 1.0
-_MOST_SOUGHT: Final = 1 << 14
 _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
 
 
@@ -79,8 +75,7 @@ class PoolStore:
         self._link = DaemonLink(
             config, autostart=autostart, connect_timeout_s=connect_timeout_s, idle_exit_s=idle_exit_s
         )
-        self._sought = RecentKeys(seconds=_SOUGHT_S, most=_MOST_SOUGHT)
-        self._seeking = threading.Lock()
+        self._sought = SoughtKeys()
 
     @property
     def connected(self) -> bool:
@@ -152,16 +147,12 @@ class PoolStore:
         """As `FarReads.seek`."""
         if not self.far_answers:
             return 0
-        now_s = time.monotonic()
-        with self._seeking:
-            new = [key for key in keys if not self._sought.holds(key, now_s)]
-            self._sought.note(new, now_s)
-        if not new:
+        new, ticket = self._sought.begin(keys, time.monotonic())
+        if new:
+            # The daemon asks far stores for a recalled key of which it knows nothing.
+            self._recall(new, ticket)
+        elif ticket and self.answered(ticket):
             return 0
-        # Forked processes have their `random` in common.
-        ticket = 1 + secrets.randbits(63)
-        # The daemon asks far stores for a recalled key of which it knows nothing.
-        self._recall(new, ticket)
         return ticket
 
     def answered(self, ticket: int) -> bool:

@@ -24,7 +24,7 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import idle_steps, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
-from cornplug.vllm_connector.kv.fence import fenced
+from cornplug.vllm_connector.kv.fence import called_again, fenced
 from cornplug.vllm_connector.kv.idle_rest import IdleRest
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
@@ -112,6 +112,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker half ------------------------------------------------------------------------
 
+    @called_again
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         if isinstance(self._worker, GroupsWorker):
@@ -120,6 +121,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             ordered = in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
             self._worker.register(ordered, layers)
 
+    @called_again
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Both model runners call it first in each step.
         moves = kv_connector_metadata
@@ -130,15 +132,17 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             if moves.given_up:
                 self._worker.give_up_saves(moves.given_up)
 
+    @called_again
     def unregister_kv_caches(self) -> None:
         # vLLM calls it from 0.33 on.
         self._end_copies()
 
     def _end_copies(self) -> None:
-        """End every copy, before the engine's memory goes away in sleep (`kv/sleeps.py`)."""
+        """End every copy, before the engine's memory goes away in sleep (`kv/in_process.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
+    @called_again
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)
@@ -151,6 +155,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Pages hold all layers: they are copied after the forward."""
 
+    @called_again
     def wait_for_save(self) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)
@@ -159,24 +164,28 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             if moves.timed:
                 self._worker.stepped(moves.timed)
 
+    @called_again
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
         # Blocks are never held for saves, so no request is `sent`.
         return None, self._worker.finished() or None
 
+    @called_again
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         if self._several_groups and isinstance(self._worker, GroupsWorker | DisabledKVWorker):
             results.failed_recving = self._worker.failed()
         return results
 
+    @called_again
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Beside several groups vLLM takes failed requests only.
         if self._worker is None or self._several_groups:
             return set()
         return self._worker.bad_blocks()
 
+    @called_again
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.acks() if self._worker is not None else None
 
@@ -189,20 +198,6 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(kv_cache_manager, specs)
         elif self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager, specs[0])
-
-    def _stop_sharing(self, hook: str, error: Exception) -> None:
-        """An error that nothing foresaw: the engine goes on without sharing."""
-        compat.logger.error(
-            "cornplug: KV of this engine is not shared any more: %s failed", hook, exc_info=error
-        )
-        self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
-        if self._scheduler is None:
-            return
-        self._stopped, self._scheduler = self._scheduler, None
-        try:
-            self._last_loads += self._stopped.abandon()
-        except Exception:  # noqa: BLE001
-            compat.logger.exception("cornplug: blocks of saves stay in use")
 
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine waits for a load that no worker half knows: it fails."""
@@ -321,6 +316,22 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # -- both halves ------------------------------------------------------------------------
+
+    def _stop_sharing(self, hook: str, error: Exception) -> None:
+        """An error that nothing foresaw: the engine goes on without sharing."""
+        compat.logger.error(
+            "cornplug: KV of this engine is not shared any more: %s failed", hook, exc_info=error
+        )
+        self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
+        try:
+            if self._scheduler is not None:
+                self._stopped, self._scheduler = self._scheduler, None
+                self._last_loads += self._stopped.abandon()
+            elif isinstance(self._worker, KVWorker | GroupsWorker):
+                size = self._vllm_config.cache_config.block_size
+                self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")
+        except Exception:  # noqa: BLE001 - the first error is the one to look at
+            compat.logger.exception("cornplug: KV of this engine may stay in use")
 
     def shutdown(self) -> None:
         if self._worker is not None:

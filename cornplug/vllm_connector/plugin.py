@@ -50,11 +50,11 @@ def _install() -> None:
     from cornplug.vllm_connector.kv import (
         cpu_cores,
         idle_steps,
+        in_process,
         keys_ahead,
         provenance,
         repeated_ids,
         resets,
-        sleeps,
     )
     from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
     from cornplug.vllm_connector.no_tower import left_out_weights, served_images
@@ -67,7 +67,7 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    kv = cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, sleeps
+    kv = cpu_cores, idle_steps, in_process, keys_ahead, provenance, repeated_ids, resets
     ec = encoder_only, mm_identifiers
     no_tower = left_out_weights, served_images
     weights = loaded_weights, reloads, weight_transfers, weight_updates

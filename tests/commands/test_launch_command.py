@@ -205,6 +205,7 @@ def test_launch_command_engine_that_ends_too_often_is_status_1(tmp_path: Path, e
         assert "is not started again" in (tmp_path / "out").read_text()
 
 
+@pytest.mark.more
 def test_launch_command_killed_launcher_leaves_no_process(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     with launched(apps_file(tmp_path / "a.toml", free_port(), "a"), run_dir) as process:
@@ -213,6 +214,7 @@ def test_launch_command_killed_launcher_leaves_no_process(tmp_path: Path) -> Non
         wait_until(lambda: not Path(f"/proc/{pid}").exists(), deadline_s=LATE_S, what="the engine's end")
 
 
+@pytest.mark.more
 def test_launch_command_sigterm_finishes_requests_under_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

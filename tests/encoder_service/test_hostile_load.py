@@ -118,6 +118,7 @@ def test_http_slow_decoders_are_killed_others_are_served(
     assert killed == len(answers)
 
 
+@pytest.mark.more
 def test_http_client_gone_stops_its_decoding(serve: Serve, llava: str, slow: bytes) -> None:
     served = serve()
     with pytest.raises(httpx.ReadTimeout), httpx.Client(timeout=0.5, trust_env=False) as http:

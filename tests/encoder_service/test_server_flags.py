@@ -13,6 +13,7 @@ from cornplug.encoder_service import server
 from cornplug.encoder_service.replicas.pool import cores
 from cornplug.encoder_service.server import main
 from cornplug.errors import ConfigError
+from cornplug.host import PRECISION_VARIABLES
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,15 @@ def test_server_flags_bad_value_is_named_with_remedy(flags: tuple[str, ...], fie
         main(["--model", "/nowhere", *flags])
     assert error.value.field == field
     assert remedy in error.value.remedy
+
+
+@pytest.mark.parametrize("name", PRECISION_VARIABLES)
+def test_server_with_another_precision_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Engines that compute so have keys of their own, and ask no service."""
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=name) as error:
+        main(["--model", "/nowhere"])
+    assert f"-u {name}" in error.value.remedy
 
 
 def test_server_flags_help_has_units_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from integration.stack import ASKS, Stack, services
+from integration.stack import ASKS, Stack, always_sharing, services
 
 from devkit import checkpoints
 from devkit.engines import Answer, VllmServer
@@ -21,15 +21,8 @@ A_ARGS = ("--block-size", "32", "--max-num-batched-tokens", "256")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def whatever_is_there_is_shared(own_settings: Path) -> Iterator[None]:
-    """These models are computed as quickly as they are loaded, and by their own measurements engines
-    would share little: it is the sharing that is tested here."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
-        patch.setenv("CORNPLUG_ENCODER_DEADLINE_FLOOR_S", "60")
-        # A busy machine may be late: only tests of lateness give their engines shorter times.
-        patch.setenv("CORNPLUG_STORE_DEADLINE_S", "5")
-        patch.setenv("CORNPLUG_STORE_BACKGROUND_TIMEOUT_S", "10")
+def always_share(own_settings: Path) -> Iterator[None]:
+    with always_sharing():
         yield
 
 

@@ -176,6 +176,21 @@ def _environment(*, hurried: bool) -> Mapping[str, str]:
 
 
 @contextmanager
+def always_sharing() -> Iterator[pytest.MonkeyPatch]:
+    """Engines started inside load whatever is stored, with long deadlines.
+
+    By their own measurements they would share little, as these models are computed as quickly as loaded.
+    Tests of lateness give their engines shorter times.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
+        patch.setenv("CORNPLUG_ENCODER_DEADLINE_FLOOR_S", "60")
+        patch.setenv("CORNPLUG_STORE_DEADLINE_S", "5")
+        patch.setenv("CORNPLUG_STORE_BACKGROUND_TIMEOUT_S", "10")
+        yield patch
+
+
+@contextmanager
 def services(
     folder: Path, models: Mapping[str, Path], stock: dict[tuple[str, int], Answer]
 ) -> Iterator[Stack]:

@@ -40,7 +40,7 @@ if __name__ == "__main__":
     llm = LLM(**json.loads(sys.argv[1]))
     done = []
     for prompt in json.loads(sys.argv[2]):
-        both = SamplingParams(temperature=0, max_tokens=8, n=2)
+        both = SamplingParams(temperature=0, max_tokens=8)
         done += llm.generate([prompt], both)
         assert llm.reset_prefix_cache()
         done += llm.generate([prompt], both)

@@ -63,6 +63,7 @@ def test_simulate_mmc_matches_closed_forms(servers: int, load: float, n: int) ->
     check_mmc(servers, load, n, seed=0)
 
 
+@pytest.mark.more
 def test_simulate_mm1_matches_exponential_quantiles() -> None:
     """Time in M/M/1 is exponential, too, with mean 1 / (service rate - arrival rate)."""
     got = check_mmc(1, 0.5, 90_000, seed=0)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from integration.stack import ASKS, Stack, forget_prefixes, services, settle_saves
+from integration.stack import ASKS, Stack, always_sharing, forget_prefixes, services, settle_saves
 
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, VllmServer
@@ -26,12 +26,7 @@ CALM = ("--cornplug-encoder-deadline", "60")
 
 @pytest.fixture(scope="session", autouse=True)
 def always_share(own_settings: Path) -> Iterator[None]:
-    """Load whatever is stored, with long deadlines: these models are computed faster than they are loaded."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CORNPLUG_STORE_LOAD_WHEN", "always")
-        patch.setenv("CORNPLUG_ENCODER_DEADLINE_FLOOR_S", "60")
-        patch.setenv("CORNPLUG_STORE_DEADLINE_S", "5")
-        patch.setenv("CORNPLUG_STORE_BACKGROUND_TIMEOUT_S", "10")
+    with always_sharing() as patch:
         patch.setenv("CORNPLUG_STORE_SECRET_FILE", str(own_settings / "secret"))
         yield
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 
@@ -88,6 +89,7 @@ def serve_in_thread(
         server = StoreServer(listener, arena, secret=read_secret(store_config.secret_file), **terms)
         thread = threading.Thread(target=server.serve)
         thread.start()
+        _threads[server] = thread
         running.append((server, thread, listener, arena))
         return server
 
@@ -112,6 +114,19 @@ def connect(store_config: StoreConfig) -> Iterator[Callable[..., PoolStore]]:
     yield make
     for store in stores:
         store.close()
+
+
+_threads: WeakKeyDictionary[StoreServer, threading.Thread] = WeakKeyDictionary()
+
+
+def end_server(server: StoreServer, path: Path) -> None:
+    """End a server in a thread, so that another one can serve at its socket."""
+    server.stop = True
+    answers(path)  # wakes it
+    _threads[server].join(30)
+    # A client that connected meanwhile tries again.
+    server._listener.close()
+    path.unlink()
 
 
 def pool_stage(

@@ -244,6 +244,7 @@ class Engine:
         second_runner: bool = False,
         latent: bool = False,
         events: bool = False,
+        hash_algo: str = "sha256",
         **fields: Any,
     ) -> None:
         """`extra_layers`: of which only the workers' plans know. `draft`: layers of a draft model, which vLLM
@@ -251,8 +252,9 @@ class Engine:
         `accelerator`: the workers copy as on one, with copies that arrive late; "arena": also to and from the
         store's memory by themselves. `second_runner`: vLLM's V2
         model runner calls the workers, the default on a GPU. `latent`: the model has MLA. `events`: KV
-        events are enabled."""
+        events are enabled. `hash_algo`: that of the engine's own prefix cache."""
         self.second_runner, self.latent, self.events = second_runner, latent, events
+        self.hash_algo = hash_algo
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
         self.free_blocks = Pool(blocks)
@@ -308,7 +310,7 @@ class Engine:
                 draft_model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
                 draft_parallel_config=SimpleNamespace(tensor_parallel_size=self.tp),
             ),
-            cache_config=SimpleNamespace(block_size=self.block_size),
+            cache_config=SimpleNamespace(block_size=self.block_size, prefix_caching_hash_algo=self.hash_algo),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_events_config=KVEventsConfig(enable_kv_cache_events=self.events, publisher="null"),
         )

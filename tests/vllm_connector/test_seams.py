@@ -25,18 +25,18 @@ from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import (
     cpu_cores,
     idle_steps,
+    in_process,
     keys_ahead,
     provenance,
     repeated_ids,
     resets,
-    sleeps,
 )
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
 from cornplug.vllm_connector.no_tower import left_out_weights, retry_after, served_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, sleeps)
+KV = (cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, in_process)
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
 NO_TOWER = (left_out_weights, served_images, retry_after)

@@ -52,7 +52,8 @@ class AsyncEncoderClient:
         api_key: sent as `Authorization: Bearer`.
         app: the app that the service counts and classifies the requests by; None: the service's default.
         service_class: the class of service to ask for; None: that of the key or app.
-        transport: how to reach the services, for tests and proxies (httpx's own seam).
+        transport: how to reach the services, for tests and proxies (httpx's own seam). Proxies that the
+            environment names (`http_proxy`) are not used.
     """
 
     def __init__(
@@ -83,7 +84,11 @@ class AsyncEncoderClient:
         if service_class is not None:
             headers[CLASS_HEADER] = service_class
         self._http = httpx.AsyncClient(
-            headers=headers, transport=transport, verify=tls_context(), follow_redirects=False
+            headers=headers,
+            transport=transport,
+            verify=tls_context(),
+            follow_redirects=False,
+            trust_env=False,
         )
 
     async def encode(

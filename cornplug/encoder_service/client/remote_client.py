@@ -177,7 +177,7 @@ class RemoteEncoder:
         limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
         headers = {"accept-encoding": "identity", "content-type": MEDIA_TYPE}
         self._http = httpx.AsyncClient(
-            headers=headers, limits=limits, verify=tls_context(), follow_redirects=False
+            headers=headers, limits=limits, verify=tls_context(), follow_redirects=False, trust_env=False
         )
         for service in self._services.values():
             self._keep(self._loop.create_task(self._watch(service)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.launch.command_lines import LaunchCommand, name_of
 from cornplug.processes import ManagedProcess, answers
 
+_HOST_OF_URL: Final = re.compile(r"https?://([\w.-]+)")
 READY_S: Final = 1800.0
 """Longest time that a server may take to load: hundreds of gigabytes from a slow disk."""
 
@@ -27,7 +29,7 @@ class CommandProcess(ManagedProcess):
     def __init__(self, command: LaunchCommand, log: Path, *, ready_s: float = READY_S) -> None:
         self.command = command
         words = [*program(command.argv), *command.argv[1:]]
-        environment = _environment(words[0], command.env)
+        environment = _environment(words, command.env)
         super().__init__(
             words, log=log, env=environment, name=name_of(command), ready_s=ready_s, ends_with_parent=True
         )
@@ -64,9 +66,10 @@ def program(argv: Sequence[str]) -> list[str]:
     """The first words to execute for a command's. Raises ConfigError for a program that is not installed."""
     word = argv[0]
     if word == "cornplug":
-        return [sys.executable, "-m", "cornplug.cli"]
+        return [sys.executable, "-P", "-m", "cornplug.cli"]
     if word == "python" and "-m" in argv[1:2]:
-        return [_python_with(argv[2].partition(".")[0])]
+        # No module is read from the folder where the launch began.
+        return [_python_with(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
     found = os.environ.get(variable) or shutil.which(word) or (str(beside) if beside.exists() else None)
@@ -87,7 +90,14 @@ def _python_with(module: str) -> str:
     return named or sys.executable
 
 
-def _environment(program: str, added: Mapping[str, str]) -> dict[str, str]:
-    """This process's and the command's; PATH begins with the program's folder, which has build tools."""
-    path = f"{Path(program).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return {**os.environ, "PATH": path, "PYTHONUNBUFFERED": "1", **added}
+def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
+    """This process's and the command's; PATH begins with the program's folder, which has build tools.
+
+    A proxy stays for downloads and users' media. It is not used for the hosts that the command names by URL.
+    """
+    path = f"{Path(words[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    direct = {"localhost", "127.0.0.1", *_HOST_OF_URL.findall(" ".join(words))}
+    given = os.environ.get("no_proxy") or os.environ.get("NO_PROXY")
+    no_proxy = ",".join([*([given] if given else []), *sorted(direct)])
+    proxies = {"no_proxy": no_proxy, "NO_PROXY": no_proxy}
+    return {**os.environ, **proxies, "PATH": path, "PYTHONUNBUFFERED": "1", **added}

@@ -7,6 +7,7 @@ two requests share, so that a prefix cache finds nothing.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from cornplug.errors import ConfigError, CornplugError
+from cornplug.host import without_proxies
 from cornplug.planner.profiler.sample_grid import GridPoint, TimedPoint
 
 _CHUNK_TOKENS: Final = 16
@@ -74,8 +76,9 @@ def measure(
         trace.write_text(trace_lines(asks, first_id))
         line = command(served, trace, result, requests=len(asks), concurrency=concurrency)
         done = subprocess.run(
-            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout_s
-        )
+            line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=timeout_s,
+            env=without_proxies(os.environ),
+        )  # fmt: skip
         if done.returncode or not result.exists():
             raise CornplugError(
                 f"`vllm bench serve` ended with status {done.returncode}:\n{_tail(done.stdout)}",

@@ -175,7 +175,8 @@ def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
 
 def _get(address: str) -> str:
     try:
-        return httpx.get(address, timeout=_TIMEOUT_S, verify=tls_context()).raise_for_status().text
+        answer = httpx.get(address, timeout=_TIMEOUT_S, trust_env=False, verify=tls_context())
+        return answer.raise_for_status().text
     except httpx.HTTPError as e:
         raise ConfigError(
             f"--metrics {address}", str(e) or type(e).__name__, "Is the engine up, and is this its /metrics?"

@@ -77,6 +77,8 @@ class EntryWatchers:
             self._log.note("get", entries, now_s)
         if self.disk is not None:
             self.disk.read(entries)
+        if self._far is not None:
+            self._far.read(entries)
 
     def removed(self, entry: StoredEntry, cause: RemovalCause) -> None:
         """An entry is no longer in memory."""

@@ -3,7 +3,8 @@
 Knows bytes, uses and costs; no places, no clock, no I/O. The index asks it through `placement.py`, and
 `cornplug replay` asks it about traces.
 
-1. A namespace at its ceiling gives up its own entries.
+1. A namespace at its ceiling gives up its own entries, and no others. If they do not make room, its writer is
+   refused.
 2. Of the namespaces above their share, those of the lowest priority come first, and among equals the one
    with the most bytes above its share, divided by the seconds of recomputation that a byte of it saves. So
    each borrows idle room in proportion to the worth of its entries.
@@ -22,6 +23,10 @@ from typing import Final, Generic, Protocol, TypeVar
 from cornplug.settings.store_settings import DEFAULT_NAMESPACE, NamespaceConfig
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
+_BELOW_CEILING: Final = 0.75
+"""Part of its ceiling below which a namespace that reached it may displace others' entries again. Victims lie
+side by side and can be larger than the entry that they make room for: without this margin, others would pay
+for the difference at every turn."""
 DEFAULT_COST_NS: Final = 0.57
 """Nanoseconds of recomputation that a byte saves where its writer names no cost: a KV page's 0.6 ms/MiB."""
 
@@ -55,6 +60,8 @@ class _Namespace(Generic[E]):
         self.ceiling_bytes = int(rules.ceiling * capacity_bytes) if rules.ceiling < 1 else math.inf
         self.used_bytes = 0
         """Also of reservations."""
+        self.at_ceiling = False
+        """Whether it has reached its ceiling and not yet fallen below `_BELOW_CEILING` of it."""
         self.cost_ns = self.costed_bytes = 0
         """Of entries whose writer named a cost. Whole numbers: what is added is taken away again exactly."""
         self.oldest_first: OrderedDict[bytes, E] = OrderedDict()
@@ -87,6 +94,15 @@ class EvictionPolicy(Generic[E]):
         """The namespace of an app."""
         return self._name_of_app.get(app, DEFAULT_NAMESPACE)
 
+    @property
+    def has_guarantees(self) -> bool:
+        """Whether a namespace is pinned or has a share."""
+        return any(one.rules.pinned or one.rules.share for one in self._namespaces.values())
+
+    def rules_of(self, app: str) -> NamespaceConfig:
+        """The rules of an app's namespace."""
+        return self._of(app).rules
+
     def ttl_s(self, app: str) -> float | None:
         """The time to live of an app's entries; None: it has no end."""
         return self._of(app).rules.ttl_s
@@ -107,7 +123,10 @@ class EvictionPolicy(Generic[E]):
 
     def charge(self, app: str, room: int) -> None:
         """Count room that a reservation takes; less than 0: that a reservation or entry gives back."""
-        self._of(app).used_bytes += room
+        space = self._of(app)
+        space.used_bytes += room
+        if space.used_bytes < _BELOW_CEILING * space.ceiling_bytes:
+            space.at_ceiling = False
 
     def add(self, entry: E, *, now_s: float) -> None:
         """A new entry, of room that was charged: the last of its namespace to be evicted."""
@@ -165,6 +184,7 @@ class EvictionPolicy(Generic[E]):
         None where no eviction does."""
         space = self._of(app)
         missing, victims = space.used_bytes + room - space.ceiling_bytes, []
+        space.at_ceiling = space.at_ceiling or missing > 0
         for entry in space.oldest_first.values():
             if missing <= 0:
                 break
@@ -172,18 +192,27 @@ class EvictionPolicy(Generic[E]):
             missing -= entry.room
         return victims if missing <= 0 else None
 
+    def at_ceiling(self, app: str) -> bool:
+        """Whether the app's namespace may displace its own entries only."""
+        return self._of(app).at_ceiling
+
     def within_share(self, app: str, room: int) -> bool:
         """Whether the app's namespace has a right to `room` more."""
         space = self._of(app)
         return space.used_bytes + room <= space.share_bytes
 
-    def search(self, app: str, room: int, *, beyond_shares: bool = False) -> VictimSearch[E]:
+    def search(
+        self, app: str, room: int, *, beyond_shares: bool = False, only_own: bool = False
+    ) -> VictimSearch[E]:
         """Victims for an entry of `app` that takes `room`.
 
         Args:
             beyond_shares: Entries next to a victim may be of any namespace that is not pinned.
+            only_own: All victims are entries of the app's namespace: it is at its ceiling.
         """
         own = self._of(app)
+        if only_own:
+            return VictimSearch([own], own, False, self._of, self._uses, only_own=True)
         if len(self._namespaces) == 1:
             return VictimSearch([own], own, beyond_shares, self._of, self._uses)
         ranked = [
@@ -210,8 +239,11 @@ class VictimSearch(Generic[E]):
         beyond_shares: bool,
         namespace_of: Callable[[str], _Namespace[E]],
         uses: int,
+        *,
+        only_own: bool = False,
     ) -> None:
         """`uses` of all entries so far."""
+        self._only_own = only_own
         self._sources, self._own, self._beyond_shares = sources, own, beyond_shares
         self._namespace_of, self._uses = namespace_of, uses
         self._taken: Counter[_Namespace[E]] = Counter()
@@ -241,6 +273,8 @@ class VictimSearch(Generic[E]):
             return False
         if space is self._own or self._beyond_shares:
             return True
+        if self._only_own:
+            return False
         if space.used_bytes - self._taken[space] - entry.room < space.share_bytes:
             return False
         self._taken[space] += entry.room

@@ -23,6 +23,8 @@ from cornplug.errors import ConfigError, SocketTaken
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
 from cornplug.store.arena import SharedArena, fitting_size
+from cornplug.store.autostart import LOG_BYTES
+from cornplug.store.daemon.bounded_log import BoundedLog
 from cornplug.store.daemon.server import StoreServer
 
 if TYPE_CHECKING:
@@ -60,7 +62,9 @@ def main(argv: list[str]) -> int:
             # The starter waits for this exit only: the daemon has no parent to leave it a zombie.
             os._exit(0)
         logging.basicConfig(
-            stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(process)d %(message)s"
+            handlers=[BoundedLog(sys.stderr, most_bytes=LOG_BYTES if options.detach else None)],
+            level=logging.INFO,
+            format="%(asctime)s %(levelname)s %(process)d %(message)s",
         )
         if options.detach:
             _reset_cpu_affinity()

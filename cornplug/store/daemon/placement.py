@@ -124,19 +124,22 @@ class EntryPlacement:
         if beyond is None:
             self._refused_bytes[name] = room
             return ReserveRefusal.FULL
-        self._evict_all(beyond)
         offset = self._allocator.allocate(room)
+        if offset is None:
+            if not self._extend_for(room):
+                self._growing_bytes += room
+                return ReserveRefusal.GROWING
+            offset = self._allocator.allocate(room)
         if offset is not None:
-            return offset
-        if not self._extend_for(room):
-            self._growing_bytes += room
-            return ReserveRefusal.GROWING
-        offset = self._allocator.allocate(room)
-        if offset is not None:
+            self._evict_all(beyond)
             return offset
         if self._gave_up_bytes is not None and room >= self._gave_up_bytes:
             return ReserveRefusal.FULL
-        return self._evict_for(room, app)
+        found = self._evict_for(room, app, only_own=self.policy.at_ceiling(app))
+        if not isinstance(found, ReserveRefusal):
+            # The victims, which lie side by side, may be fewer bytes than the ceiling asks for.
+            self._evict_all(self.policy.ceiling_victims(app, room) or [])
+        return found
 
     def free(self, offset: int, room: int) -> None:
         """Take back room that no entry has."""
@@ -174,8 +177,8 @@ class EntryPlacement:
             self.extend(grown)
         return grown is not None
 
-    def _evict_for(self, room: int, app: str) -> int | ReserveRefusal:
-        plan = self._plan(room, app)
+    def _evict_for(self, room: int, app: str, *, only_own: bool) -> int | ReserveRefusal:
+        plan = self._plan(room, app, only_own=only_own)
         if not plan.enough and self._looks.left > 0 and self.policy.within_share(app, room):
             # It has a right to room, which may lie scattered between entries of others' shares.
             plan = self._plan(room, app, beyond_shares=True)
@@ -197,6 +200,8 @@ class EntryPlacement:
             self._evict(entry)
         self.evictions += len(victims)
 
-    def _plan(self, room: int, app: str, *, beyond_shares: bool = False) -> EvictionPlan[StoredEntry]:
-        choice = self.policy.search(app, room, beyond_shares=beyond_shares)
+    def _plan(
+        self, room: int, app: str, *, beyond_shares: bool = False, only_own: bool = False
+    ) -> EvictionPlan[StoredEntry]:
+        choice = self.policy.search(app, room, beyond_shares=beyond_shares, only_own=only_own)
         return plan_eviction(room, choice, self._by_offset, self._by_end, self._allocator, self._looks)

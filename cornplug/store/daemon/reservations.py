@@ -22,8 +22,10 @@ from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 RESERVATION_S: Final = 30.0
 """How long a reservation keeps others from writing its key (Mooncake's time as well)."""
-RECLAIM_S: Final = 600.0
-"""How long an ended one keeps its room from others while its writer, alive, says nothing."""
+RECLAIM_S: Final = 60.0
+"""How long an ended one keeps its room from others while its writer, alive, says nothing: it may be stopped
+in the middle of a copy. If the copy goes on later, it can damage only entries that have the room by then.
+Their readers notice by the checksums, count a miss and delete the entries."""
 
 
 @dataclass(slots=True, eq=False)

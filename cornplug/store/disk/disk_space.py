@@ -3,13 +3,18 @@
     oldest segment ... newest segment | the next record
     └ dropped whole when a new segment would exceed the bound; records that were read move to the new one
 
+The segment that is dropped is the one with the fewest guaranteed bytes, and among equals the oldest. Bytes
+are guaranteed if their namespace is pinned, or would otherwise have less than its share of the disk.
+Guaranteed records move to the new segment before others.
+
 Pure: no I/O. The daemon's loop alone uses it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -19,6 +24,18 @@ MOST_SEGMENT_BYTES: Final = 256 << 20
 _LEAST_SEGMENTS: Final = 8
 MOST_RECORDS: Final = 1 << 20
 """Records beyond which the oldest segment is dropped too: the daemon keeps about 300 bytes for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class DiskBounds:
+    """Bounds of one namespace on the disk."""
+
+    name: str = ""
+    share_bytes: int = 0
+    """Bytes that other namespaces do not displace."""
+    ceiling_bytes: float = math.inf
+    pinned: bool = False
+    """Whether its records are never dropped for those of others."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +60,8 @@ class _Segment:
     size_bytes: int
     records: dict[int, DiskRecord] = field(default_factory=dict)
     """By offset."""
+    bytes_by_name: Counter[str] = field(default_factory=Counter)
+    """Of live records, by namespace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +79,22 @@ class DiskSpace:
 
     Args:
         existing: (number, bytes) of the segments that an earlier daemon has left.
+        bounds: Bounds of an app's namespace; None: there are none.
     """
 
-    def __init__(self, size_bytes: int, existing: Iterable[tuple[int, int]] = ()) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        existing: Iterable[tuple[int, int]] = (),
+        bounds: Callable[[str], DiskBounds] | None = None,
+    ) -> None:
         self.size_bytes = size_bytes
+        self._bounds_of = bounds or (lambda app: DiskBounds())
+        self._bounds: dict[str, DiskBounds] = {}
+        """By namespace, of those that have had a record."""
+        self._by_name: dict[str, OrderedDict[bytes, DiskRecord]] = {}
+        """Records of each namespace, oldest first."""
+        self._bytes_by_name: Counter[str] = Counter()
         self.segment_bytes = _down(min(MOST_SEGMENT_BYTES, size_bytes // _LEAST_SEGMENTS))
         self._segments: OrderedDict[int, _Segment] = OrderedDict(
             (number, _Segment(used)) for number, used in sorted(existing)
@@ -97,8 +128,12 @@ class DiskSpace:
         """The record of an entry."""
         return self._records.get(key)
 
-    def add(self, record: DiskRecord) -> bool:
-        """A record that is written, or that a scan found. False where its segment is gone meanwhile."""
+    def add(self, record: DiskRecord, *, older: bool = False) -> bool:
+        """Add a record that was written, or that a scan found. Returns False if its segment has been dropped.
+
+        Args:
+            older: Whether it is older than the records added before.
+        """
         segment = self._segments.get(record.segment)
         if segment is None:
             return False
@@ -106,7 +141,24 @@ class DiskSpace:
         segment.records[record.offset] = record
         self._records[record.key] = record
         self._count(record, 1)
+        if older:
+            self._by_name[self._bounds_of(record.app).name].move_to_end(record.key, last=False)
         return True
+
+    def excess(self, app: str, new_bytes: int) -> list[DiskRecord] | None:
+        """Return the oldest records of the app's namespace that must go so that `new_bytes` more fit below
+        its ceiling; None if they cannot make room."""
+        bounds = self._bounds_of(app)
+        missing = self._bytes_by_name[bounds.name] + new_bytes - bounds.ceiling_bytes
+        if missing > 0 and bounds.pinned:
+            return None
+        excess: list[DiskRecord] = []
+        for record in self._by_name.get(bounds.name, {}).values():
+            if missing <= 0:
+                break
+            excess.append(record)
+            missing -= record.record_bytes
+        return excess if missing <= 0 else None
 
     def remove(self, key: bytes) -> DiskRecord | None:
         """Forget a record; its bytes stay until their segment goes."""
@@ -114,18 +166,17 @@ class DiskSpace:
         if record is None:
             return None
         self._count(record, -1)
-        if record.segment in self._segments:
-            self._segments[record.segment].records.pop(record.offset, None)
+        self._take_from_segment(record)
         return record
 
     def move(self, record: DiskRecord, segment: int, offset: int) -> bool:
         """A record was copied. False where it was forgotten meanwhile."""
         if self._records.get(record.key) is not record or segment not in self._segments:
             return False
-        if record.segment in self._segments:
-            self._segments[record.segment].records.pop(record.offset, None)
+        self._take_from_segment(record)
         record.segment, record.offset, record.was_read = segment, offset, False
         self._segments[segment].records[offset] = record
+        self._segments[segment].bytes_by_name[self._bounds_of(record.app).name] += record.record_bytes
         return True
 
     def place(self, record_bytes: int) -> tuple[int, int] | None:
@@ -153,6 +204,15 @@ class DiskSpace:
         """Whether an earlier daemon has left more than this one may keep."""
         return self.used_bytes > self.size_bytes
 
+    @property
+    def is_full(self) -> bool:
+        """Whether a segment must go for a new one."""
+        return self.used_bytes > self._most_old_bytes or len(self._records) > MOST_RECORDS
+
+    @property
+    def _most_old_bytes(self) -> int:
+        return self.size_bytes - self.segment_bytes - self.segment_bytes // 2
+
     def open_segment(self) -> list[DroppedSegment]:
         """Begin a new segment. Returns the oldest ones, which must go for it.
 
@@ -163,9 +223,10 @@ class DiskSpace:
         self._open = True
         new = self._segments[self._newest] = _Segment(0)
         dropped = []
-        most = self.size_bytes - self.segment_bytes - self.segment_bytes // 2
-        while len(self._segments) > 1 and (self._old_bytes() > most or len(self._records) > MOST_RECORDS):
-            dropped.append(self._drop_oldest(new))
+        while len(self._segments) > 1 and (
+            self._old_bytes() > self._most_old_bytes or len(self._records) > MOST_RECORDS
+        ):
+            dropped.append(self._drop_one(new))
         return dropped
 
     def forget_unmoved(self, records: Iterable[DiskRecord]) -> list[DiskRecord]:
@@ -177,7 +238,20 @@ class DiskSpace:
                 self._count(record, -1)
         return gone
 
+    def _take_from_segment(self, record: DiskRecord) -> None:
+        segment = self._segments.get(record.segment)
+        if segment is not None and segment.records.pop(record.offset, None) is not None:
+            segment.bytes_by_name[self._bounds_of(record.app).name] -= record.record_bytes
+
     def _count(self, record: DiskRecord, by: int) -> None:
+        bounds = self._bounds_of(record.app)
+        self._bounds[bounds.name] = bounds
+        self._bytes_by_name[bounds.name] += by * record.record_bytes
+        if by > 0:
+            self._by_name.setdefault(bounds.name, OrderedDict())[record.key] = record
+            self._segments[record.segment].bytes_by_name[bounds.name] += record.record_bytes
+        else:
+            self._by_name[bounds.name].pop(record.key, None)
         self.entries_by_app[record.app] += by
         self.bytes_by_app[record.app] += by * record.record_bytes
         if not self.entries_by_app[record.app]:
@@ -186,11 +260,34 @@ class DiskSpace:
     def _old_bytes(self) -> int:
         return self.used_bytes - self._segments[self._newest].size_bytes
 
-    def _drop_oldest(self, new: _Segment) -> DroppedSegment:
-        number, oldest = self._segments.popitem(last=False)
+    def _guaranteed(self, name: str, segment: _Segment) -> int:
+        """Guaranteed bytes of a namespace in a segment."""
+        bounds = self._bounds[name]
+        beyond_bytes = 0 if bounds.pinned else self._bytes_by_name[name] - bounds.share_bytes
+        return segment.bytes_by_name[name] - max(0, min(beyond_bytes, segment.bytes_by_name[name]))
+
+    def _drop_one(self, new: _Segment) -> DroppedSegment:
+        guaranteed = [name for name, one in self._bounds.items() if one.share_bytes or one.pinned]
+        old = (number for number in self._segments if number != self._newest)
+        # `min` takes the first of equals, which is the oldest.
+        number = min(
+            old, key=lambda one: sum(self._guaranteed(name, self._segments[one]) for name in guaranteed)
+        )
+        left_bytes = {name: self._guaranteed(name, self._segments[number]) for name in guaranteed}
+        oldest = self._segments.pop(number)
         moves, lost = [], []
-        for record in oldest.records.values():
-            if record.was_read and new.size_bytes + record.record_bytes <= self.segment_bytes // 2:
+        wanted: list[tuple[bool, DiskRecord]] = []
+        # A share guarantees the newest records of a namespace.
+        for record in reversed(oldest.records.values()):
+            name = self._bounds_of(record.app).name
+            keeps = left_bytes.get(name, 0) > 0
+            if keeps:
+                left_bytes[name] -= record.record_bytes
+            wanted.append((keeps, record))
+        wanted.reverse()
+        for keeps, record in sorted(wanted, key=lambda one: not one[0]):
+            room = new.size_bytes + record.record_bytes <= self.segment_bytes // 2
+            if room and (keeps or record.was_read):
                 moves.append((record, self._newest, new.size_bytes))
                 new.size_bytes += record.record_bytes
             else:

@@ -15,15 +15,16 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import math
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from cornplug.store.base import PurgeRule
 from cornplug.store.disk.disk_counters import UNUSED, DiskCounters
 from cornplug.store.disk.disk_scan import DiskScan, purge_names
-from cornplug.store.disk.disk_space import DiskRecord, DiskSpace, DroppedSegment
+from cornplug.store.disk.disk_space import DiskBounds, DiskRecord, DiskSpace, DroppedSegment
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.promotions import Promotions
 from cornplug.store.disk.record_format import SALT_BYTES, RecordHeader
@@ -87,20 +88,27 @@ class DiskTier:
     ) -> None:
         self._files, self._index, self._rules, self._marks = disk.files, index, rules, marks
         self._memory = memory
-        self._space = DiskSpace(disk.size_bytes, self._files.existing())
+        self._bounds: dict[str, DiskBounds] = {}
+        self._space = DiskSpace(disk.size_bytes, self._files.existing(), self._bounds_of)
         self._counters = DiskCounters(self._space, rules.name_of)
         self._workers = DiskWorkers(write_bytes_s=disk.write_bytes_s)
         self._queue: OrderedDict[bytes, None] = OrderedDict()
         self._writing: dict[bytes, bool] = {}
         """Entries that the writer has, and whether they have ended meanwhile."""
+        self._writing_bytes: Counter[str] = Counter()
+        """Bytes of their records, by namespace."""
         self._problem = ""
         """Of the last write, if it failed."""
         self._resume_s = 0.0
         self._unflushed_bytes = 0
+        self._killed: set[int] = set()
+        """Segments with ended records that are not flushed to the device yet."""
+        self._syncing = 0
+        """Number of segments that the writer is flushing."""
         self._scan = DiskScan(self._files, self._workers, self._space.segments)
         self._promotions = Promotions(
             self._files, self._space, self._workers, index, memory, self._counters,
-            most_bytes=capacity_bytes // 4, forget=self.forget,
+            most_bytes=capacity_bytes // 4, forget=self.forget, rules=rules,
         )  # fmt: skip
         if self._space.exceeds_bound:
             self._open_segment()
@@ -186,6 +194,7 @@ class DiskTier:
         self._workers.collect()
         for found in self._scan.take(_FOUND_AT_ONCE):
             self._add_found(found)
+        self._sync_killed()
         self._write_some()
         self._promotions.step()
 
@@ -196,8 +205,20 @@ class DiskTier:
         while (self._queue or self._writing) and not self._problem and time.monotonic() < end_s:
             self.step()
             self._workers.wait(min(0.05, max(0.0, end_s - time.monotonic())))
+        self._sync_killed()
         self._workers.close()
         self._files.close()
+
+    def _bounds_of(self, app: str) -> DiskBounds:
+        """Share and ceiling of an app's namespace, as parts of the disk."""
+        name = self._rules.name_of(app)
+        if name not in self._bounds:
+            rules, size_bytes = self._rules.rules_of(app), self._space.size_bytes
+            ceiling_bytes = rules.ceiling * size_bytes if rules.ceiling < 1 else math.inf
+            self._bounds[name] = DiskBounds(
+                name, int(rules.share * size_bytes), ceiling_bytes, pinned=rules.pinned
+            )
+        return self._bounds[name]
 
     def _is_expired(self, app: str, written_s: float) -> bool:
         ttl_s = self._rules.ttl_s(app)
@@ -210,7 +231,11 @@ class DiskTier:
             self._kill(found.segment, found.offset)
             return
         record = _record(header, found.segment, found.offset)
-        if self._space.add(record) and self._index.find(header.key) is None:
+        if self._space.excess(record.app, record.record_bytes):
+            # Newer records fill the namespace up to its ceiling. Those of a pinned namespace stay.
+            self._kill(found.segment, found.offset)
+            return
+        if self._space.add(record, older=True) and self._index.find(header.key) is None:
             self._marks.show_on_disk(header.key)
 
     def _offer(self, key: bytes) -> None:
@@ -222,8 +247,11 @@ class DiskTier:
             self._counters.writes["dropped"] += 1
 
     def _write_some(self) -> None:
-        # Before the scan is over it is not known what is on disk already.
-        if not self._queue or not self._scan.over or time.monotonic() < self._resume_s:
+        # During the scan, an entry may have an older record that is not found yet. It ends when it is found.
+        if not self._queue or time.monotonic() < self._resume_s:
+            return
+        if not self._scan.over and self._space.is_full and self._rules.has_guarantees:
+            # The segment that would be dropped may have guaranteed records that are not found yet.
             return
         most = 1 if self._problem else _WRITING
         while self._queue and len(self._writing) < most:
@@ -243,17 +271,27 @@ class DiskTier:
         if not self._space.fits(size_bytes):
             self._counters.writes["too_large"] += 1
             return
+        name = self._rules.name_of(entry.app)
+        excess = self._space.excess(entry.app, self._writing_bytes[name] + size_bytes)
+        if excess is None:
+            self._counters.writes["ceiling"] += 1
+            return
+        for record in excess:
+            self.forget(record.key, UNUSED)
         at = self._space.place(size_bytes)
         if at is None:
             self._open_segment()
             at = self._space.place(size_bytes)
         assert at is not None, "a new segment has room for what fits"
         self._writing[entry.key] = False
+        self._writing_bytes[name] += size_bytes
         work = functools.partial(
             self._files.write, *at, entry.key, entry.meta, self._memory.view(entry.location), app=entry.app,
             cost_s=entry.cost_s, written_s=written_s, intact=lambda: entry.visible,
         )  # fmt: skip
-        self._workers.write(work, functools.partial(self._written, entry.key, at), size_bytes)
+        self._workers.write(
+            work, functools.partial(self._written, entry.key, at, name, size_bytes), size_bytes
+        )
         self._flush_after(at[0], size_bytes)
 
     def _flush_after(self, segment: int, size_bytes: int) -> None:
@@ -262,8 +300,16 @@ class DiskTier:
             self._unflushed_bytes = 0
             self._workers.write(functools.partial(self._files.flush, segment), self._noted)
 
-    def _written(self, key: bytes, at: tuple[int, int], header: RecordHeader | DiskFailure | None) -> None:
+    def _written(
+        self,
+        key: bytes,
+        at: tuple[int, int],
+        name: str,
+        size_bytes: int,
+        header: RecordHeader | DiskFailure | None,
+    ) -> None:
         ended = self._writing.pop(key)
+        self._writing_bytes[name] -= size_bytes
         if isinstance(header, (OSError, RecordDamaged)):
             self._counters.writes[self._failed(header)] += 1
             return
@@ -274,8 +320,13 @@ class DiskTier:
             self._counters.writes["gone"] += 1
         elif ended:
             self._kill(*at)
-        elif self._space.add(_record(header, *at)):
-            self._counters.writes["written"] += 1
+        else:
+            older = self._space.remove(key)
+            if older is not None:
+                # The scan found this older record during the write.
+                self._kill(older.segment, older.offset)
+            if self._space.add(_record(header, *at)):
+                self._counters.writes["written"] += 1
         entry = self._index.find(key)
         if entry is not None:
             # Nothing where it has its record now; else it is another entry of the key.
@@ -326,6 +377,23 @@ class DiskTier:
     def _kill(self, segment: int, offset: int) -> None:
         # Where that fails, the segment is gone, or the disk takes nothing: its keys are not read in this run.
         self._workers.write(functools.partial(self._files.kill, segment, offset), self._noted)
+        self._killed.add(segment)
+
+    def _sync_killed(self) -> None:
+        """Flush the marks of ended records to the device, so that a power failure does not undo them.
+
+        One flush of a segment covers all records that ended before it: a purge may end thousands.
+        """
+        if self._syncing:
+            return
+        segments, self._killed = self._killed, set()
+        self._syncing = len(segments)
+        for segment in segments:
+            self._workers.write(functools.partial(self._files.sync, segment), self._synced)
+
+    def _synced(self, result: DiskFailure | None) -> None:
+        self._syncing -= 1
+        self._noted(result)
 
     def _noted(self, result: DiskFailure | None) -> None:
         if isinstance(result, OSError) and result.errno != errno.ENOENT:

@@ -2,6 +2,8 @@
 
     loop ──write(work, done)──> thread: work() ──fileno() readable──> loop: collect() calls done(result)
 
+Reads for which a client waits go before those in the background.
+
 Sealing and opening a chunk, and every call of the system, run without the interpreter's lock: the loop
 answers meanwhile.
 """
@@ -9,12 +11,13 @@ answers meanwhile.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import select
 import threading
 from collections import deque
 from collections.abc import Callable
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Final, TypeVar
 
 from cornplug.store.disk.record_seal import RecordDamaged
@@ -26,6 +29,10 @@ _END_S: Final = 5.0
 T = TypeVar("T")
 DiskFailure = OSError | RecordDamaged
 Job = Callable[[], None]
+_Jobs = PriorityQueue[tuple[int, int, Job | None]]
+"""Each with its rank and its number, which keeps jobs of one rank in order."""
+_WAITED_FOR, _END, _LATER = range(3)
+"""Ranks of jobs."""
 
 
 class DiskWorkers:
@@ -44,8 +51,9 @@ class DiskWorkers:
         self._results: deque[Job] = deque()
         self._ready = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = threading.Event()
-        self._writes: SimpleQueue[Job | None] = SimpleQueue()
-        self._reads: SimpleQueue[Job | None] = SimpleQueue()
+        self._numbers = itertools.count()
+        self._writes: _Jobs = PriorityQueue()
+        self._reads: _Jobs = PriorityQueue()
         self._queues = [self._writes] + [self._reads] * readers
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=name, daemon=True)
@@ -62,11 +70,15 @@ class DiskWorkers:
     ) -> None:
         """Do `work`, which writes `size_bytes`, after all earlier writes; `done` gets its result or error."""
         pause_s = size_bytes / self._write_bytes_s if self._write_bytes_s else 0.0
-        self._writes.put(self._job(work, done, pause_s))
+        self._writes.put((_WAITED_FOR, next(self._numbers), self._job(work, done, pause_s)))
 
     def read(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
         """Do `work` beside writes and other reads; otherwise as `write`."""
-        self._reads.put(self._job(work, done, 0.0))
+        self._reads.put((_WAITED_FOR, next(self._numbers), self._job(work, done, 0.0)))
+
+    def read_later(self, order: int, work: Callable[[], T], done: Callable[[T | DiskFailure], None]) -> None:
+        """Do `work` when no other read waits, the least `order` first; not after `close` was called."""
+        self._reads.put((_LATER + order, next(self._numbers), self._job(work, done, 0.0)))
 
     def _job(self, work: Callable[[], T], done: Callable[[T | DiskFailure], None], pause_s: float) -> Job:
         def job() -> None:
@@ -104,12 +116,12 @@ class DiskWorkers:
         """End the threads, after the work that they have; its results are lost. Waits so long for each."""
         self.hurry()
         for queue in self._queues:
-            queue.put(None)
+            queue.put((_END, next(self._numbers), None))
         for thread in self._threads:
             thread.join(within_s)
         if not any(thread.is_alive() for thread in self._threads):
             os.close(self._ready)
 
-    def _run(self, queue: SimpleQueue[Job | None]) -> None:
-        while (job := queue.get()) is not None:
+    def _run(self, queue: _Jobs) -> None:
+        while (job := queue.get()[2]) is not None:
             job()

@@ -2,13 +2,15 @@
 
 recalled ──room──> read, each chunk verified ──> committed: clients find it in the table
     └ refused      └ damaged: forgotten
+
+Namespaces take turns. If there are several, each has at most half of the bytes that are recalled at once.
 """
 
 from __future__ import annotations
 
 import functools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -18,7 +20,7 @@ from cornplug.store.disk.disk_space import DiskRecord, DiskSpace
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.record_seal import RecordDamaged
 from cornplug.store.disk.segment_files import SegmentFiles
-from cornplug.store.disk.tier_protocols import TIER_OWNER, RoomMemory, TieredIndex
+from cornplug.store.disk.tier_protocols import TIER_OWNER, NamespaceRules, RoomMemory, TieredIndex
 
 _READING: Final = 4
 """Entries that are read at once: the readers have their next one when they are done."""
@@ -42,48 +44,81 @@ class Promotions:
         counters: DiskCounters,
         *,
         most_bytes: int,
+        rules: NamespaceRules,
         forget: Callable[[bytes, str], bool],
     ) -> None:
         self._files, self._space, self._workers = files, space, workers
         self._index, self._memory, self._counters = index, memory, counters
-        self._most_bytes, self._forget = most_bytes, forget
-        self._waiting: OrderedDict[bytes, DiskRecord] = OrderedDict()
+        self._most_bytes, self._forget, self._rules = most_bytes, forget, rules
+        self._waiting: OrderedDict[str, OrderedDict[bytes, DiskRecord]] = OrderedDict()
+        """Namespace -> its records. The first namespace has the next turn."""
         self._reading: dict[bytes, DiskRecord] = {}
-        self._bytes = 0
-        """Of both."""
+        self._bytes: Counter[str] = Counter()
+        """Bytes that wait or are read, by namespace."""
 
     def recall(self, keys: Sequence[bytes]) -> None:
         """Have these entries read, in this order; as many as have room at once."""
         for key in keys:
             record = self._space.find(key)
-            if record is None or key in self._waiting or key in self._reading or self._index.find(key):
+            if record is None or key in self._reading or self._index.find(key):
                 continue
-            if self._bytes and self._bytes + record.payload_bytes > self._most_bytes:
+            name = self._rules.name_of(record.app)
+            if key in self._waiting.get(name, ()):
+                continue
+            if not self._has_room(name, record.payload_bytes):
                 self._counters.reads["refused"] += 1
                 return
             record.was_read = True
-            self._bytes += record.payload_bytes
-            self._waiting[key] = record
+            self._bytes[name] += record.payload_bytes
+            self._wait(record)
+
+    def _has_room(self, name: str, payload_bytes: int) -> bool:
+        """Whether this namespace may have so many more bytes recalled. One record is always allowed."""
+        own_bytes, all_bytes = self._bytes[name], self._bytes.total()
+        most_bytes = self._most_bytes // (2 if len(self._rules.names) > 1 else 1)
+        return not own_bytes or (
+            own_bytes + payload_bytes <= most_bytes and all_bytes + payload_bytes <= self._most_bytes
+        )
+
+    def _wait(self, record: DiskRecord, *, first: bool = False) -> None:
+        name = self._rules.name_of(record.app)
+        waiting = self._waiting.setdefault(name, OrderedDict())
+        waiting[record.key] = record
+        if first:
+            waiting.move_to_end(record.key, last=False)
+            self._waiting.move_to_end(name, last=False)
+
+    def _next(self) -> DiskRecord:
+        """Take the next record out of the queue. The turn passes to the next namespace."""
+        name, waiting = self._waiting.popitem(last=False)
+        _, record = waiting.popitem(last=False)
+        if waiting:
+            self._waiting[name] = waiting
+        return record
+
+    def _leave(self, record: DiskRecord) -> None:
+        """Note that a record is no longer being recalled."""
+        self._bytes[self._rules.name_of(record.app)] -= record.payload_bytes
 
     def step(self) -> None:
         """Begin reads as far as there is room and a reader."""
         while self._waiting and len(self._reading) < _READING:
-            key, record = self._waiting.popitem(last=False)
+            record = self._next()
+            key = record.key
             if self._space.find(key) is not record or self._index.find(key):
-                self._bytes -= record.payload_bytes
+                self._leave(record)
                 continue
             room = self._index.reserve(
                 TIER_OWNER, [(key, record.payload_bytes)], app=record.app, now_s=time.monotonic(),
                 cost_s=record.cost_s, promotes=True,
             )[0]  # fmt: skip
             if room is ReserveRefusal.GROWING:
-                self._waiting[key] = record
-                self._waiting.move_to_end(key, last=False)
+                self._wait(record, first=True)
                 return
             if isinstance(room, Reservation):
                 self._begin(record, room)
             else:
-                self._bytes -= record.payload_bytes
+                self._leave(record)
                 self._counters.reads[room.value] += 1
 
     def _begin(self, record: DiskRecord, room: Reservation) -> None:
@@ -107,7 +142,7 @@ class Promotions:
     ) -> None:
         del self._reading[record.key]
         if isinstance(meta, bytes) and self._space.find(record.key) is record:
-            self._bytes -= record.payload_bytes
+            self._leave(record)
             age_s = max(0.0, time.time() - record.written_s)
             if self._index.commit(TIER_OWNER, room.token, meta, age_s=age_s):
                 self._counters.hit(record)
@@ -117,9 +152,9 @@ class Promotions:
         self._index.release(TIER_OWNER, [room.token], now_s=time.monotonic())
         if isinstance(meta, RecordDamaged) and place != (record.segment, record.offset):
             # It moved while it was read.
-            self._waiting[record.key] = record
+            self._wait(record)
             return
-        self._bytes -= record.payload_bytes
+        self._leave(record)
         if meta is None or isinstance(meta, bytes):
             self._counters.reads["late"] += 1
         else:

@@ -4,7 +4,9 @@
     segment-00000042     records (`record_format.py`), one after another
 
 A daemon never appends to a segment of an earlier one: what a kill has torn is a tail that no record follows.
-Nothing waits for the device: a record that it lost is a miss, since no seal fits it.
+Writes do not wait for the device: a record that it lost is a miss, since no seal fits it. The mark that ends
+a record is flushed on the writer's thread (`sync`, `drop`), or a power failure would bring a deleted entry
+back.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ from cornplug.store.disk.record_seal import RecordDamaged, RecordSealer, new_sal
 
 _NAME: Final = re.compile(r"segment-(\d{8})")
 _LOCK: Final = "lock"
+_SKIP_BYTES: Final = 1 << 20
+"""Bytes without a header that a scan reads at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +99,11 @@ class SegmentFiles:
         self._files[number] = _OpenFile(open_file(self._folder, _name(number), flags))
 
     def drop(self, number: int) -> None:
-        """Remove a segment; a read of it that is under way ends well. Raises OSError; it is forgotten all the
-        same."""
+        """Remove a segment and flush its removal to the device. A read of it that is under way ends well.
+        Raises OSError; the segment is forgotten all the same."""
         self._files.pop(number, None)
         os.unlink(_name(number), dir_fd=self._folder)
+        os.fsync(self._folder)
 
     def write(
         self,
@@ -188,27 +193,35 @@ class SegmentFiles:
             start, offset, left = start + done, offset + done, left - done
 
     def kill(self, segment: int, offset: int) -> None:
-        """Have no later scan find a record. Raises OSError."""
+        """Mark a record as ended, so that no later scan finds it. Raises OSError. Until `sync`, a power
+        failure may undo it."""
         _write_all(self._file(segment).fd, DEAD, offset + STATE_AT)
+
+    def sync(self, segment: int) -> None:
+        """Flush what was written to the device. Raises OSError."""
+        os.fdatasync(self._file(segment).fd)
 
     def flush(self, segment: int) -> None:
         """Have the device take what was written, and the page cache give its memory back. Raises OSError."""
+        self.sync(segment)
         fd = self._file(segment).fd
-        os.fdatasync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
-    def scan(self, segment: int) -> Iterator[FoundRecord]:
-        """The live records of a segment, in their order. Reads headers only. Raises OSError.
+    def scan(self, segment: int) -> Iterator[FoundRecord | None]:
+        """The live records of a segment, in their order. None stands for a step that found no record, so that
+        a caller may pause there. Raises OSError.
 
-        A header that is damaged, or of another secret, hides its own record and no other.
+        A header that is damaged, or of another secret, hides its own record and no other. Only headers are
+        read. Where a header is missing, up to `_SKIP_BYTES` are read at once to find the next one.
         """
         file = self._file(segment)
         end, at = os.fstat(file.fd).st_size, 0
         while at < end:
             data = os.pread(file.fd, ALIGN_BYTES, at)
-            header = decode_record_header(data, self._sealer.header_tag) if data[:4] == MAGIC else None
+            header = decode_record_header(data, self._sealer.header_tag)
             if header is None or at + header.used_bytes > end:
-                at += ALIGN_BYTES
+                at = _next_magic(file.fd, at + ALIGN_BYTES)
+                yield None
                 continue
             if not header.dead:
                 yield FoundRecord(segment, at, header)
@@ -231,6 +244,15 @@ class SegmentFiles:
         if self._folder >= 0:
             os.close(self._folder)
         self._folder = -1
+
+
+def _next_magic(fd: int, at: int) -> int:
+    """Offset of the next bytes that begin like a header, at most `_SKIP_BYTES` from `at`. Raises OSError."""
+    data = os.pread(fd, _SKIP_BYTES, at)
+    found = data.find(MAGIC)
+    while found % ALIGN_BYTES and found >= 0:
+        found = data.find(MAGIC, found + 1)
+    return at + (found if found >= 0 else _SKIP_BYTES)
 
 
 def _name(number: int) -> str:

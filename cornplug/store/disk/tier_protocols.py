@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
+from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal
 
 TIER_OWNER: Final = 0
@@ -69,6 +70,17 @@ class NamespaceRules(Protocol):
 
     def name_of(self, app: str) -> str:
         """The namespace of an app."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Names of all namespaces."""
+
+    @property
+    def has_guarantees(self) -> bool:
+        """Whether a namespace is pinned or has a share."""
+
+    def rules_of(self, app: str) -> NamespaceConfig:
+        """The rules of an app's namespace."""
 
     def ttl_s(self, app: str) -> float | None:
         """The time to live of an app's entries."""

@@ -23,6 +23,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
+from cornplug.host import without_proxies
 from cornplug.store.far.far_store import FarFailure
 
 _CHANNELS: Final = 4
@@ -116,8 +117,8 @@ class _Client:
         descriptors = [its.fileno() for its in theirs]
         # A signal from a terminal is the daemon's; its errors are in the daemon's log.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
-            pass_fds=descriptors, env={**variables, **os.environ}, start_new_session=True,
+            [sys.executable, "-P", "-m", module, *map(str, descriptors)], stdin=subprocess.PIPE,
+            pass_fds=descriptors, env={**variables, **without_proxies(os.environ)}, start_new_session=True,
         )  # fmt: skip
         for its in theirs:
             its.close()

@@ -5,23 +5,31 @@
     offer(key) ──> queue ──> sealed and put, unless it has the record
     forget(key) ─> its record is deleted, where the entry was
 
-It begins turned off. A failure, or a call beyond its deadline, turns it off for a pause that grows. Then a
-probe of its own finds out whether it answers, so that no request pays for that, and no entry is lost that
-waits to be written. While it is off nothing else is asked of it.
+It begins turned off. A question or a read that fails, or that is beyond its deadline, turns it off for a
+pause that grows. Then a probe of its own finds out whether it answers, so that no request pays for that.
+While it is off nothing else is asked of it.
+
+Writes and deletions have pauses of their own: a store that is full, or that refuses them, still serves reads.
+A write that failed is tried again after the pause, if its entry is still in memory. A deletion is tried again
+until it succeeds.
+
+A far store may lose records: it restarts empty, or evicts them. When an entry in memory is read, the store is
+asked whether it still has the record, at most once in `CONFIRM_S` and after each failure. A lost record is
+written again.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
+from cornplug.store.far.call_health import CallHealth
 from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
@@ -30,6 +38,8 @@ from cornplug.store.stats.store_stats import FarStat
 
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""
+CONFIRM_S: Final = 60.0
+"""Time after which a read of an entry in memory has the store asked again whether it has the record."""
 MOST_KNOWN: Final = 1 << 17
 """Keys of which it is remembered that the store has them."""
 MOST_QUEUED: Final = 1 << 12
@@ -38,11 +48,20 @@ _WRITING: Final = 2
 _DELETED_AT_ONCE: Final = 64
 """Records that one call deletes."""
 _END_S: Final = 0.2
-_log = logging.getLogger("cornplug.store")
 
 T = TypeVar("T")
 Write = Callable[[FarStore, bool], tuple[str, int]]
 """Seals an entry and puts it there, over another record if told so: the outcome and the record's bytes."""
+
+
+@dataclass(slots=True)
+class _OpenWrite:
+    """One write under way."""
+
+    replaces_ended: bool
+    """Whether it is written over a record that is to be deleted."""
+    ended: bool = False
+    """Whether its entry was deleted since the write began."""
 
 
 class FarPeer:
@@ -63,21 +82,26 @@ class FarPeer:
         self._store, self._sealer, self._found = store, sealer, found
         self._mover = DiskWorkers(name="cornplug-far")
         self._asker = DiskWorkers(name="cornplug-far", readers=0)
-        self._breaker = CircuitBreaker()
-        self._state: bool | None = None
-        """Whether it answers; None until it has for the first time, or has not."""
+        self._reading = CallHealth(label, failing="is not asked for now", working="answers")
+        self._putting = CallHealth(label, failing="gets no records for now", working="takes records")
+        self._deleting = CallHealth(label, failing="deletes no records for now", working="deletes records")
         self._asking = False
-        self._calls: dict[object, tuple[float, float]] = {}
-        """Calls under way: (began, deadline in seconds)."""
+        self._calls: dict[object, tuple[CallHealth, float, float]] = {}
+        """Calls under way: (health of their kind, began, deadline in seconds)."""
         self._questions = FarQuestions()
         self._absent = RecentKeys(seconds=ABSENT_S, most=1 << 16)
-        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._known: OrderedDict[bytes, float] = OrderedDict()
+        """Keys whose record is there, and when that was last seen."""
+        self._back_s = 0.0
+        """When it answered again after a failure: it may have restarted empty."""
         self._shunned: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record there is damaged, or was ended here: not read, and written over."""
         self._ended: OrderedDict[bytes, None] = OrderedDict()
         """Keys whose record there is to be deleted."""
+        self._delete_open = False
+        """Whether a deletion is under way."""
         self._queue: OrderedDict[bytes, None] = OrderedDict()
-        self._writing: set[bytes] = set()
+        self._writing: dict[bytes, _OpenWrite] = {}
         self._asks: Counter[str] = Counter()
         self.reads: Counter[str] = Counter()
         self._writes: Counter[str] = Counter()
@@ -91,11 +115,15 @@ class FarPeer:
     @property
     def answers(self) -> bool:
         """Whether it answers. If not, nothing but a probe is asked of it."""
-        return self._state is True
+        return self._reading.state is True
 
     def knows(self, key: bytes) -> bool:
-        """Whether it has this entry, as far as is known."""
+        """Whether it had this entry when that was last seen."""
         return key in self._known
+
+    def has(self, key: bytes) -> bool:
+        """Whether it had this entry since it last failed."""
+        return self._known.get(key, -1.0) >= self._back_s
 
     def ask(self, keys: Sequence[bytes], over: Callable[[], None]) -> None:
         """Have it asked for these entries, unless it was a moment ago. `over` is called once it has answered,
@@ -111,7 +139,8 @@ class FarPeer:
     def fetch(self, key: bytes, done: Callable[[FarRecord | DiskFailure | None], None]) -> None:
         """Read a record; None where it has none."""
         self._mover.read(
-            self._timed(functools.partial(self._fetch, key), MOVE_S), functools.partial(self._fetched, done)
+            self._timed(self._reading, functools.partial(self._fetch, key), MOVE_S),
+            functools.partial(self._fetched, done),
         )
 
     def open_into(self, work: Callable[[], bool], done: Callable[[bool | DiskFailure], None]) -> None:
@@ -127,6 +156,21 @@ class FarPeer:
         else:
             self._writes["dropped"] += 1
 
+    def confirm(self, key: bytes, payload_bytes: int) -> None:
+        """Have an entry, which is in memory and was just read, written if the store lacks its record or has
+        lost it."""
+        seen_s = self._known.get(key)
+        if seen_s is None:
+            if payload_bytes <= self._store.most_bytes:
+                self.offer(key)
+            return
+        # More of these than fit in one question would delay those of clients. A later read asks again.
+        may_ask = (
+            self.answers and len(self._questions) < self._store.most_names and key not in self._questions
+        )
+        if may_ask and seen_s < max(self._back_s, time.monotonic() - CONFIRM_S):
+            self._questions.add(key)
+
     def forget(self, key: bytes, *, shun: bool, delete: bool = False) -> None:
         """Read this entry there no more, until it is found again; `shun`: until it is written again.
 
@@ -134,36 +178,44 @@ class FarPeer:
             delete: Delete its record, if it is known to be there.
         """
         if delete and (key in self._known or key in self._writing):
-            _bounded(self._ended, key)
+            _bounded(self._ended, key, None)
+        if key in self._writing:
+            self._writing[key].ended = True
         self._known.pop(key, None)
         self._queue.pop(key, None)
         if shun:
-            _bounded(self._shunned, key)
+            _bounded(self._shunned, key, None)
 
     def step(self, write: Callable[[bytes], Write | None]) -> None:
         """Take the results of the threads, and give them more to do. `write` makes the writing of a key."""
         self._mover.collect()
         self._asker.collect()
         now_s = time.monotonic()
-        if any(now_s - began_s > deadline_s for began_s, deadline_s in self._calls.copy().values()):
-            self._failed("it has not answered in time")
+        for health, began_s, deadline_s in self._calls.copy().values():
+            if now_s - began_s > deadline_s:
+                health.failed("it has not answered in time")
         if not self.answers:
             self._questions.clear()
             self._probe(now_s)
             return
         if self._questions and not self._asking:
             self._ask_some()
-        if self._ended:
+        if self._ended and not self._delete_open and not self._deleting.refuses(now_s):
             self._delete_some()
-        while self._queue and len(self._writing) < _WRITING:
+        most = 1 if self._putting.state is False else _WRITING
+        while self._queue and len(self._writing) < most and not self._putting.refuses(now_s):
             key, _ = self._queue.popitem(last=False)
             work = write(key)
             if work is None:
                 self._writes["gone"] += 1
                 continue
-            self._writing.add(key)
-            job = functools.partial(work, self._store, key in self._shunned)
-            self._mover.write(self._timed(job, MOVE_S + ASK_S), functools.partial(self._written, key))
+            # The new record takes the place of one that is to be deleted, which must not end the new one.
+            ended = key in self._ended
+            self._ended.pop(key, None)
+            self._writing[key] = _OpenWrite(replaces_ended=ended)
+            job = functools.partial(work, self._store, ended or key in self._shunned)
+            timed = self._timed(self._putting, job, MOVE_S + ASK_S)
+            self._mover.write(timed, functools.partial(self._written, key))
 
     def stat(self) -> FarStat:
         """A snapshot."""
@@ -180,12 +232,12 @@ class FarPeer:
             workers.close(within_s=_END_S)
         self._store.close()
 
-    def _timed(self, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
+    def _timed(self, health: CallHealth, work: Callable[[], T], deadline_s: float) -> Callable[[], T]:
         """`work`, seen by `step` while it is under way."""
 
         def job() -> T:
             call = object()
-            self._calls[call] = (time.monotonic(), deadline_s)
+            self._calls[call] = (health, time.monotonic(), deadline_s)
             try:
                 return work()
             finally:
@@ -198,36 +250,46 @@ class FarPeer:
         self._asking = True
         names = [self._sealer.name(key) for key in keys]
         work = functools.partial(self._store.exists, names)
-        self._asker.write(self._timed(work, ASK_S), functools.partial(self._asked, keys))
+        self._asker.write(self._timed(self._reading, work, ASK_S), functools.partial(self._asked, keys))
 
     def _delete_some(self) -> None:
         """On the thread that writes: behind the writing of the same entries, before a new one."""
         keys = taken(self._ended, _DELETED_AT_ONCE)
+        self._delete_open = True
         work = functools.partial(self._store.delete, [self._sealer.name(key) for key in keys])
-        self._mover.write(self._timed(work, MOVE_S), self._deleted)
+        timed = self._timed(self._deleting, work, MOVE_S)
+        self._mover.write(timed, functools.partial(self._deleted, keys))
 
-    def _deleted(self, result: DiskFailure | None) -> None:
+    def _deleted(self, keys: Sequence[bytes], result: DiskFailure | None) -> None:
+        self._delete_open = False
         if result is None:
-            self._answered()
-        else:
-            self._failed(str(result))
+            self._deleting.succeeded()
+            return
+        self._deleting.failed(str(result))
+        for key in keys:
+            if key in self._writing:
+                self._writing[key].replaces_ended = True
+            else:
+                _bounded(self._ended, key, None)
 
     def _asked(self, keys: Sequence[bytes], result: list[bool] | DiskFailure) -> None:
         self._asking = False
         if not isinstance(result, list):
             self._asks["error"] += len(keys)
-            self._failed(str(result))
+            self._reading.failed(str(result))
             self._questions.end()
             return
         self._answered()
         found = [key for key, there in zip(keys, result, strict=True) if there]
         self._asks["found"] += len(found)
         self._asks["absent"] += len(keys) - len(found)
-        self._absent.note(
-            [key for key, there in zip(keys, result, strict=True) if not there], time.monotonic()
-        )
+        absent = [key for key, there in zip(keys, result, strict=True) if not there]
+        self._absent.note(absent, time.monotonic())
+        for key in absent:
+            if self._known.pop(key, None) is not None:
+                self.offer(key)
         for key in found:
-            _bounded(self._known, key)
+            self._note_known(key)
         self._found(self, found)
         self._questions.end()
 
@@ -243,56 +305,59 @@ class FarPeer:
         self, done: Callable[[FarRecord | DiskFailure | None], None], result: FarRecord | DiskFailure | None
     ) -> None:
         if isinstance(result, FarFailure):
-            self._failed(str(result))
+            self._reading.failed(str(result))
         else:
             self._answered()
         done(result)
 
     def _written(self, key: bytes, result: tuple[str, int] | DiskFailure) -> None:
-        self._writing.discard(key)
+        write = self._writing.pop(key)
         if not isinstance(result, tuple):
-            self._writes["error"] += 1
-            self._failed(str(result))
-            return
-        outcome, size_bytes = result
+            outcome, size_bytes = "error", 0
+            self._putting.failed(str(result))
+            self.offer(key)
+        else:
+            outcome, size_bytes = result
         self._writes[outcome] += 1
         self._written_bytes += size_bytes
-        if outcome in ("written", "present"):
-            self._answered()
-            self._absent.forget(key)
-            self._shunned.pop(key, None)
-            _bounded(self._known, key)
+        if write.replaces_ended and outcome != "written":
+            _bounded(self._ended, key, None)
+        if outcome not in ("written", "present"):
+            return
+        self._putting.succeeded()
+        if write.ended or key in self._ended:
+            # This record is deleted next. The key may have a new entry.
+            self.offer(key)
+            return
+        self._absent.forget(key)
+        self._shunned.pop(key, None)
+        self._note_known(key)
+
+    def _note_known(self, key: bytes) -> None:
+        _bounded(self._known, key, time.monotonic())
 
     def _answered(self) -> None:
-        self._breaker.answered(ASK_S)
-        if not self.answers:
-            _log.info("far store %s answers%s", self.label, "" if self._state is None else " again")
-        self._state = True
-
-    def _failed(self, why: str) -> None:
-        if self._state is not False:
-            _log.warning("far store %s is not asked for now: %s", self.label, why)
-        self._state = False
-        self._breaker.missed(ASK_S, time.monotonic())
+        if self._reading.succeeded():
+            self._back_s = time.monotonic()
 
     def _probe(self, now_s: float) -> None:
         """Ask for a name that it does not have, once the pause is over."""
-        if self._asking or self._breaker.refuses(ASK_S, now_s):
+        if self._asking or self._reading.refuses(now_s):
             return
         self._asking = True
         work = functools.partial(self._store.exists, [self._sealer.name(secrets.token_bytes(32))])
-        self._asker.write(self._timed(work, ASK_S), self._probed)
+        self._asker.write(self._timed(self._reading, work, ASK_S), self._probed)
 
     def _probed(self, result: list[bool] | DiskFailure) -> None:
         self._asking = False
         if isinstance(result, list):
             self._answered()
         else:
-            self._failed(str(result))
+            self._reading.failed(str(result))
 
 
-def _bounded(keys: OrderedDict[bytes, None], key: bytes) -> None:
-    keys[key] = None
+def _bounded(keys: OrderedDict[bytes, T], key: bytes, value: T) -> None:
+    keys[key] = value
     keys.move_to_end(key)
     while len(keys) > MOST_KNOWN:
         keys.popitem(last=False)

@@ -17,6 +17,8 @@ class FarQuestions:
 
     def __init__(self) -> None:
         self._wanted: OrderedDict[bytes, None] = OrderedDict()
+        self._in_question: set[bytes] = set()
+        """Keys of the question under way."""
         self._added = self._taken = self._over = 0
         """Keys so far: that came, that are in a question, that no answer will come for any more."""
         self._callers: deque[tuple[int, Callable[[], None]]] = deque()
@@ -27,7 +29,8 @@ class FarQuestions:
         return len(self._wanted)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._wanted
+        """Whether this key waits for a question, or is in the one under way."""
+        return key in self._wanted or key in self._in_question
 
     def add(self, key: bytes) -> bool:
         """Whether there is room for this key, which is not here yet."""
@@ -48,16 +51,19 @@ class FarQuestions:
         """The keys of the next question: it is asked once the one before is over."""
         keys = taken(self._wanted, most)
         self._taken += len(keys)
+        self._in_question.update(keys)
         return keys
 
     def end(self) -> None:
         """The last question is answered, or has failed."""
         self._over = self._taken
+        self._in_question.clear()
         self._tell_callers()
 
     def clear(self) -> None:
         """Give up all keys, those of a question under way too."""
         self._wanted.clear()
+        self._in_question.clear()
         self._over = self._taken = self._added
         self._tell_callers()
 

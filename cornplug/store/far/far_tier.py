@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal
@@ -92,12 +92,18 @@ class FarTier:
         for peer in self._peers:
             peer.offer(entry.key)
 
+    def read(self, entries: Iterable[TieredEntry]) -> None:
+        """Have entries in memory, which were just read, written to the peers that lack them."""
+        for entry in entries:
+            for peer in self._peers:
+                peer.confirm(entry.key, entry.location.size)
+
     def ended(self, key: bytes, cause: str) -> None:
         """An entry has left memory."""
         if cause != "evicted":
             self.forget(key)
             return
-        peer = next((one for one in self._peers if one.answers and one.knows(key)), None)
+        peer = next((one for one in self._peers if one.answers and one.has(key)), None)
         if peer is not None:
             self._show(key, peer)
 

@@ -176,7 +176,10 @@ class Member:
                 case "delete":
                     for name in names:
                         self._ring.delete(name)
-                    self._ask_all(MemberQuestion("delete", names))
+                    answers = self._ask_all(MemberQuestion("delete", names))
+                    if len(answers) < len(self._others):
+                        # A member that is cut off may have the records still: the daemon deletes them again.
+                        return Answer(failure="not every member has deleted the records")
                     return Answer()
                 case "exists":
                     return Answer(there=self._exist(names))

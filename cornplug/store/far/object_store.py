@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+import ipaddress
+import os
+import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -18,8 +21,11 @@ from cornplug.store.far.far_store import MOVE_S, FarFailure
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
+    from obstore.store import ClientConfig
 
 _SETTING: Final = "store.far"
+_PROXIES: Final = ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
+_ENDPOINTS: Final = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
 _MOST_BYTES: Final = 64 << 20
 _MOST_NAMES: Final = 64
 """Requests that one question makes side by side."""
@@ -107,12 +113,36 @@ def open_s3_url(url: str) -> ObjectFarStore:
     try:
         store = S3Store(
             parts.netloc, prefix=unquote(parts.path).strip("/") or None,
-            client_options={"timeout": second, "connect_timeout": second, "allow_http": True},
+            client_options={
+                "timeout": second, "connect_timeout": second, "allow_http": True, **_proxy_options()
+            },
             retry_config={"max_retries": 1, "retry_timeout": second},
         )  # fmt: skip
     except (BaseError, ValueError) as e:
         raise ConfigError(_SETTING, f"{url}: {_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys.") from e
     return ObjectFarStore(store)
+
+
+def _proxy_options() -> ClientConfig:
+    """Options that keep a proxy of the environment away from an endpoint in a private network.
+
+    A public bucket keeps the proxy: it may be out of reach without it.
+    """
+    proxy = next((os.environ[name] for name in _PROXIES if os.environ.get(name)), "")
+    endpoint = next((os.environ[name] for name in _ENDPOINTS if os.environ.get(name)), "")
+    host = urlsplit(endpoint).hostname or ""
+    if not (proxy and host and _is_private(host)):
+        return {}
+    # A proxy of the options takes the place of the environment's.
+    return {"proxy_url": proxy, "proxy_excludes": host}
+
+
+def _is_private(host: str) -> bool:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return not any(ipaddress.ip_address(str(address[0])).is_global for *_, address in found)
+    except (OSError, ValueError):
+        return False
 
 
 def _is_there(head: ObjectMeta | BaseException) -> bool:

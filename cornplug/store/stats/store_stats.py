@@ -46,7 +46,7 @@ class DiskStat(msgspec.Struct, frozen=True):
     """Entries of an earlier daemon are being looked for."""
     writes: dict[str, int]
     """Outcome -> entries: "written", "gone" (evicted or deleted before), "dropped" (too many waited),
-    "too_large", "disk_full", "disk_readonly", "disk_error"."""
+    "too_large", "disk_full", "disk_readonly", "disk_error", "ceiling"."""
     reads: dict[str, int]
     """Outcome -> recalled entries: "read", "refused" (too many at once), "damaged", "late" (deleted
     meanwhile), "disk_error", or the value of a `ReserveRefusal`."""

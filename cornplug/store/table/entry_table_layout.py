@@ -56,7 +56,7 @@ META_AT: Final = RECORD.size
 MAX_META_BYTES: Final = RECORD_BYTES - META_AT
 KEY_WORDS: Final = struct.Struct("=QQ")
 _ENTRY_BYTES: Final = 64 << 10
-"""One record for so much of the arena: the table then has 0.4 % of its size, if it is full."""
+"""One record for so much of the arena: the table then has 0.6 % of its size."""
 _LEAST_RECORDS: Final = 1024
 _MOST_RECORDS: Final = 1 << 20
 _FAR_TAGS: Final = 1 << 15
@@ -72,11 +72,16 @@ class TableShape:
 
     @classmethod
     def of(cls, capacity_bytes: int, disk_bytes: int = 0, *, has_far: bool = False) -> TableShape:
-        """The shape for an arena of this capacity: two records a bucket, when all are taken, and as much room
-        for the tags of a disk of `disk_bytes` and of entries in far stores."""
+        """The shape for an arena of this capacity: at least two buckets a record, and one for two tags of a
+        disk of `disk_bytes` and of entries in far stores, which may be left out.
+
+        An entry in memory whose bucket is full costs readers a message. With half an entry a bucket one
+        bucket in 16 million has more than 7. With two it would be one in 900, and a lookup of 256 keys would
+        meet it one time in four."""
         records = min(max(capacity_bytes // _ENTRY_BYTES, _LEAST_RECORDS), _MOST_RECORDS)
         tags = records + min(disk_bytes // _ENTRY_BYTES, _MOST_RECORDS) + _FAR_TAGS * has_far
-        return cls(1 << ((tags + 1) // 2 - 1).bit_length(), records)
+        buckets = max(2 * records, (tags + 1) // 2)
+        return cls(1 << (buckets - 1).bit_length(), records)
 
     @property
     def size_bytes(self) -> int:

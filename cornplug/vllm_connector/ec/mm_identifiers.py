@@ -13,6 +13,11 @@ It is not shared then. An embedding that came by handle (`embedding_handles.py`)
 the identifier of its image. A video's digest is that of `video_digest.py`. Media without a digest (audio in
 this release, and videos with a field that no list knows), and those of an unidentified model, keep a name of
 vLLM's or of this engine, which cannot begin like a key, and are not shared.
+
+A name is believed only if it is a `MediaName`, which is made together with the inputs that it stands for.
+Names that come with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain string
+that begins like cornplug's names is replaced, and the medium is not shared. A signature of the name would not
+help: a client gets the true name of a medium by rendering it, and can send other inputs under it.
 """
 
 from __future__ import annotations
@@ -59,6 +64,12 @@ PREFIX: Final = "cp1-"
 LOCAL: Final = "local-"
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})(?:-([0-9]+))?")
 _UUIDS: Final = 65536
+
+
+class MediaName(str):
+    """A name that `_get_mm_hashes` made from content, in this process. No message has this type."""
+
+    __slots__ = ()
 
 
 def key_of(identifier: str, epoch: int = 0) -> bytes | None:
@@ -261,7 +272,7 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
         items = inputs.mm_data_items[modality]
         if isinstance(items, EmbeddingItems | DictEmbeddingItems):
             found = (active.handles.name(items.get(i), modality, options) for i in range(len(names)))
-            ours[modality] = [known or _foreign(name) for known, name in zip(found, names, strict=True)]
+            ours[modality] = [_chosen(known, name) for known, name in zip(found, names, strict=True)]
             continue
         given = uuids.get(modality) or [None] * len(names)
         if modality == "video" and isinstance(items, VideoProcessorItems):
@@ -270,8 +281,13 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
             named = [active.media_name(items.get(i), given[i], options) for i in range(len(names))]
         else:
             named = [None] * len(names)
-        ours[modality] = [known or _foreign(name) for known, name in zip(named, names, strict=True)]
+        ours[modality] = [_chosen(known, name) for known, name in zip(named, names, strict=True)]
     return ours
+
+
+def _chosen(known: str | None, theirs: str) -> str:
+    """The name of an item: `known`, which cornplug made from its content, or else vLLM's."""
+    return MediaName(known) if known is not None else _foreign(theirs)
 
 
 def _video_name(
@@ -305,15 +321,38 @@ def _load_embedding(original: Callable[..., Any], this: Any, media_type: str, da
 
 def _process_inputs(original: Callable[..., Any], this: Any, *args: Any, **kwargs: Any) -> Any:
     request = original(this, *args, **kwargs)
-    active = _active
-    if active is not None:
+    if _active is not None or _asked_for:
         for feature in request.mm_features or ():
-            if feature.mm_hash.startswith(HANDLE):
-                feature.identifier = active.identifier(feature.identifier, request.cache_salt)
-            # A LoRA on the tower prefixes the identifier; such an embedding is not shared.
-            elif feature.identifier == feature.mm_hash and feature.identifier.startswith(PREFIX):
-                feature.identifier = active.identifier(feature.mm_hash, request.cache_salt, feature.modality)
+            if isinstance(feature.mm_hash, MediaName):
+                _identify(feature, request.cache_salt)
+            else:
+                _disbelieve(feature)
     return request
+
+
+def _identify(feature: Any, salt: str | None) -> None:
+    """Set the identifier of a medium that this process has named."""
+    active, name = _active, feature.mm_hash
+    if active is not None:
+        if name.startswith(HANDLE):
+            feature.identifier = active.identifier(feature.identifier, salt)
+        # A LoRA on the tower prefixes the identifier; such an embedding is not shared.
+        elif feature.identifier == name and name.startswith(PREFIX):
+            feature.identifier = active.identifier(name, salt, feature.modality)
+    # vLLM sends both to the engine's process.
+    feature.mm_hash, feature.identifier = str(name), str(feature.identifier)
+
+
+def _disbelieve(feature: Any) -> None:
+    """Replace a name that came with a request and begins like one of cornplug's.
+
+    Both names: `mm_hash` keys the processed inputs that the engine's process keeps.
+    """
+    name = feature.mm_hash
+    foreign = _foreign(name)
+    if foreign != name:
+        adapter = feature.identifier.removesuffix(name)
+        feature.mm_hash, feature.identifier = foreign, unshared_name(adapter + foreign, "named_by_client")
 
 
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (

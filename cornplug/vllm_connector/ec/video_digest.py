@@ -25,6 +25,7 @@ _OTHER: Final = "identity_error"
 _REASONS: Final = (
     "bad_config",
     "modality",
+    "named_by_client",
     "unproven_family",
     "video_frames",
     "video_metadata",

@@ -1,7 +1,7 @@
-"""The last fence: an error of any kind in a hook of the scheduler half ends sharing, and never the engine.
+"""The last fence: an error of any kind in a hook ends sharing, and never the engine.
 
-vLLM guards none of these calls: an exception in its engine core ends the engine. Errors that can be expected
-are counted misses where they occur; this is for the others.
+vLLM guards none of these calls: an exception in its engine core or in a worker ends the engine. Errors that
+can be expected are counted misses where they occur; this is for the others.
 """
 
 from __future__ import annotations
@@ -28,10 +28,15 @@ def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
         def guarded(self: Fenced, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
                 self._stop_sharing(hook.__name__, e)
                 return answer(self, *args, **kwargs)
 
         return cast(_Hook, guarded)
 
     return decorate
+
+
+def called_again(hook: _Hook) -> _Hook:
+    """A decorator: after an error, sharing is stopped and the hook is called once more."""
+    return fenced(hook)(hook)

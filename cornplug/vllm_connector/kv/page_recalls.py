@@ -78,8 +78,8 @@ class PageRecalls:
         return self.far is not None and self.far.far_answers
 
     def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
-        """Have far stores asked for these absent pages, the first of so many tokens; None where that was done
-        a moment ago, or none of them answers. Raises StoreUnavailable."""
+        """Have far stores asked for these absent pages, the first of so many tokens. Returns None if the
+        answer came a moment ago, or if no far store answers. Raises StoreUnavailable."""
         ticket = 0 if self.far is None else self.far.seek(keys)
         if not ticket:
             return None

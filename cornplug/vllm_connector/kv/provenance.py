@@ -6,6 +6,10 @@ only where this engine computed every token up to its end, or loaded it through 
 
 A prefill server's connectors load nothing: until another connector loads for the first time, the engine's own
 prefix cache holds no KV but this engine's.
+
+The engine's own prefix cache names blocks by hashes. With a hash that has collisions
+(`--prefix-caching-hash-algo xxhash`), a request may get another prompt's blocks. Then pages that a request
+found there are not saved either.
 """
 
 from __future__ import annotations
@@ -13,11 +17,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cornplug.vllm_connector.compat import KV_CONNECTOR
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 _here: Final = threading.local()
+
+_COLLISION_RESISTANT: Final = frozenset({"sha256", "sha256_cbor"})
+"""Values of --prefix-caching-hash-algo."""
 
 _LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
 """Connectors known to load nothing but what `MultiConnector.update_state_after_alloc` gives them."""
@@ -53,6 +63,11 @@ class OwnTokens:
         if start <= self.end:
             self.end = max(self.end, end)
         return min(self.end, end)
+
+
+def own_cache_is_exact(config: VllmConfig) -> bool:
+    """Whether the engine's own prefix cache gives a request only blocks of the request's own tokens."""
+    return config.cache_config.prefix_caching_hash_algo in _COLLISION_RESISTANT
 
 
 def others_load() -> bool:

@@ -66,7 +66,7 @@ class TrackedRequest:
     open_saves: set[int] = field(default_factory=set)
     """Tokens of its reservations that the worker halves are filling."""
     own: OwnTokens | None = None
-    """The tokens whose pages may be saved, beside connectors that load KV too; else None."""
+    """The tokens whose pages may be saved, if the engine's own prefix cache may hold other KV; else None."""
 
     def saved_until(self, pages: int) -> None:
         """So many leading pages need no save."""
@@ -125,8 +125,15 @@ class TrackedRequests:
         """Requests that may have completed a page since they were looked at, by that clock."""
         self._gathering = 0
         """Steps since the first of them."""
-        self._beside_others = provenance.others_load()
+        exact = provenance.own_cache_is_exact(config)
+        self._tracks_origin = provenance.others_load() or not exact
         self.other_loads = OtherLoads()
+        if not exact:
+            self.other_loads.seen()
+            compat.logger.warning(
+                "cornplug: KV that vLLM's own prefix cache finds is not saved, as the hash of "
+                "--prefix-caching-hash-algo has collisions. Use sha256 or sha256_cbor to save it."
+            )
         self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._current = self._identity.now()
@@ -189,7 +196,7 @@ class TrackedRequests:
         """The request, tracked from now on. A request that shares nothing is counted, once."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            own = OwnTokens() if self._beside_others else None
+            own = OwnTokens() if self._tracks_origin else None
             tracked = self._tracked[request.request_id] = TrackedRequest(request, own=own)
             reason = self._make_keys(tracked)
             if reason:

@@ -50,7 +50,7 @@ class WindowSaves(PageSaves):
     def _cached(self, tracked: TrackedRequest, index: int) -> KVCacheBlock | None:
         """A block of a request that vLLM's prefix cache still has."""
         hashes, pool = tracked.request.block_hashes, self._pool
-        # Beside others, a cached block may hold what another connector loaded.
+        # A cached block may hold what another connector loaded, or after a collision another prompt's KV.
         if tracked.own is not None or pool.hash_block_size != self._block_size or index >= len(hashes):
             return None
         cached = pool.get_cached_block(hashes[index], [self._group])

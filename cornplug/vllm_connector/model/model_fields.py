@@ -168,9 +168,11 @@ CACHE: Final = FieldTables(
         ),
         **listed("what the engine's own cache finds", "prefix_match_unit enable_prefix_caching"),
         **listed(
-            "what the engine's own cache finds", "prefix_caching_hash_algo prefix_cache_retention_interval"
+            "what the engine's own cache finds", "prefix_cache_retention_interval cache_hit_alignment_tokens"
         ),
-        **listed("what the engine's own cache finds", "cache_hit_alignment_tokens"),
+        **listed(
+            "what a hash with collisions finds is not saved (provenance.py)", "prefix_caching_hash_algo"
+        ),
         **listed(
             "how much there is",
             """

@@ -7,8 +7,9 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from cornplug.engine_common.allow_lists import FieldTables, SettingsVerdict, defaults_of, judge
+from cornplug.engine_common.allow_lists import FieldTables, SettingsVerdict, defaults_of, judge, plain
 from cornplug.engine_common.model_identity import declares_quantization
+from cornplug.host import PRECISION_VARIABLES
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.engine_fields import (
     HARMLESS_VARIABLES,
@@ -25,6 +26,21 @@ from cornplug.vllm_connector.model.model_fields import (
     MODEL,
     MULTIMODAL,
 )
+from cornplug.vllm_connector.model.runtime_fields import (
+    ATTENTION,
+    COMPILATION,
+    DIFFUSION,
+    EC_MANAGER,
+    ENGRAM,
+    HARMLESS_INDUCTOR,
+    IR_OPS,
+    KERNEL,
+    OFFLOAD,
+    PASSES,
+    SCHEDULER,
+    SHAPES,
+    VLLM,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,13 +49,14 @@ if TYPE_CHECKING:
 def of_everything(config: VllmConfig) -> SettingsVerdict:
     """The verdict on settings that change both embeddings and KV.
 
-    They are those of model, loading, parallelism, code and environment.
+    They are those of model, loading, parallelism, kernels, compilation, code and environment.
     """
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
     found = _judged(MODEL, ModelConfig, config.model_config) | _model(config.model_config)
     found |= _judged(LOAD, LoadConfig, config.load_config) | _loader(config.load_config)
     found |= _parallel(ParallelConfig, getattr(config, "parallel_config", None))
+    found |= _runtime(config) | _compilation(getattr(config, "compilation_config", None))
     return found | code_in_use.verdict(config.model_config) | _environment()
 
 
@@ -109,10 +126,62 @@ def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
     return judge(PARALLEL, values, defaults_of(config_class))
 
 
+def _runtime(config: Any) -> SettingsVerdict:
+    """The verdict on kernels, attention and the small classes, and on fields of VllmConfig itself."""
+    from vllm import config as classes
+    from vllm.config import VllmConfig
+    from vllm.config.diffusion import DiffusionConfig
+    from vllm.config.ec_manager_config import EncoderCacheManagerConfig
+    from vllm.config.engram import EngramConfig
+    from vllm.config.kernel import IrOpPriorityConfig
+
+    def of(name: str) -> Any:
+        return getattr(config, name, None)
+
+    found = judge(VLLM, _values(VllmConfig, config), {"additional_config": {}})
+    attention = _values(classes.AttentionConfig, of("attention_config"))
+    backend = attention.get("backend")
+    if backend is not None:
+        # Its value is a path, which operators may replace for some of the names.
+        attention["backend"] = getattr(backend, "name", backend)
+    found |= judge(ATTENTION, attention, defaults_of(classes.AttentionConfig))
+    kernel = of("kernel_config")
+    for tables, config_class, value in (
+        (KERNEL, classes.KernelConfig, kernel),
+        (IR_OPS, IrOpPriorityConfig, getattr(kernel, "ir_op_priority", None)),
+        (SCHEDULER, classes.SchedulerConfig, of("scheduler_config")),
+        (OFFLOAD, classes.OffloadConfig, of("offload_config")),
+        (ENGRAM, EngramConfig, of("engram_config")),
+        (DIFFUSION, DiffusionConfig, of("diffusion_config")),
+        (EC_MANAGER, EncoderCacheManagerConfig, of("ec_manager_config")),
+    ):
+        found |= _judged(tables, config_class, value)
+    return found
+
+
+def _compilation(compilation: Any) -> SettingsVerdict:
+    from vllm.config import CompilationConfig
+    from vllm.config.compilation import DynamicShapesConfig, PassConfig
+
+    found = _judged(COMPILATION, CompilationConfig, compilation)
+    found |= _judged(PASSES, PassConfig, getattr(compilation, "pass_config", None))
+    found |= _judged(SHAPES, DynamicShapesConfig, getattr(compilation, "dynamic_shapes_config", None))
+    options = getattr(compilation, "inductor_compile_config", None) or {}
+    name = "CompilationConfig.inductor_compile_config"
+    counted = {key: value for key, value in options.items() if key not in HARMLESS_INDUCTOR}
+    if not counted:
+        return found
+    try:
+        return found | SettingsVerdict({name: plain(counted)}, {})
+    except TypeError as e:
+        return found | SettingsVerdict({}, {name: f"its value cannot be identified: {e}"})
+
+
 def _environment() -> SettingsVerdict:
     from vllm import envs
 
     known = sorted(name for name in envs.environment_variables if name.startswith("VLLM_"))
+    known += PRECISION_VARIABLES
     given = {name: os.environ[name] for name in known if name in os.environ}
     counted = {n: v for n, v in given.items() if v and not HARMLESS_VARIABLES.fullmatch(n)}
     refusals = {f"environment {n}": REFUSED_VARIABLES[n] for n in counted if n in REFUSED_VARIABLES}

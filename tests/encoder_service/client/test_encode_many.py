@@ -83,6 +83,7 @@ def counted(app: Any) -> tuple[Any, list[str]]:
     return counting, asked
 
 
+@pytest.mark.more
 def test_encode_many_shares_requests_and_equals_encode(app: Any, llava: str) -> None:
     counting, asked = counted(app)
     items = [png(sample_image(seed)) for seed in range(40)]

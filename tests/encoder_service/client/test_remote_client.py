@@ -163,6 +163,7 @@ def test_remote_service_killed_while_answering_fails_over(
     assert client.refusal is None
 
 
+@pytest.mark.more
 def test_remote_full_or_slow_service_fails_over_and_is_left_out(
     stage: Stage, request_for: Requests, llava_pair: tuple[Path, Path], within: TimeLimits
 ) -> None:

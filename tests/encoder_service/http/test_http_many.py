@@ -286,6 +286,7 @@ def test_body_guard_trickling_body_is_refused(make_encoder: MakeEncoder, config:
     assert (answer.status_code, answer.json()["error"]["reason"]) == (408, "slow_body")
 
 
+@pytest.mark.more
 def test_http_endless_preprocessing_is_too_late(
     service: Service, llava: str, monkeypatch: pytest.MonkeyPatch, within: TimeLimits
 ) -> None:

@@ -167,6 +167,7 @@ def test_generic_two_towers_settings_change_the_keys_of_modalities_that_read_the
     assert changed(copy, tiny(OMNI)) == modalities
 
 
+@pytest.mark.more
 def test_generic_two_towers_are_loaded_apart_and_shared_apart(tiny: Tiny, tmp_path: Path) -> None:
     other = omni(tmp_path / "other", tower_seed=5)
     registry = ModelRegistry.open([str(tiny(OMNI)), str(other)], dtype="float32", device="cpu")
@@ -221,6 +222,7 @@ def test_generic_modality_that_transformers_cannot_serve_is_left_out_and_named(
         preparer.prepare(source("audio"))
 
 
+@pytest.mark.more
 def test_generic_videos_of_other_samplers_are_remembered_apart(tiny: Tiny, tmp_path: Path) -> None:
     """One file, and other frames of it by another setting of the video processor."""
     copy = Path(shutil.copytree(tiny(OMNI), tmp_path / "copy"))

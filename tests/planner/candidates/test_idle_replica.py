@@ -57,6 +57,7 @@ def test_capacity_with_slowdown_is_that_with_seconds() -> None:
     assert any(c.capacity for c in mine)
 
 
+@pytest.mark.more
 def test_plan_with_slowdown_reports_simulated_one() -> None:
     plan = decide(planned(SLOWED), digest="").plan
     (forecast,) = plan.latency_forecasts

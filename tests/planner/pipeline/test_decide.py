@@ -164,6 +164,7 @@ def test_plan_edited_into_a_wrong_one_is_refused(shared: PlanDecision, tmp_path:
         Plan.load(path)
 
 
+@pytest.mark.more
 def test_plan_simulated_end_to_end_keeps_its_bounds() -> None:
     given = two_apps()
     chat = given.applications[0]
@@ -211,6 +212,7 @@ def test_decide_small_classes_of_two_media_share_engine_and_its_spare() -> None:
     assert replicas(decided(given)) == {("qwen+eyes+ears/EPD", "A100-80"): 2}
 
 
+@pytest.mark.more
 def test_decide_clock_that_ended_first_round_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later rounds, in time themselves, start from what the first one found."""
     rounds, solve = list[PoolSolution](), milp.solve

@@ -70,6 +70,7 @@ def test_with_hours_rounds_loads_up_to_eighths() -> None:
     assert plan.hours[0].nodes == {"h": 10}, "five eighths of 16"
 
 
+@pytest.mark.more
 def test_with_hours_reserve_for_a_lost_replica_stays() -> None:
     hours = [0.5] * 12 + [3.0] * 12
     spare = planned({"name": "text", "rate_by_hour": hours, "prompt": 4000}, simulate=True, n_plus_one=True)

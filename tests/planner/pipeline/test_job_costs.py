@@ -60,6 +60,7 @@ def test_job_beside_other_work_costs_its_part_of_load() -> None:
     assert job.dollars == pytest.approx(3.03 * HOURS * 4 / 6)
 
 
+@pytest.mark.more
 def test_job_is_done_when_its_last_answer_is() -> None:
     table = {
         "kind": "table", "gpu": "A10G", "kv_tokens": 200_000,

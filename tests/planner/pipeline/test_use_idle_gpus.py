@@ -166,6 +166,7 @@ def test_decide_small_load_takes_all_gpus_of_box(plan_of_box: Plan) -> None:
     assert ours.ttft.p95 < theirs.ttft.p95
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("extra", "replicas"), [(1, 2), (0, 1)])
 def test_decide_again_starts_and_stops_no_extra_replica(
     plan_of_box: Plan, tmp_path: Path, extra: int, replicas: int

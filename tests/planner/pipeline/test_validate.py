@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from planner.made_inputs import QWEN_7B, plan_input
 
 from cornplug.planner.launch.command_lines import commands
 from cornplug.planner.pipeline.decide import decide
 
 
+@pytest.mark.more
 def test_validate_bursts_are_not_refused_by_emitted_limit() -> None:
     """Requests that come in bursts wait together; the limit of 1 that the mean rate asks for refused them."""
     given = plan_input(

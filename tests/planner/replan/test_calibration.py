@@ -102,6 +102,7 @@ def test_calibrated_times_as_planned_correct_nothing(running: Running) -> None:
     assert calibration.calibrated(running.problem(), running.plan, running.observed(**seen)) == []
 
 
+@pytest.mark.more
 def test_calibrated_time_beyond_every_factor_is_not_believed(running: Running) -> None:
     """Some minutes of TTFT beside quick decoding are no slow engine: a stall, a queue from before."""
     seen = running.simulated(running.problem())

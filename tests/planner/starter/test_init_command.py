@@ -72,6 +72,7 @@ def test_init_commented_keys_are_keys_of_the_schema(tmp_path: Path) -> None:
         assert [error.message for error in VALIDATOR.iter_errors(data)] == [], line
 
 
+@pytest.mark.more
 def test_init_file_is_planned_as_it_is(tmp_path: Path) -> None:
     init(tmp_path, "Qwen/Qwen3-VL-8B-Instruct", "L40S")
     folder = tmp_path / "out"

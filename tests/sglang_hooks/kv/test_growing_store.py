@@ -31,6 +31,7 @@ def offered(engine: Engine) -> tuple[list[str], list[int]]:
     return engine.knows([i % 991 for i in range(PAGES * 64)]), [slots[i % HOST] for i in range(PAGES)]
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_kv_save_of_first_long_prompt_into_young_daemon_is_whole(
     store_config: StoreConfig,  # noqa: F811

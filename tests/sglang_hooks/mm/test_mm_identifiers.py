@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import Modality, MultimodalProcessorOutput
+from sglang.srt.multimodal.media_artifacts.base import MediaArtifactCacheMixin
 from sglang.srt.utils import ImageData
 from time_limits import TimeLimits
 
@@ -241,6 +243,24 @@ def test_mm_identifiers_client_hashes_give_no_key() -> None:
     named([ours, theirs], request(image_data=["a", "b"], mm_hashes=["c11e47", "c11e47"]))
     assert key_of(ours) == embedding_key(SECRET, TOWER, digest_image(sample_image(1)), None)
     assert theirs.identity is None
+
+
+def test_sglang_believes_content_hash_of_read_bytes_only() -> None:
+    """`media_digests` keeps digests of pixels by SGLang's key of an image.
+
+    With --trust-mm-content-hashes the key is made of a client's hash. SGLang compares the hash with the bytes
+    before it uses them.
+    """
+
+    class Door(MediaArtifactCacheMixin):
+        artifact_modality = Modality.IMAGE
+        trust_mm_content_hashes = True
+        processor_fingerprint = f"sha256:{'0' * 64}"
+        mm_preprocess_cache = SimpleNamespace(get_if_present=lambda *args, **kwargs: None)
+
+    door: Any = Door()
+    with ThreadPoolExecutor(1) as door.io_executor, pytest.raises(ValueError, match="content hash mismatch"):
+        asyncio.run(door.prepare_media_artifacts([sample_image(1)], content_hashes=[f"sha256:{'1' * 64}"]))
 
 
 def test_mm_identifiers_without_identity_give_no_key() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 
 import pytest
@@ -100,6 +101,33 @@ def test_policy_ceiling_evicts_own_entries_while_room_is_free() -> None:
         assert put(index, i, "docs") is None
     assert counts(index) == {"docs": 3, "other": 1}
     assert present(index, list(range(6))) == [3, 4, 5]
+
+
+def test_policy_ceiling_of_mixed_sizes_evicts_own_entries_only() -> None:
+    index, chance = make_index(1024, crawl=NamespaceConfig(ceiling=0.4)), random.Random(5)
+    for i in range(500):
+        put(index, ("chat", i), "chat", size=ROOM * chance.choice([1, 2, 3]))
+        put(index, ("crawl", i), "crawl", size=ROOM * chance.choice([1, 4, 9]))
+    chat = [("chat", i) for i in range(500)]
+    before = present(index, chat)
+    outcomes = [
+        put(index, ("crawl", i), "crawl", size=ROOM * chance.choice([1, 4, 9, 16])) for i in range(500, 1000)
+    ]
+    assert present(index, chat) == before
+    assert outcomes.count(None) > 450
+    assert counts(index)["crawl"] <= 0.4 * 1024
+
+
+def test_policy_ceiling_without_a_run_of_own_entries_refuses_and_evicts_nothing() -> None:
+    index = make_index(8, crawl=NamespaceConfig(ceiling=0.5))
+    for i in range(4):
+        put(index, ("crawl", i), "crawl")
+        put(index, ("chat", i), "chat")
+    names = [(app, i) for i in range(4) for app in ("crawl", "chat")]
+    assert put(index, "large", "crawl", size=2 * ROOM) is ReserveRefusal.FULL
+    assert present(index, names) == names
+    assert put(index, "small", "crawl") is None
+    assert present(index, names) == names[1:]
 
 
 def test_policy_ceiling_of_leased_entries_refuses_and_evicts_nothing() -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from cornplug.config import StoreConfig
 from cornplug.private_paths import read_secret
 from cornplug.store.disk.open_disk import OpenedDisk, open_disk
+from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 
 from .disk_stage import MIB
 
@@ -21,3 +25,20 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def disk(folder: Path, store_config: StoreConfig) -> OpenedDisk:
     return open_disk(folder, read_secret(store_config.secret_file), size_bytes=64 * MIB)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Event]:
+    """Scans of all segments but the newest one are not over until this event."""
+    opened, scan = Event(), SegmentFiles.scan
+
+    def slow(files: SegmentFiles, segment: int) -> Iterator[FoundRecord | None]:
+        if segment != files.existing()[-1][0]:
+            while not opened.is_set():
+                time.sleep(1e-3)
+                yield None
+        yield from scan(files, segment)
+
+    monkeypatch.setattr(SegmentFiles, "scan", slow)
+    yield opened
+    opened.set()

@@ -8,6 +8,7 @@ import subprocess
 from cornplug.codec import PayloadKind
 from cornplug.errors import StoreUnavailable
 from cornplug.store.client import PoolStore
+from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.store.payload import get_payload, put_payload
 from cornplug.store.stats.store_stats import DiskStat
 from cornplug.testing.store import DEADLINE_S, key
@@ -52,6 +53,11 @@ def scanned(store: PoolStore) -> bool:
         return store.connected and not disk_of(store).scanning
     except StoreUnavailable:
         return False
+
+
+def live(files: SegmentFiles, segment: int) -> list[FoundRecord]:
+    """The live records of a segment."""
+    return [found for found in files.scan(segment) if found is not None]
 
 
 def tier_of(store: PoolStore, name: object) -> int:

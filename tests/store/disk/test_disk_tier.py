@@ -165,6 +165,7 @@ def test_disk_tier_purge_of_an_app_ends_its_entries_on_disk(
     assert disk_of(store).namespaces["default"].removals == {"purged": 4}
 
 
+@pytest.mark.more
 def test_disk_tier_time_to_live_counts_from_the_first_writing(
     connect: Connect, start_daemon: Start, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

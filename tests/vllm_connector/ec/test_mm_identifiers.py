@@ -33,6 +33,7 @@ from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
+from cornplug.vllm_connector.ec.video_digest import unshared_reason
 from cornplug.vllm_connector.model.model_config import embedding_width, kv_identity, tower_identity
 from devkit import checkpoints
 
@@ -156,6 +157,62 @@ def test_mm_identifiers_uuid_in_key_form_becomes_foreign(active: MmIdentifiers, 
     assert key_of(final(active, f"foreign-{uuid}")) is None
     # With content the uuid counts for nothing.
     assert names({"image": [sample_image(1)]}, {"image": [uuid]}) == names({"image": sample_image(1)})
+
+
+def sent(name: str, *, lora: str = "") -> SimpleNamespace:
+    """The feature of a medium whose name and inputs came with a request, after `process_inputs`."""
+    name = json.loads(json.dumps(name))
+    feature = SimpleNamespace(mm_hash=name, identifier=lora + name, modality="image")
+    request = SimpleNamespace(mm_features=[feature], cache_salt=None)
+    mm_identifiers._process_inputs(lambda this, request: request, None, request)
+    return feature
+
+
+FORGED = (
+    *("cp1-" + "0" * 64, "cp1-" + "0" * 64 + "-2", "cp1-", "cp1-zz", "local-" + "0" * 64, "cpv1-x"),
+    f"cpv1-{'0' * 64}-{'1' * 64}",
+    "unshared-modality-x",
+)
+
+
+@pytest.mark.parametrize("name", FORGED)
+@pytest.mark.parametrize("identified", [True, False])
+def test_mm_name_from_request_is_foreign(
+    active: MmIdentifiers, monkeypatch: pytest.MonkeyPatch, name: str, identified: bool
+) -> None:
+    """`/inference/v1/generate` and gRPC take a client's names, and inputs that need not belong to them."""
+    if not identified:
+        monkeypatch.setattr(mm_identifiers, "_active", None)
+        monkeypatch.setattr(mm_identifiers, "_asked_for", True)
+    for lora in ("", "7:"):
+        feature = sent(name, lora=lora)
+        assert key_of(feature.identifier) is None
+        assert unshared_reason(feature.identifier) == "named_by_client"
+        assert feature.mm_hash == f"foreign-{name}", "the engine caches processed inputs under it"
+        assert feature.identifier != sent("cp1-" + "f" * 64, lora=lora).identifier
+
+
+def test_mm_name_of_rendered_image_is_foreign_in_another_request(active: MmIdentifiers) -> None:
+    [red] = names({"image": sample_image(1)})["image"]
+    assert key_of(final(active, red)) is not None
+    feature = sent(red)
+    assert key_of(feature.identifier) is None
+    assert feature.mm_hash != red
+
+
+def test_mm_name_of_vllm_from_request_is_kept(active: MmIdentifiers) -> None:
+    """A router that rendered elsewhere finds its name in KV events."""
+    feature = sent("ab" * 32)
+    assert (feature.mm_hash, feature.identifier) == ("ab" * 32, "ab" * 32)
+
+
+def test_process_inputs_sends_plain_strings(active: MmIdentifiers) -> None:
+    [name] = names({"image": sample_image(1)})["image"]
+    feature = SimpleNamespace(mm_hash=name, identifier=name, modality="image")
+    request = SimpleNamespace(mm_features=[feature], cache_salt=None)
+    mm_identifiers._process_inputs(lambda this, request: request, None, request)
+    assert feature.mm_hash == name
+    assert type(feature.mm_hash) is type(feature.identifier) is str
 
 
 def test_mm_identifiers_uuid_alone_names_its_last_content(active: MmIdentifiers) -> None:

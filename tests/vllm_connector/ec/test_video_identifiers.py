@@ -64,8 +64,8 @@ def name(
     def original(this: Any, inputs: ProcessorInputs) -> Any:
         return inputs.get_mm_hashes("model", "blake3")
 
-    [found] = mm_identifiers._get_mm_hashes(original, None, inputs)["video"]
-    return str(found)
+    found: list[str] = mm_identifiers._get_mm_hashes(original, None, inputs)["video"]
+    return found[0]
 
 
 def test_video_name_follows_frames_metadata_and_options(active: MmIdentifiers) -> None:

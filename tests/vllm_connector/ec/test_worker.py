@@ -133,7 +133,7 @@ def test_ec_connector_for_text_model_does_nothing() -> None:
     assert connector.ensure_cache_available(request, 0)
     assert not connector.has_cache_item(NAME)
     connector.update_state_after_alloc(request, 0)
-    assert connector.build_connector_meta(output) == CornplugECMetadata()
+    assert connector.build_connector_meta(output) == CornplugECMetadata(publish=False)
     connector.update_connector_output(output)
     assert connector.request_finished(request) == (False, None)
     assert connector.get_ec_connector_stats() is None

@@ -1,4 +1,4 @@
-"""An error of any kind in a hook of the scheduler half ends sharing, and never the engine."""
+"""An error of any kind in a hook ends sharing, and never the engine."""
 
 from __future__ import annotations
 
@@ -8,39 +8,34 @@ from typing import Any
 import pytest
 
 from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv_copies.mover import PolledMover
 
+from ..conftest import open_in
 from ..rig import Engine
 from .core_rig import BLOCKS, PROMPT, Core
 
 Make = Callable[..., Core]
 HOOKS = ["matched_tokens", "allocated", "moves", "acknowledged", "loaded", "finished", "saves_open"]
+"""Of the scheduler half."""
+WORKER_HOOKS = ["begin_step", "start_loads", "start_saves", "stepped"]
 
 
-@pytest.mark.parametrize(
-    ("hook", "calls"), [(hook, calls) for hook in HOOKS for calls in (0, 1) if (hook, calls) != ("loaded", 1)]
-)
-def test_error_in_a_hook_ends_sharing_only(
-    core: Make,
-    engine: Callable[..., Engine],
-    store: MemoryStore,
-    monkeypatch: pytest.MonkeyPatch,
-    hook: str,
-    calls: int,
-) -> None:
-    engine().run("a", PROMPT)
-    one, left = core(save="always"), [calls]
-    half: Any = one.engine.connector._scheduler
-    original = getattr(half, hook)
+def fail_in(half: Any, hook: str, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a method of a half raise in every call after the first `after`, before it does anything."""
+    original, left = getattr(half, hook), [after]
 
-    def fails(*args: Any) -> Any:
+    def fails(*args: Any, **kwargs: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
             raise KeyError("a lost entry")
-        return original(*args)
+        return original(*args, **kwargs)
 
     monkeypatch.setattr(half, hook, fails)
-    # The first two load, the others compute: each request is answered.
+
+
+def answers_all(one: Core) -> None:
+    """The engine answers every request, the first two by loads if it can, and frees every block."""
     for number in range(8):
         request = one.add([*PROMPT[:128], *[number + 300] * 40] if number < 2 else [number + 400] * 80)
         while not request.is_finished():
@@ -48,9 +43,48 @@ def test_error_in_a_hook_ends_sharing_only(
             one.drain()
     one.sleep()
     one.step()
-    assert one.engine.counts["misses", "kv_page", "error"] == 1
     assert one.pool.get_num_free_blocks() == BLOCKS - 1
     assert one.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize(
+    ("hook", "after"), [(hook, after) for hook in HOOKS for after in (0, 1) if (hook, after) != ("loaded", 1)]
+)
+def test_error_in_a_hook_of_the_scheduler_half_ends_sharing_only(
+    core: Make,
+    engine: Callable[..., Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    hook: str,
+    after: int,
+) -> None:
+    engine().run("a", PROMPT)
+    one = core(save="always")
+    fail_in(one.engine.connector._scheduler, hook, after, monkeypatch)
+    answers_all(one)
+    assert one.engine.counts["misses", "kv_page", "error"] == 1
+
+
+@pytest.mark.parametrize("accelerator", [False, True])
+@pytest.mark.parametrize(("hook", "after"), [(hook, after) for hook in WORKER_HOOKS for after in (0, 1)])
+def test_error_in_a_hook_of_a_worker_half_ends_sharing_only(
+    core: Make,
+    engine: Callable[..., Engine],
+    store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+    hook: str,
+    after: int,
+    accelerator: bool,
+) -> None:
+    engine().run("a", PROMPT)
+    one = core(save="always", accelerator=accelerator, second_runner=accelerator)
+    worker = one.engine.ranks[0].connector
+    fail_in(worker._worker, hook, after, monkeypatch)
+    answers_all(one)
+    assert isinstance(worker._worker, DisabledKVWorker)
+    assert one.engine.counts["misses", "kv_page", "error"] >= 1
+    # What the store has is whole: every byte that another engine loads is checked.
+    assert open_in(store) == (0, 0)
+    engine(save="never", blocks=256).run("b", [*PROMPT[:128], *[300] * 40])
 
 
 class Copy:

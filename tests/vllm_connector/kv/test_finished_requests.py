@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from cornplug.store.memory import MemoryStore
-from cornplug.vllm_connector.kv import repeated_ids
+from cornplug.vllm_connector.kv import in_process, repeated_ids
 
 from ..conftest import open_in
 from ..rig import Engine
@@ -158,3 +159,36 @@ def test_request_id_of_a_request_aborted_while_it_loads(
     assert one.engine.counts["misses", "kv_page", "id_in_use"] == 1
     assert one.saved() == 4
     engine(save="never").run("b", other(1))
+
+
+def test_program_that_ends_after_its_last_request_leaves_its_pages(core: Make, store: MemoryStore) -> None:
+    """An `LLM` that runs in process makes no step after its last request."""
+    one, ended = core(save="always"), list[Any]()
+    one.answer(PROMPT)
+    assert one.saved() == 0
+    program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
+    in_process._shutdown(ended.append, program)
+    assert ended == [program]
+    asleep(one, store)
+    assert one.saved() == 4
+
+
+def test_program_that_ends_in_the_middle_of_a_request_computes_no_more_of_it(core: Make) -> None:
+    one, ended = core(save="always"), list[Any]()
+    request = one.add(PROMPT, max_tokens=40)
+    one.step()
+    program = SimpleNamespace(scheduler=one.scheduler, step_fn=one.step)
+    in_process._shutdown(ended.append, program)
+    assert ended == [program]
+    assert request.num_output_tokens == 1
+
+
+def test_program_whose_engine_has_failed_ends_as_in_stock(core: Make) -> None:
+    def fail() -> None:
+        raise RuntimeError("the executor is gone")
+
+    one, ended = core(save="always"), list[Any]()
+    one.answer(PROMPT)
+    program = SimpleNamespace(scheduler=one.scheduler, step_fn=fail)
+    in_process._shutdown(ended.append, program)
+    assert ended == [program]

@@ -23,7 +23,7 @@ from ..rig import Request, runtime
 def test_kv_request_roots_equal_golden_vectors(name: str, tmp_path: Path, store: MemoryStore) -> None:
     case = vectors.CASES[name]
     path = vectors.adapter(tmp_path / "lora")
-    config: Any = SimpleNamespace()
+    config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
     with mock.patch.object(tracked_requests, "kv_identity", return_value=vectors.IDENTITY):
         made = TrackedRequests(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
     lora = SimpleNamespace(lora_path=path, lora_int_id=1) if case.lora else None

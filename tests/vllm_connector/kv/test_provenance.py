@@ -79,8 +79,22 @@ def test_provenance_tokens_of_other_connector_are_not_saved(beside: Make, given:
     assert saved(first) == 0
 
 
-def test_provenance_local_prefix_without_others_is_saved(engine: Make) -> None:
-    first = engine()
+@pytest.mark.parametrize("algo", ["xxhash", "xxhash_cbor", "a later one"])
+def test_provenance_hit_of_weak_hash_is_not_saved(engine: Make, algo: str) -> None:
+    """The blocks may be those of another prompt whose hash collides."""
+    first = engine(hash_algo=algo)
+    request = first.add("a", PROMPT, local_tokens=64)
+    while request.num_computed_tokens < len(PROMPT):
+        first.step(chunk=40)
+    first.settle()
+    assert saved(first) == 0
+    first.run("b", [token + 1 for token in PROMPT])
+    assert saved(first) == 4, "what this engine computed"
+
+
+@pytest.mark.parametrize("algo", ["sha256", "sha256_cbor"])
+def test_provenance_local_prefix_without_others_is_saved(engine: Make, algo: str) -> None:
+    first = engine(hash_algo=algo)
     request = first.add("a", PROMPT, local_tokens=64)
     while request.num_computed_tokens < len(PROMPT):
         first.step(chunk=40)

@@ -123,7 +123,7 @@ class Twins:
     """Two trackers of the same requests: one looks at a request where a page may complete, one always."""
 
     def __init__(self, own: bool) -> None:
-        config: Any = SimpleNamespace()
+        config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
         store = MemoryStore(capacity_bytes=1 << 20).connect()
         self.requests: list[Request] = []
         with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {})):
@@ -131,7 +131,7 @@ class Twins:
                 TrackedRequests(config, runtime(store, page_tokens=SIZE), PAGE, Tally()) for _ in range(2)
             ]
         for tracker in self.trackers:
-            tracker._beside_others = own
+            tracker._tracks_origin = own
 
     def each(self, request: Request) -> list[TrackedRequest]:
         found = [tracker.get(request.request_id) for tracker in self.trackers]

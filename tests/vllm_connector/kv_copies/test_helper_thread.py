@@ -34,6 +34,7 @@ def started_by_main_on(*cores: int) -> dict[str, object]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.skipif(len(CORES) < 2, reason="needs two cores")
 def test_helper_thread_leaves_core_of_pinned_main() -> None:
     found = started_by_main_on(CORES[0])

@@ -73,8 +73,11 @@ class GroupCore:
         states: bool = False,
         backend: Backend | None = None,
         events: bool = False,
+        hash_algo: str = "sha256",
         **fields: Any,
     ) -> None:
+        """`hash_algo`: as the engine says; the rig's own prefix cache always has SHA-256."""
+        self.hash_algo = hash_algo
         self.states, self.config = states, self._aligned(config, block_size) if states else config
         if events or self.speculative is not None:
             self.config = copy.copy(self.config)
@@ -162,7 +165,11 @@ class GroupCore:
                 tensor_parallel_size=self.tp,
             ),
             speculative_config=self.speculative,
-            cache_config=SimpleNamespace(block_size=self.block_size, prefix_match_unit=None),
+            cache_config=SimpleNamespace(
+                block_size=self.block_size,
+                prefix_match_unit=None,
+                prefix_caching_hash_algo=self.hash_algo,
+            ),
             compilation_config=SimpleNamespace(static_forward_context={}),
             kv_events_config=self.config.kv_events_config,
         )

@@ -119,6 +119,19 @@ def test_groups_scheduler_second_sighting_is_saved_from_the_engines_own_cache(
     nothing_left(store, first, fresh)
 
 
+def test_groups_scheduler_hit_of_weak_hash_is_not_saved(
+    cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_saves, "_SETTLE_S", 1e9)
+    monkeypatch.setattr(idle_saves, "_LIMIT_S", 0)
+    first = cores(save="second", hash_algo="xxhash")
+    for last in (300, 301, 302):
+        first.answer([*PROMPT[:200], *[last] * 30])
+    first.settle()
+    assert first.saved() == 0
+    nothing_left(store, first)
+
+
 def test_groups_scheduler_idle_engine_saves_what_was_used_once(
     cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

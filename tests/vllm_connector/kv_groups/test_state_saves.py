@@ -88,6 +88,16 @@ def test_state_saves_load_follows_the_engines_own_cache(engines: Make, store: Me
     nothing_left(store, second)
 
 
+def test_state_saves_weak_hash_names_no_state_to_save(engines: Make, store: MemoryStore) -> None:
+    first, second = engines(hash_algo="xxhash_cbor"), engines()
+    first.answer(PROMPT)
+    first.settle()
+    second.answer(PROMPT)
+    assert (second.loaded(), second.failed) == (0, 0)
+    second.settle()
+    nothing_left(store, first, second)
+
+
 def test_state_saves_of_another_tp_degree_are_another_model(engines: Make, store: MemoryStore) -> None:
     """A rank's part of a state is in an order that only its kernels know."""
     first = engines(tp=2)

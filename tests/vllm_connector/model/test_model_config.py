@@ -6,22 +6,25 @@ import copy
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from vllm import config as vllm_config
 from vllm import envs
-from vllm.engine.arg_utils import EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.transformers_utils.config import get_config
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from cornplug.engine_common.allow_lists import FieldTables, misplaced
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
+from cornplug.host import PRECISION_VARIABLES
 from cornplug.identity import canonical
-from cornplug.vllm_connector.model import engine_fields, model_fields
+from cornplug.vllm_connector.ec import early_prefill
+from cornplug.vllm_connector.model import engine_fields, model_fields, runtime_fields
 from cornplug.vllm_connector.model import model_config as model
 from cornplug.vllm_connector.model.code_in_use import transformers_backend
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
@@ -30,7 +33,7 @@ from devkit.quantised import quantised
 
 TABLES: dict[str, FieldTables] = {
     tables.of: tables
-    for module in (model_fields, engine_fields)
+    for module in (model_fields, engine_fields, runtime_fields)
     for tables in vars(module).values()
     if isinstance(tables, FieldTables)
 }
@@ -128,15 +131,153 @@ def test_kv_identity_of_latents_is_equal_in_processes_with_and_without_the_model
 @pytest.mark.parametrize("name", TABLES)
 def test_field_tables_hold_each_field_once(name: str) -> None:
     """Fails with the names of what a release of vLLM has added."""
-    fields = dataclasses.fields(getattr(vllm_config, name))
+    fields = dataclasses.fields(CLASSES[name])
     assert misplaced(TABLES[name], (one.name for one in fields)) == {}
 
 
+def _parts(config_class: Any) -> Iterator[tuple[str, Any]]:
+    """(field, config class in its type)"""
+    for name, hint in get_type_hints(config_class).items():
+        for inner in (hint, *get_args(hint)):
+            if dataclasses.is_dataclass(inner) and str(getattr(inner, "__module__", "")).startswith("vllm"):
+                yield name, inner
+
+
+def _classes() -> dict[str, Any]:
+    """The config classes below VllmConfig, but for those of fields that are judged as a whole."""
+    found: dict[str, Any] = {}
+    left: list[Any] = [vllm_config.VllmConfig]
+    while left:
+        config_class = left.pop()
+        tables = TABLES.get(config_class.__name__)
+        found[config_class.__name__] = config_class
+        for name, inner in _parts(config_class) if tables is not None else ():
+            whole = name in tables.harmless or name in tables.refused
+            if not whole and tables.in_key.get(name) != AS_OVERRIDE and inner.__name__ not in found:
+                left.append(inner)
+    return found
+
+
+CLASSES = _classes()
+
+
 def test_field_tables_cover_all_config_classes() -> None:
-    assert set(TABLES) == {
-        "CacheConfig", "LoRAConfig", "LoadConfig", "MambaConfig", "ModelConfig", "MultiModalConfig",
-        "ParallelConfig", "SpeculativeConfig",
-    }  # fmt: skip
+    """Fails with the names of config classes that a release of vLLM has added."""
+    assert set(CLASSES) == set(TABLES)
+
+
+# Flags that are no field of a config class: where their value goes, or "" for logs, ports and processes.
+_FLAGS = {
+    **dict.fromkeys(
+        ("aggregate_engine_logging", "disable_log_stats", "enable_log_requests", "log_config_file"), ""
+    ),
+    **dict.fromkeys(
+        ("data_parallel_multi_port_external_lb", "fail_on_environ_validation", "tokens_only"), ""
+    ),
+    **dict.fromkeys(
+        ("gdn_prefill_backend", "kda_decode_backend", "kda_prefill_backend"), "VllmConfig.additional_config"
+    ),
+    **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"), "VllmConfig.speculative_config"),
+    "data_parallel_address": "ParallelConfig.data_parallel_master_ip",
+    "data_parallel_start_rank": "ParallelConfig.data_parallel_rank",
+    "device_ids": "ParallelConfig.assigned_physical_gpu_ids",
+    "enable_lora": "VllmConfig.lora_config",
+    "enable_mamba_cache_stochastic_rounding": "MambaConfig.enable_stochastic_rounding",
+    "limit_mm_per_prompt": "MultiModalConfig.limit_per_prompt",
+    "lora_target_modules": "LoRAConfig.target_modules",
+    "mamba_backend": "MambaConfig.backend",
+    "mamba_cache_philox_rounds": "MambaConfig.stochastic_rounding_philox_rounds",
+    "mamba_ssu_algorithm": "MambaConfig.ssu_algorithm",
+    "mm_processor_device": "MultiModalConfig.mm_processor_kwargs",
+    "scheduling_policy": "SchedulerConfig.policy",
+}
+
+
+def test_every_flag_is_field_that_is_judged() -> None:
+    """Fails with the names of flags that a release of vLLM has added."""
+    every = {name for tables in TABLES.values() for name in _names(tables)}
+    whole = [inner for tables in TABLES.values() for inner in _judged_whole(tables)]
+    every |= {one.name for inner in whole for one in dataclasses.fields(inner)}
+    flags = {one.name for one in dataclasses.fields(AsyncEngineArgs)}
+    assert flags - every == set(_FLAGS)
+    for place in filter(None, _FLAGS.values()):
+        owner, _, name = place.partition(".")
+        assert name in _names(TABLES[owner])
+
+
+def _names(tables: FieldTables) -> set[str]:
+    return {*tables.in_key, *tables.harmless, *tables.refused}
+
+
+def _judged_whole(tables: FieldTables) -> Iterator[Any]:
+    for name, inner in _parts(CLASSES[tables.of]):
+        if name in tables.harmless or name in tables.refused or tables.in_key.get(name) == AS_OVERRIDE:
+            yield inner
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("kernel_config", {"moe_backend": "marlin"}),
+        ("kernel_config", {"linear_backend": "deep_gemm"}),
+        ("kernel_config", {"linear_backend_per_quant": {"fp8": "marlin"}}),
+        ("attention_config", {"use_prefill_query_quantization": True}),
+        ("attention_config", {"indexer_kv_dtype": "fp8"}),
+        ("attention_config", {"backend": AttentionBackendEnum.TURBOQUANT}),
+        ("compilation_config", {"inductor_compile_config": {"emulate_precision_casts": True}}),
+    ],
+)
+def test_identities_contain_kernels_that_compute_otherwise(
+    changed: Callable[..., Any], resolved: Any, part: str, fields: dict[str, Any]
+) -> None:
+    config = changed(part, **fields)
+    assert kv_key(config) != kv_key(resolved)
+    assert tower_identity(config).identity != tower_identity(resolved).identity
+    assert tower_identity(config).served_identity is None, "no encoder service computes so"
+
+
+def test_identities_contain_additional_config(changed: Callable[..., Any], resolved: Any) -> None:
+    """Flags of some kernels end there (--gdn-prefill-backend), and settings of platforms."""
+    config = changed("model_config")
+    config.additional_config = {"gdn_prefill_backend": "triton"}
+    assert kv_key(config) != kv_key(resolved)
+    config.additional_config = SimpleNamespace(compute_hash=lambda: "x")
+    with pytest.raises(CheckpointError, match="additional_config"):
+        kv_identity(config)
+
+
+@pytest.mark.parametrize("variable", PRECISION_VARIABLES)
+def test_identities_contain_precision_of_environment(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    plain, tower = kv_key(resolved), tower_identity(resolved)
+    monkeypatch.setenv(variable, "1")
+    assert kv_key(resolved) != plain
+    assert tower_identity(resolved).identity != tower.identity
+    monkeypatch.setenv(variable, "")
+    assert kv_key(resolved) == plain
+
+
+@pytest.mark.parametrize(
+    ("part", "fields"),
+    [
+        ("attention_config", {"backend": AttentionBackendEnum.FLASH_ATTN, "flash_attn_version": 3}),
+        ("compilation_config", {"backend": "eager", "custom_ops": ["all"]}),
+        ("compilation_config", {"inductor_compile_config": {"combo_kernels": True, "size_asserts": False}}),
+        ("scheduler_config", {"max_num_batched_tokens": 512, "policy": "priority"}),
+        ("kernel_config", {"enable_flashinfer_autotune": False}),
+    ],
+)
+def test_identities_ignore_what_orders_and_dispatches(
+    changed: Callable[..., Any], resolved: Any, part: str, fields: dict[str, Any]
+) -> None:
+    config = changed(part, **fields)
+    assert kv_key(config) == kv_key(resolved)
+    assert tower_identity(config) == tower_identity(resolved)
+
+
+def test_ec_manager_of_cornplug_is_known() -> None:
+    assert {early_prefill._MANAGER} == runtime_fields.EC_MANAGER.same_as_default["encoder_cache_manager_cls"]
 
 
 def test_identity_of_plain_flags_has_no_overrides(resolved: Any) -> None:
@@ -161,6 +302,14 @@ def test_identity_of_plain_flags_has_no_overrides(resolved: Any) -> None:
         ("load_config", {"safetensors_load_strategy": "torchao"}, "safetensors_load_strategy"),
         ("load_config", {"ignore_patterns": ["*00002*"]}, "ignore_patterns"),
         ("parallel_config", {"worker_cls": "mine.Worker"}, "worker_cls"),
+        (
+            "compilation_config",
+            {"inductor_passes": {"post_grad_custom_pre_pass": "mine.f"}},
+            "inductor_passes",
+        ),
+        ("compilation_config", {"inductor_compile_config": {"pass": object()}}, "inductor_compile_config"),
+        ("compilation_config", {"backend": "mine.compile"}, "CompilationConfig.backend"),
+        ("ec_manager_config", {"encoder_cache_manager_cls": "mine.Cache"}, "encoder_cache_manager_cls"),
     ],
 )
 def test_identity_with_unidentifiable_setting_is_refused(

@@ -1,0 +1,243 @@
+"""As `model_fields`: tables of vLLM's kernels, attention, compilation, scheduling, and of VllmConfig itself.
+
+VLLM says which config classes have no table of their own: no field of theirs can change a shared entry.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
+from cornplug.vllm_connector.model.model_fields import listed
+
+_OWN_TABLE: Final = "in tables of its own"
+_DISPATCH: Final = "the same operations, otherwise dispatched"
+_WHEN: Final = "which tokens are computed when, and beside which"
+
+VLLM: Final = FieldTables(
+    of="VllmConfig",
+    in_key={
+        "additional_config": AS_OVERRIDE,
+        **listed(
+            _OWN_TABLE,
+            """
+            model_config cache_config parallel_config scheduler_config load_config offload_config
+            attention_config engram_config mamba_config kernel_config lora_config speculative_config
+            diffusion_config compilation_config ec_manager_config
+            """,
+        ),
+        "quant_config": "made of the checkpoint and of ModelConfig.quantization",
+    },
+    harmless={
+        **listed("the same operations on another device", "device_config"),
+        **listed("what is sampled becomes tokens, and those are in the key", "watermark_config"),
+        **listed("what is sampled becomes tokens", "structured_outputs_config reasoning_config"),
+        **listed("of outputs only", "aux_output_config"),
+        **listed("logs and measurements", "observability_config logging_config profiler_config"),
+        **listed("what other connectors load is not saved (provenance.py)", "kv_transfer_config"),
+        **listed("embeddings are named by their content", "ec_transfer_config"),
+        **listed("written, not read", "kv_events_config"),
+        **listed("new weights end sharing (weights.py)", "weight_transfer_config"),
+        **listed("chooses fields of other classes, which are judged", "optimization_level performance_mode"),
+        **listed("names and times", "instance_id shutdown_timeout watchdog_config"),
+    },
+    refused={},
+    not_in_all=frozenset({"watchdog_config"}),
+)
+
+KERNEL: Final = FieldTables(
+    of="KernelConfig",
+    # Kernels quantise activations, each in its way, where the weights are quantised.
+    in_key={
+        "linear_backend": AS_OVERRIDE,
+        "linear_backend_per_quant": AS_OVERRIDE,
+        "moe_backend": AS_OVERRIDE,
+        "monokernel": AS_OVERRIDE,
+        "sparse_indexer_topk_backend": AS_OVERRIDE,
+        "ir_op_priority": _OWN_TABLE,
+    },
+    harmless=listed(
+        "which of equal kernels is the fastest, and when it is compiled",
+        """
+        enable_flashinfer_autotune enable_rocm_segmented_attn_autotune enable_cutedsl_warmup
+        enable_jit_warmup
+        """,
+    ),
+    refused={},
+    not_in_all=frozenset({"monokernel"}),
+)
+
+IR_OPS: Final = FieldTables(
+    of="IrOpPriorityConfig",
+    in_key={},
+    harmless=listed(
+        "the same norm or activation by another kernel, without quantisation; the platform adds its own",
+        "rms_norm fused_add_rms_norm gelu_and_mul_sparse",
+    ),
+    refused={},
+)
+
+ATTENTION: Final = FieldTables(
+    of="AttentionConfig",
+    in_key={
+        "backend": AS_OVERRIDE,
+        "backend_per_kind": AS_OVERRIDE,
+        "disable_flashinfer_q_quantization": AS_OVERRIDE,
+        "hisparse_config": AS_OVERRIDE,
+        "indexer_kv_dtype": AS_OVERRIDE,
+        "indexer_sparse_logits": AS_OVERRIDE,
+        "minimax_m3_msa_decode_backend": AS_OVERRIDE,
+        "mla_prefill_backend": AS_OVERRIDE,
+        "sparse_mla_force_mqa": AS_OVERRIDE,
+        "trtllm_ragged_backend": AS_OVERRIDE,
+        "use_non_causal": AS_OVERRIDE,
+        "use_prefill_query_quantization": AS_OVERRIDE,
+        "use_trtllm_attention": AS_OVERRIDE,
+    },
+    harmless={
+        **listed(
+            "the order of sums",
+            """
+            flash_attn_version flash_attn_max_num_splits_for_cuda_graph tokenspeed_mla_min_split_kv
+            tq_max_kv_splits_for_cuda_graph flex_attn_block_m flex_attn_block_n flex_attn_q_block_size
+            flex_attn_kv_block_size
+            """,
+        ),
+        **listed("memory", "sparse_mla_prefill_workspace_factor"),
+        **listed("which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"),
+    },
+    refused={},
+    # By name, see `setting_verdicts`. Full attention in the KV's own dtype: they differ by the order of sums.
+    same_as_default={
+        "backend": frozenset(
+            {"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "ROCM_AITER_FA"}
+            | {"ROCM_AITER_UNIFIED_ATTN", "ROCM_ATTN", "TRITON_ATTN", "TRITON_ATTN_DIFFKV"}
+            | {"CUTLASS_MLA", "FLASHINFER_MLA", "FLASHMLA", "FLASH_ATTN_MLA", "ROCM_AITER_MLA", "TRITON_MLA"}
+        ),
+    },
+    not_in_all=frozenset({"indexer_tp_shard_min_rows", "minimax_m3_indexer_cp", "trtllm_ragged_backend"}),
+)
+
+COMPILATION: Final = FieldTables(
+    of="CompilationConfig",
+    in_key={
+        "inductor_compile_config": "its options that are not known to change speed alone",
+        **listed(_OWN_TABLE, "pass_config dynamic_shapes_config"),
+    },
+    harmless={
+        **listed(
+            _DISPATCH,
+            """
+            mode custom_ops ir_enable_torch_wrap splitting_ops compile_mm_encoder compile_sizes
+            compile_ranges_endpoints use_inductor_graph_partition fast_moe_cold_start
+            """,
+        ),
+        **listed(
+            "the same kernels, replayed",
+            """
+            cudagraph_mm_encoder encoder_cudagraph_token_budgets
+            encoder_cudagraph_max_vision_items_per_batch encoder_cudagraph_max_frames_per_batch
+            cudagraph_decoder_replay decoder_replay_cudagraph_capture_sizes decoder_replay_trim_threshold
+            cudagraph_mode cudagraph_num_of_warmups cudagraph_capture_sizes cudagraph_copy_inputs
+            cudagraph_specialize_lora max_cudagraph_capture_size
+            """,
+        ),
+        **listed(
+            "files, counts and state of the compiler",
+            """
+            debug_dump_path cache_dir compile_cache_save_format local_cache_dir enabled_custom_ops
+            disabled_custom_ops traced_files compilation_time encoder_compilation_time
+            static_forward_context static_all_moe_layers
+            """,
+        ),
+    },
+    refused={
+        "backend": "graphs are compiled by code that is not vLLM's own",
+        "inductor_passes": "code that is not vLLM's own rewrites the model's graph",
+    },
+    same_as_default={"backend": frozenset({"eager", "inductor"})},
+)
+HARMLESS_INDUCTOR: Final = frozenset(
+    {
+        *("alignment_asserts", "nan_asserts", "scalar_asserts", "size_asserts"),
+        *("benchmark_combo_kernel", "combo_kernels", "coordinate_descent_tuning", "max_autotune"),
+        *("cpp.dynamic_threads", "dce", "deterministic", "epilogue_fusion", "use_static_cuda_launcher"),
+        "enable_auto_functionalized_v2",
+    }
+)
+"""Keys of `inductor_compile_config` that vLLM sets by itself, or that choose the fastest of equal kernels."""
+
+PASSES: Final = FieldTables(
+    of="PassConfig",
+    in_key={},
+    harmless=listed(
+        "the same operations in fewer kernels; vLLM chooses by platform and optimisation level",
+        """
+        fuse_norm_quant fuse_act_quant fuse_attn_quant eliminate_noops fuse_allreduce_rms
+        enable_qk_norm_rope_fusion fuse_rope_kvcache_cat_mla fuse_act_padding fuse_mla_dual_rms_norm
+        fuse_rope_kvcache fuse_qk_norm_rope_kvcache rope_kvcache_fusion_max_token_num
+        fi_allreduce_fusion_max_size_mb
+        """,
+    ),
+    refused={},
+)
+
+SHAPES: Final = FieldTables(
+    of="DynamicShapesConfig",
+    in_key={},
+    harmless=listed(_DISPATCH, "type evaluate_guards assume_32_bit_indexing"),
+    refused={},
+)
+
+SCHEDULER: Final = FieldTables(
+    of="SchedulerConfig",
+    in_key={},
+    harmless={
+        **listed("pooling models are refused by ModelConfig.runner", "runner_type"),
+        **listed("of the checkpoint", "is_multimodal_model"),
+        **listed(
+            _WHEN,
+            """
+            max_num_batched_tokens max_num_scheduled_tokens max_num_seqs max_num_active_seqs
+            long_prefill_token_threshold long_prefill_token_threshold_adaptive max_num_queued_reqs
+            max_num_queued_tokens enable_chunked_prefill max_num_encoder_input_tokens policy
+            disable_chunked_mm_input scheduler_cls scheduler_reserve_full_isl watermark
+            prefill_schedule_interval async_scheduling stream_interval
+            """,
+        ),
+        **listed("memory", "encoder_cache_size disable_hybrid_kv_cache_manager"),
+    },
+    refused={},
+)
+
+_WHERE: Final = "where weights lie"
+
+OFFLOAD: Final = FieldTables(
+    of="OffloadConfig", in_key={}, harmless=listed(_WHERE, "offload_backend uva prefetch"), refused={}
+)
+
+ENGRAM: Final = FieldTables(
+    of="EngramConfig",
+    in_key={},
+    harmless=listed(_WHERE, "cpu_offload embedding_across_dp dp_shared_memory use_thp"),
+    refused={},
+)
+
+DIFFUSION: Final = FieldTables(
+    of="DiffusionConfig",
+    in_key={"canvas_length": AS_OVERRIDE, "max_denoising_steps": AS_OVERRIDE},
+    harmless={},
+    refused={},
+)
+
+EC_MANAGER: Final = FieldTables(
+    of="EncoderCacheManagerConfig",
+    in_key={},
+    harmless=listed("arguments of the class, which is vLLM's or cornplug's own", "manager_config"),
+    refused={"encoder_cache_manager_cls": "embeddings are kept by code that is not vLLM's own"},
+    same_as_default={
+        "encoder_cache_manager_cls": frozenset(
+            {"cornplug.vllm_connector.ec.early_prefill.InFlightEncoderCacheManager"}
+        )
+    },
+)
