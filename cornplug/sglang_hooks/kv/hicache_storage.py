@@ -328,10 +328,9 @@ class CornplugStorage(FurtherPools):
 
     @contextmanager
     def _fenced(self, what: str) -> Iterator[None]:
-        """Count an error that nothing foresaw: it would end a thread of SGLang, and with it all backups."""
         try:
             yield
-        except Exception:  # noqa: BLE001
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "error")
             self._errors += 1
             if self._errors == 1:

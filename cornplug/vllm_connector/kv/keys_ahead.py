@@ -46,7 +46,7 @@ def received(request: Request) -> None:
         if keys is not None:
             keys.upto(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
-    except Exception as e:  # noqa: BLE001
+    except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
         # An error here would end the thread, and the engine: the lookup meets it again, and counts it.
         compat.logger.debug("cornplug: no keys ahead: %r", e)
 

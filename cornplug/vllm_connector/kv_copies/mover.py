@@ -201,7 +201,7 @@ class PolledMover:
         for job, crossing in jobs:
             try:
                 done = crossing.done()
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
                 self._end(job, e)
                 continue
             if done:
@@ -219,7 +219,7 @@ class PolledMover:
             job, crossing = self._jobs.pop(0)
             try:
                 crossing.wait()
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
                 self._end(job, e)
                 continue
             self._resume(job)
@@ -231,13 +231,13 @@ class PolledMover:
             try:
                 crossing.wait()
                 job.close()
-            except Exception as e:  # noqa: BLE001
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
                 self._failed(e)
 
     def _resume(self, job: PolledJob) -> None:
         try:
             crossing = next(job, None)
-        except Exception as e:  # noqa: BLE001, torch's and CUDA's too; the job has reported its end
+        except Exception as e:  # noqa: BLE001 - torch's and CUDA's too; the job has reported its end
             self._failed(e)
             return
         if crossing is not None:
@@ -250,7 +250,7 @@ class PolledMover:
         self._failed(error)
         try:
             job.close()
-        except Exception as e:  # noqa: BLE001
+        except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
             self._failed(e)
 
     def _failed(self, error: Exception) -> None:
