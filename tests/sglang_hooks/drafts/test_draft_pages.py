@@ -86,9 +86,9 @@ def test_draft_pages_load_with_the_models_after_restart() -> None:
 
 @pytest.mark.parametrize("what", ["present", "get", "set"])
 def test_draft_pages_error_that_nothing_foresaw_is_a_miss(
-    process: Tally,
+    process: Tally,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
-    what: str,  # noqa: F811
+    what: str,
 ) -> None:
     """It would end one of SGLang's threads."""
 
