@@ -106,6 +106,7 @@ def test_decode_lanes_extra_lane_takes_better_class_only(rig: Rig) -> None:
         each.future.result(60)
 
 
+@pytest.mark.more
 def test_decode_lanes_overloaded_premium_keeps_deadlines(rig: Rig) -> None:
     """Nightly offers three times the capacity of the lanes. Before: p50 went from 10 ms to 4 s."""
     for _ in range(10):  # so that it is known what media take
