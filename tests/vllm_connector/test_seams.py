@@ -45,6 +45,7 @@ CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (
     ("vllm._custom_ops", "swap_blocks_batch"),
+    ("vllm.multimodal.cache.factories", "_get_cache_type"),
     (REGISTER, "host_register"),
     (REGISTER, "host_unregister"),
     (CONNECTOR, "MediaConnector.load_from_url"),

@@ -84,7 +84,7 @@ class EmbeddingSource:
                 if key is not None and dtype_name(tensor.dtype) == self._dtype:
                     self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
         except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine has its embeddings
-            self._failed("offer")
+            self._log_error("offer")
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
         """The model's own embeddings of `items`. Notes the measured time for the tokenizer process."""
@@ -130,11 +130,11 @@ class EmbeddingSource:
             self._miss(e.reason)
             return None
         except Exception:  # noqa: BLE001 - whatever nobody foresaw: the tower computes it
-            self._failed("load")
+            self._log_error("load")
             return None
         return tensor
 
-    def _failed(self, what: str) -> None:
+    def _log_error(self, what: str) -> None:
         compat.logger.exception("cornplug: the %s of an embedding failed", what)
         self._miss("error")
 
