@@ -100,7 +100,8 @@ class EncoderConfig(Section):
     max_body_bytes: int = Field(default=64 << 20, gt=0)
     """Largest body of one HTTP request."""
     max_held_bytes: int = Field(default=1 << 30, gt=0)
-    """Bytes of all HTTP bodies under way together."""
+    """Bytes of all HTTP bodies under way together, at least four times `max_body_bytes`: half of them by the
+    shares of the classes, a quarter for engines."""
     body_deadline_s: float = Field(default=30.0, gt=0)
     """Longest time in which the body of an HTTP request must arrive."""
     admin_key: SecretStr = SecretStr("")

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -26,6 +25,7 @@ from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses
+from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.client_gone import unless_gone
 from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
@@ -71,7 +71,7 @@ class EncodeRoute:
         self,
         encoder: EncoderCore,
         preparer: MediaPreparer,
-        threads: Executor,
+        parser: BodyParser,
         config: EncoderConfig,
         door: MediaIntake,
         *,
@@ -81,17 +81,17 @@ class EncodeRoute:
         self._door = door
         self._secret = secret
         self._preparer = preparer
-        self._threads = threads
+        self._parser = parser
         self._config = config
         self._fetcher = UrlFetcher.of(config)
 
     async def __call__(self, request: Request) -> Response:
         """The answer to a request. Raises EncoderRefused and MediaError for errors of the whole request, and
         ClientDisconnect."""
-        asked = await requests.read(request, self._threads, max_items=self._config.max_items)
+        caller = self._encoder.classes.of_headers(request.headers)
+        asked = await requests.read(request, self._parser, caller.qos, max_items=self._config.max_items)
         if self._encoder.registry.by_name(asked.model) is None:
             raise unknown_model(asked.model)
-        caller = self._encoder.classes.of_headers(request.headers)
         salt = salt_of(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
         deadline_s = self._door.deadline_s(caller.qos, wanted_s)
