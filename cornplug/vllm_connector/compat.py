@@ -33,6 +33,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
+from cornplug.encoder_service.wire.decodings import decoding_of
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("vllm.cornplug")
@@ -55,6 +56,13 @@ EPOCHS: Final[dict[str, int]] = {}
 (a mended tower, another rope), so that engines before and after it do not share."""
 
 _MARK = "_cornplug_original"
+
+
+def decoding() -> str:
+    """The rule by which the installed vLLM decodes images."""
+    version = str(SUPPORTED_VERSIONS.installed())
+    # Without a known rule the encoder service refuses the name, and guesses none.
+    return decoding_of("vllm", version) or f"vllm-{version}"
 
 
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:

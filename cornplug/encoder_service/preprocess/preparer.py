@@ -29,6 +29,8 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     PreprocessContext,
 )
 from cornplug.encoder_service.preprocess.video import VideoPreprocessor
+from cornplug.encoder_service.wire import decodings
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
@@ -80,6 +82,10 @@ class MediumSource:
     deadline_s: float
     sampling: FrameSampling = ENGINE_SAMPLING
     """Of a video: its frames; the key follows from the frames and their times."""
+    decoding: Decoding = decodings.DEFAULT
+    """Of an image, and of the images of a video: the engine whose pixels are wanted."""
+    app: str = APP
+    """App of the entry."""
 
 
 class MediaPreparer:
@@ -185,7 +191,9 @@ class OpenMedium:
         `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor.
         """
         source = self._source
-        medium = self._preprocessor.decode(source.parts, source.form, source.sampling, context)
+        medium = self._preprocessor.decode(
+            source.parts, source.form, source.sampling, source.decoding, context
+        )
         decoded = DecodedFile(medium.digest, medium.shape)
         self._files.remember(source.salt, self._file_name(), decoded)
         if look_up is not None and (cached := self._cached(decoded, look_up)) is not None:
@@ -209,7 +217,7 @@ class OpenMedium:
             key=identity.embedding_key(self._secret, self._identity, decoded.digest, source.salt),
             cache_salt=source.salt,
             inputs={},
-            app=SGLANG if source.form == "for_sglang" else APP,
+            app=source.app,
             deadline_s=source.deadline_s,
         )
         return PreprocessedMedium(
@@ -222,7 +230,7 @@ class OpenMedium:
     def _file_name(self) -> bytes:
         if self._name is None:
             source = self._source
-            spec = self._preprocessor.decode_spec(source.form, source.sampling)
+            spec = self._preprocessor.decode_spec(source.form, source.sampling, source.decoding)
             self._name = file_name(spec, source.parts)
         return self._name
 

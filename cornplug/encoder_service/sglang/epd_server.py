@@ -183,7 +183,8 @@ class SglangParts:
             return MediumSource(
                 model=model.served.name,
                 modality="image",
-                form="for_sglang",
+                decoding="sglang-0.5.23",
+                app=SGLANG,
                 parts=[medium_bytes("image", item.url)],
                 salt=item.cornplug_salt,
                 deadline_s=self._timeout_s,

@@ -136,6 +136,9 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fi
     app: str
     deadline_s: float
     """As of `EncodeRequest`."""
+    decoding: str = "vllm-0.32"
+    """Name of the rule by which the image is decoded (`decodings`): that of the engine's release. The default
+    is what peers mean that do not have the field."""
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
@@ -144,6 +147,9 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
     handle: str
     """The text of an `embedding_handle.EmbeddingHandle`: identity, media digest, key and patch grid."""
     tensor: WireTensor
+    decoding: str = "vllm-0.32"
+    """Name of the rule by which the image was decoded. The default is the rule of services that do not have
+    the field."""
 
 
 class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
