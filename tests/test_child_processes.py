@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
@@ -45,9 +46,15 @@ def test_doctor_probe_reads_no_module_of_current_folder(marks: Path) -> None:
     assert not list(marks.iterdir())
 
 
-def test_launched_python_reads_no_module_of_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", "/somewhere/python")
-    assert command_process.program(["python", "-m", "sglang.launch_server"]) == ["/somewhere/python", "-P"]
+def test_launched_python_reads_no_module_of_current_folder(
+    marks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", str(other))
+    assert command_process.program(["python", "-m", "json.tool"]) == [str(other), "-P"]
+    assert not list(marks.iterdir())
     assert "-P" in command_process.program(["cornplug", "encoder"])
 
 

@@ -29,7 +29,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
@@ -71,11 +71,7 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     Keeps staticmethod and classmethod as they were. Raises AttributeError or ImportError
     where this vLLM lacks the target: `plugin.register` turns that into one log line.
     """
-    owner: Any = importlib.import_module(module)
-    *path, name = qualified.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    raw = inspect.getattr_static(owner, name)
+    owner, name, raw = _target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     if hasattr(function, _MARK):
         return
@@ -89,3 +85,21 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, type(raw)(wrapped))
     else:
         setattr(owner, name, wrapped)
+
+
+def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
+    """Wrap all of these targets, or none where this vLLM lacks one. Raises as `wrap`."""
+    seams = list(seams)
+    for module, qualified, _ in seams:
+        _target(module, qualified)
+    for seam in seams:
+        wrap(*seam)
+
+
+def _target(module: str, qualified: str) -> tuple[Any, str, Any]:
+    """The owner of `module.qualified`, its name there, and what the owner holds under it."""
+    owner: Any = importlib.import_module(module)
+    *path, name = qualified.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name, inspect.getattr_static(owner, name)
