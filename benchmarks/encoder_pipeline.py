@@ -50,6 +50,7 @@ from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
 from cornplug.encoder_service.preprocess.image import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preparer import ENGINE_SAMPLING
 from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, MediumLimits
+from cornplug.encoder_service.wire.decodings import DEFAULT
 from cornplug.planner.inputs.gpu_catalog import gpu_table
 from cornplug.store.memory import MemoryStore
 from devkit.checkpoints import CLIP_L_336
@@ -242,7 +243,9 @@ def _prepared(loaded: LoadedModel, rounds: int) -> tuple[float, float, float, in
     """CPU seconds of digest, processor and check of one image; the tower's input in bytes and tokens."""
     file = jpeg(WIDTH, HEIGHT)
     pixels = RgbPixels.of(image.as_received(image.decode(file, WIDTH * HEIGHT)))
-    medium = ImagePreprocessor(loaded, MediumLimits()).decode([file], "file", ENGINE_SAMPLING, IN_PROCESS)
+    medium = ImagePreprocessor(loaded, MediumLimits()).decode(
+        [file], "file", ENGINE_SAMPLING, DEFAULT, IN_PROCESS
+    )
     wanted = loaded.checkpoint.family.inputs["image"]
     inputs = {name: tensor for name, tensor in medium.preprocess().items() if name in wanted}
     item = loaded.tower.prepare(inputs)

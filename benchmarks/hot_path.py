@@ -87,8 +87,12 @@ class Half:
         engine: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
         with mock.patch.object(tracked_requests, "kv_identity", return_value=(b"lm" * 16, {"model": "8B"})):
             self.scheduler = KVScheduler(engine, runtime, PAGE, Tally())
-        blocks = SimpleNamespace(blocks=([SimpleNamespace(block_id=block) for block in range(_BLOCKS)],))
-        manager: Any = SimpleNamespace(block_pool=None, get_blocks=lambda request_id: blocks)
+        table = [SimpleNamespace(block_id=block, is_null=False) for block in range(_BLOCKS)]
+        blocks = SimpleNamespace(blocks=(table,))
+        pool = SimpleNamespace(
+            enable_caching=False, touch=lambda blocks: None, unpin_blocks=lambda blocks, on_reuse: None
+        )
+        manager: Any = SimpleNamespace(block_pool=pool, get_blocks=lambda request_id: blocks)
         self.scheduler.bind(manager, SimpleNamespace(block_size=_BLOCK_TOKENS))  # type: ignore[arg-type]
         self._names = itertools.count()
 

@@ -23,6 +23,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import runtime_dir
+from cornplug.settings.byte_size import ByteSize
 from cornplug.settings.qos_settings import ClassConfig, QosConfig
 from cornplug.settings.settings_section import Section, comma_separated
 from cornplug.settings.store_settings import STORE_PROTOCOL, NamespaceConfig, StoreConfig
@@ -81,7 +82,7 @@ class EncoderConfig(Section):
     Default: the number of cores, between 2 and 16."""
     decode_deadline_s: float = Field(default=30.0, gt=0)
     """Longest decoding of one medium; then its process is killed and the medium refused (`too_slow`)."""
-    max_prepared_bytes: int | None = Field(default=None, gt=0)
+    max_prepared_bytes: ByteSize | None = Field(default=None, gt=0)
     """Bytes of decoded and preprocessed media held at a time. None: a quarter of the memory that the host
     has or the control group allows."""
     drain_s: float = Field(default=25.0, gt=0)
@@ -97,10 +98,11 @@ class EncoderConfig(Section):
     """Longest video accepted."""
     max_frames: int = Field(default=768, gt=0)
     """Largest number of frames sampled from a video. All frames together may have four times `max_pixels`."""
-    max_body_bytes: int = Field(default=64 << 20, gt=0)
+    max_body_bytes: ByteSize = Field(default=64 << 20, gt=0)
     """Largest body of one HTTP request."""
-    max_held_bytes: int = Field(default=1 << 30, gt=0)
-    """Bytes of all HTTP bodies under way together."""
+    max_held_bytes: ByteSize = Field(default=1 << 30, gt=0)
+    """Bytes of all HTTP bodies under way together, at least four times `max_body_bytes`: half of them by the
+    shares of the classes, a quarter for engines."""
     body_deadline_s: float = Field(default=30.0, gt=0)
     """Longest time in which the body of an HTTP request must arrive."""
     admin_key: SecretStr = SecretStr("")
@@ -226,7 +228,7 @@ class EngineConfig(Section):
     """KV pages that the engine copies to the store. "always": each page that it computes; "second": a page
     that a second request has, on this engine or (vLLM) on another one of the store, and while the engine is
     idle also others for which the store has free room; "never": none."""
-    max_open_saves_bytes: int = Field(default=1 << 30, gt=0)
+    max_open_saves_bytes: ByteSize = Field(default=1 << 30, gt=0)
     """Bytes of pages on their way to the store. Further pages are not saved, so that the end of a request
     never waits for a slow store or mover."""
     share_embeddings: bool = True

@@ -45,6 +45,11 @@ def free_port(*, room: int = 0) -> int:
     raise OSError(errno.EADDRINUSE, f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")
 
 
+def reachable(host: str) -> str:
+    """The address by which this host's processes reach a server that listens at `host`."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
+
+
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment for a process that talks to configured services only: no proxy stands before them."""
     return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}

@@ -83,8 +83,13 @@ async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
 
     Raises ProtocolError for a length of 0 or beyond `limit`, IncompleteReadError at the end of the stream.
     """
+    return await reader.readexactly(await read_frame_length(reader, limit=limit))
+
+
+async def read_frame_length(reader: StreamReader, *, limit: int) -> int:
+    """The length of the body that follows in a stream. Raises as `read_frame`."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-    return await reader.readexactly(_checked(size, limit))
+    return _checked(size, limit)
 
 
 def _checked(size: int, limit: int) -> int:

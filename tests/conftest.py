@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -123,8 +124,20 @@ def own_settings() -> Iterator[Path]:
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         (home / "run").mkdir(mode=0o700)
+        _keep_model_infos(home / "cache")
         yield home
     shutil.rmtree(home, ignore_errors=True)
+
+
+def _keep_model_infos(cache: Path) -> None:
+    """Keep vLLM's descriptions of its model classes from run to run: each costs it a process of ten seconds.
+
+    vLLM compares them with the classes' sources.
+    """
+    kept = Path(__file__).parents[1] / ".cache" / "vllm-modelinfos" / Path(sys.prefix).name
+    kept.mkdir(parents=True, exist_ok=True)
+    (cache / "vllm").mkdir(parents=True)
+    (cache / "vllm" / "modelinfos").symlink_to(kept)
 
 
 class LoggedStore:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,15 @@ def test_doctor_probe_reads_no_module_of_current_folder(marks: Path) -> None:
     assert not list(marks.iterdir())
 
 
-def test_launched_python_reads_no_module_of_current_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", "/somewhere/python")
-    assert command_process.program(["python", "-m", "sglang.launch_server"]) == ["/somewhere/python", "-P"]
+def test_launched_python_reads_no_module_of_current_folder(
+    marks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", str(other))
+    assert command_process.program(["python", "-m", "json.tool"]) == [str(other), "-P"]
+    assert not list(marks.iterdir())
     assert "-P" in command_process.program(["cornplug", "encoder"])
 
 
@@ -83,14 +90,18 @@ def _is_path(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Path"
 
 
-def _modules() -> list[tuple[str, ast.Module]]:
-    return [(str(path.relative_to(PACKAGE)), ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")]
+def _modules(words: Collection[str]) -> Iterator[tuple[str, ast.Module]]:
+    """The modules that have one of these words."""
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        if any(word in text for word in words):
+            yield str(path.relative_to(PACKAGE)), ast.parse(text)
 
 
 def test_every_python_child_has_safe_path() -> None:
     found = {
         f"{name}:{line}"
-        for name, tree in _modules()
+        for name, tree in _modules(["executable"])
         for line, safe in _commands(tree)
         if not safe and name not in _NO_INTERPRETER
     }
@@ -101,7 +112,7 @@ def test_children_are_started_by_subprocess_only() -> None:
     """`multiprocessing` and others would start Python in ways that the test above does not see."""
     found = {
         f"{name}:{node.lineno} {node.attr}"
-        for name, tree in _modules()
+        for name, tree in _modules(_STARTERS)
         for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in _STARTERS
         if isinstance(node.value, ast.Name) and node.value.id in _MODULES

@@ -7,8 +7,14 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cornplug.config import Config, absolute_environment, load
+from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig, absolute_environment, load
 from cornplug.errors import ConfigError
+
+SIZED = {"store": StoreConfig, "encoder": EncoderConfig, "engine": EngineConfig}
+
+
+def is_size(name: str) -> bool:
+    return "bytes" in name.split("_")
 
 
 @pytest.fixture
@@ -37,6 +43,18 @@ def test_load_environment_over_file_overrides_over_both(file: Path) -> None:
     }
     config = load({"engine.app": "from-flag"}, environ=environ)
     assert (config.store.size_bytes, config.store.lease_s, config.engine.app) == (2000, 7.0, "from-flag")
+
+
+@pytest.mark.parametrize(
+    "setting", [f"{s}.{name}" for s, kind in SIZED.items() for name in kind.model_fields if is_size(name)]
+)
+def test_load_every_size_takes_a_unit(setting: str) -> None:
+    section, name = setting.split(".")
+    for text, size_bytes in (("64GiB", 64 << 30), ("1.5 gb", 1_500_000_000), ("68719476736", 64 << 30)):
+        assert getattr(getattr(load({setting: text}, environ={}), section), name) == size_bytes
+    for wrong in ("64 gigs", "GiB", "0", "64GiB or so"):
+        with pytest.raises(ConfigError, match=rf"{setting}.*(is no size: write 64GiB|greater than)"):
+            load({setting: wrong}, environ={})
 
 
 def test_load_urls_of_far_stores_come_from_flag_variable_and_file(tmp_path: Path) -> None:

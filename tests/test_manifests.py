@@ -31,9 +31,9 @@ from cornplug.config import EncoderConfig, load
 from cornplug.errors import ConfigError, StoreError
 from cornplug.private_paths import secret_problem
 from cornplug.processes import answers
+from cornplug.settings.byte_size import bytes_of
 from cornplug.sglang_hooks import compat as sglang_compat
 from cornplug.store.arena import fitting_size
-from cornplug.store.daemon.main import parse_size
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint
 from cornplug.store.host_memory import MemoryBound
 from cornplug.vllm_connector import compat as vllm_compat
@@ -419,7 +419,7 @@ def test_chart_memory_limit_of_the_store_holds_its_size(size_gib: int) -> None:
     (store,) = render_manifests.render({"store": {"sizeGiB": size_gib}})["store.yaml"]
     (container,) = store["spec"]["template"]["spec"]["containers"]
     limit_bytes = int(container["resources"]["limits"]["memory"].removesuffix("Gi")) << 30
-    size_bytes = parse_size(container["args"][1])
+    size_bytes = bytes_of(container["args"][1])
     process_bytes = 512 << 20
     bound = MemoryBound(limit_bytes, limit_bytes - process_bytes, "the pod's limit")
     assert fitting_size(size_bytes, clamp=False, memory=bound) == size_bytes == size_gib << 30

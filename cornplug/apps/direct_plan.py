@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final, Literal
 
 from cornplug import __version__
 from cornplug.apps.apps_file import AppsFile
 from cornplug.apps.launched_parts import model_of, models_of, path_of
+from cornplug.host import reachable
+from cornplug.planner.candidates.engine_settings import PRIORITY
 from cornplug.planner.inputs.schema import (
     Application,
     ClassOfService,
     Component,
     ComponentResources,
     RequestSpec,
-    Workload,
 )
 from cornplug.planner.latency_forecast import LatencyForecast, PercentileSlo
 from cornplug.planner.launch.addresses import ENCODER_PORT, ENGINE_PORT
@@ -35,7 +36,6 @@ from cornplug.planner.plan import (
 
 _HOST: Final = "host"
 _CACHED: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embedding")
-_URGENCY: Final[Mapping[Workload, int]] = {"online": 2, "semi-online": 1, "offline": 0}
 
 
 def plan_of(file: AppsFile) -> Plan:
@@ -44,13 +44,19 @@ def plan_of(file: AppsFile) -> Plan:
     groups = _Groups(file, started)
     found = [groups.of(component) for component in started]
     size = max((place[1] + group.ranks for group in found for place in group.placement), default=1)
+    address = reachable(file.launch.host)
     return Plan(
         name=file.name,
         objective="an apps file",
         cost_per_hour=0.0,
         nodes=[
             PlannedNodes(
-                name=_HOST, gpu="gpu", gpus=size, count=1, price_per_hour=0.0, hosts=[file.launch.host]
+                name=_HOST,
+                gpu="gpu",
+                gpus=size,
+                count=1,
+                price_per_hour=0.0,
+                hosts=[address],
             )
         ],
         groups=found,
@@ -62,6 +68,8 @@ def plan_of(file: AppsFile) -> Plan:
         reservations=list(_reservations(file)),
         applications=[_settings(app) for app in file.applications],
         store_flags=file.launch.store_flags,
+        listen=file.launch.host,
+        allow_anonymous=file.launch.allow_anonymous,
         proof=OptimalityProof(
             status="feasible", solver="none", seconds=0.0, incumbent=0.0, bound=0.0, gap=0.0
         ),
@@ -110,7 +118,7 @@ class _Groups:
             placement=list(_placement(component, self._first[component.name])),
             utilisation=0.0,
             capacity={},
-            workload=max((app.workload for app in users), key=_URGENCY.__getitem__, default="online"),
+            workload=max((app.workload for app in users), key=PRIORITY.__getitem__, default="online"),
             apps=[app.name for app in users],
             profile="an apps file",
             ports=self._ports[component.name],
@@ -154,9 +162,10 @@ class _Groups:
 
 
 def priority_of(file: AppsFile, app: Application) -> int:
-    """Of an application's class of service; without classes, of its workload."""
-    named = [c.priority for c in file.qos if c.name == app.qos]
-    return named[0] if named else _URGENCY[app.workload]
+    """Order of an application's requests in an engine, the highest first: by its class of service, and within
+    a class by its workload. A class that the file does not have has priority 0, as in the encoder service."""
+    of_class = next((c.priority for c in file.qos if c.name == app.qos), 0)
+    return of_class * len(PRIORITY) + PRIORITY[app.workload]
 
 
 def _resources(component: Component) -> ComponentResources:
@@ -245,7 +254,8 @@ def _forecast(file: AppsFile, app: Application, request: RequestSpec) -> Latency
 def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
     """The store, said to be each LLM's for its prefixes and embeddings: namespaces divide it."""
     llms = [c for c in started if c.kind == "llm"]
-    if not file.launch.store_gib:
+    size = file.launch.store_gib
+    if size == 0:
         return
     for llm in llms:
         for kind in _CACHED:
@@ -253,7 +263,7 @@ def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
                 name=f"{kind} {llm.name}",
                 kind=kind,
                 component=llm.name,
-                gib=file.launch.store_gib / (2 * len(llms)),
+                gib=None if size is None else size / (2 * len(llms)),
                 hit_rate={},
             )
 

@@ -28,6 +28,7 @@ from cornplug.commands.warm_engine import StoreCounts, WarmedEngine
 from cornplug.commands.warm_file import LineError, WarmLine, read
 from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.sync_client import EncoderClient
+from cornplug.encoder_service.wire.decodings import DECODINGS, DEFAULT, Decoding
 from cornplug.errors import ConfigError
 
 _SETTLED_S: Final = 1.5
@@ -97,6 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--engine", metavar="URL", help="a vLLM or SGLang that shares: http://HOST:PORT")
     parser.add_argument("--encoder", metavar="URL", help="an encoder service, for the images of all lines")
     parser.add_argument("--model", metavar="NAME", help="for lines without one (default: the engine's first)")
+    parser.add_argument(
+        "--decoding", choices=DECODINGS,
+        help="decode the images as this release of an engine does (default: the release of --engine, else "
+        f"{DEFAULT})",
+    )  # fmt: skip
     parser.add_argument("--app", metavar="NAME", help="the app that the encoder service counts the images by")
     parser.add_argument(
         "--concurrency", type=int, default=4, metavar="N", help="requests at a time (default: %(default)s)"
@@ -125,7 +131,8 @@ def _run(args: argparse.Namespace, lines: Sequence[WarmLine], report: WarmReport
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             if args.encoder:
                 model = args.model or (engine.model if engine is not None else None)
-                _encode(args, lines, report, progress, model, key)
+                decoding = args.decoding or (engine.decoding() if engine is not None else None)
+                _encode(args, lines, report, progress, model, key, decoding)
             if engine is not None:
                 _Requests(engine, args.concurrency, report, progress).send(lines)
             for line in lines:
@@ -145,6 +152,7 @@ def _encode(
     progress: Progress,
     model: str | None,
     key: str | None,
+    decoding: Decoding | None,
 ) -> None:
     """Send the images to the encoder service, a model and a salt at a time."""
     groups: dict[tuple[str, str | None], list[tuple[WarmLine, str, bytes]]] = {}
@@ -159,7 +167,9 @@ def _encode(
     if not groups:
         return
     deadline_s = min(args.timeout, 60.0)
-    with EncoderClient(args.encoder, api_key=key, app=args.app, deadline_s=deadline_s) as client:
+    with EncoderClient(
+        args.encoder, api_key=key, app=args.app, deadline_s=deadline_s, decoding=decoding
+    ) as client:
         for (named, salt), images in groups.items():
             items = [data for _, _, data in images]
             for index, answer in client.encode_many(items, model=named, cache_salt=salt):

@@ -11,6 +11,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from cornplug.commands.warm_file import LineError, WarmLine
+from cornplug.encoder_service.wire.decodings import Decoding, decoding_of
 from cornplug.errors import ConfigError
 from cornplug.host import tls_context
 
@@ -113,6 +114,18 @@ class WarmedEngine:
             elif name == "cornplug_bytes_total" and page and labels.get("direction") == "save":
                 found.saved_bytes += value
         return found
+
+    def decoding(self) -> Decoding | None:
+        """The rule by which the engine decodes images; None if it names no known release."""
+        # SGLang has no /version; vLLM has /server_info in its development mode only.
+        for engine, path in (("vllm", "/version"), ("sglang", "/server_info")):
+            try:
+                answer = self._client.get(path, timeout=10)
+                version = answer.raise_for_status().json()["version"]
+            except (httpx.HTTPError, ValueError, LookupError, TypeError):
+                continue
+            return decoding_of(engine, str(version))
+        return None
 
     def close(self) -> None:
         """End its connections."""

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import signal
 import socket
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ from cornplug.store.host_memory import host_memory
 
 log = logging.getLogger(__name__)
 
-_LAST_S: Final = 2.0
+_LAST_S: Final = 1.0
 """Time to send the last refusals, to requests that are cut off at the end of `encoder.drain_s`."""
 
 CPU_BATCH_TOKENS: Final = 2048
@@ -164,8 +165,8 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     # What HTTP clients have begun may still submit media, so the encoder closes after them.
     await gate.idle(drain_s)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
-    # Whatever is still being decoded has had its time.
-    await asyncio.to_thread(encoder.stop_decoding)
+    # Whatever is still decoded or computed has had its time: refused, so that its client hears of it.
+    await asyncio.to_thread(encoder.close)
     web.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), _LAST_S))
     web.should_exit = True
     await serving
@@ -246,10 +247,11 @@ def main(argv: Sequence[str]) -> int:
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
         for url in _sglang_urls(registry, port) if config.encoder.sglang else ():
             console.print(f"for SGLang: --language-only --encoder-urls {url}")
+        ended = False
         try:
             asyncio.run(serve(encoder, config, listeners, secret=secret))
         finally:
-            encoder.close()
+            ended = encoder.close()
             for replica in replicas:
                 replica.close()
             tracing.close()
@@ -258,6 +260,10 @@ def main(argv: Sequence[str]) -> int:
     finally:
         listeners.close()
     console.print("stopped")
+    if not ended:
+        # Nothing interrupts a tower's layer or an image processor, and Python would wait for their threads.
+        logging.shutdown()
+        os._exit(0)
     return 0
 
 

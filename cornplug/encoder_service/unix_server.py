@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Final
 
 import msgspec
 
@@ -32,7 +33,15 @@ from cornplug.encoder_service.wire.messages import (
     Request,
 )
 from cornplug.errors import ProtocolError
-from cornplug.local_socket import foreign_user, frame, read_frame
+from cornplug.local_socket import foreign_user, frame, read_frame, read_frame_length
+
+_LARGE_BYTES: Final = 256 << 10
+"""Larger frames are decoded on a thread."""
+_LARGE_AT_ONCE: Final = 4
+"""Large frames that are held at a time, by all connections together: at most this times MAX_FRAME_BYTES."""
+FRAME_S: Final = 30.0
+"""Longest time in which a large frame must arrive. An engine that is stopped in the middle of one holds a
+place until then."""
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +55,7 @@ class UnixServer:
         self._listener = listener
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._frames = _FrameReader()
 
     async def start(self) -> None:
         """Begin to accept."""
@@ -71,6 +81,7 @@ class UnixServer:
         for task in self._connections:
             task.cancel()
         await asyncio.gather(*self._connections, return_exceptions=True)
+        self._frames.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
@@ -83,7 +94,7 @@ class UnixServer:
                 return
             if not await _greeted(reader, writer, ServiceHandshake(self._secret)):
                 return
-            await _Connection(self._encoder, reader, writer).run()
+            await _Connection(self._encoder, self._frames, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
             pass  # The client has gone.
         except asyncio.CancelledError:
@@ -92,24 +103,57 @@ class UnixServer:
             writer.close()
 
 
+class _FrameReader:
+    """Reads requests of all connections, with a bound on the bytes of large frames. For one event loop."""
+
+    def __init__(self) -> None:
+        self._decode = msgspec.msgpack.Decoder(Request).decode
+        self._large = asyncio.Semaphore(_LARGE_AT_ONCE)
+        self._threads = ThreadPoolExecutor(1, "cornplug-frames")
+
+    async def request(self, reader: asyncio.StreamReader) -> Request:
+        """The next request.
+
+        Raises ProtocolError, msgspec.MsgspecError and RecursionError for bytes that are none, and
+        IncompleteReadError at the end of the stream.
+        """
+        size = await read_frame_length(reader, limit=MAX_FRAME_BYTES)
+        if size <= _LARGE_BYTES:
+            return self._decode(await reader.readexactly(size))
+        async with self._large:
+            try:
+                async with asyncio.timeout(FRAME_S):
+                    body = await reader.readexactly(size)
+            except TimeoutError:
+                raise ProtocolError(f"a frame of {size} bytes did not come within {FRAME_S:g} s") from None
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, body)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False)
+
+
 class _Connection:
     def __init__(
-        self, encoder: EncoderCore, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        encoder: EncoderCore,
+        frames: _FrameReader,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
     ) -> None:
         self._encoder = encoder
+        self._frames = frames
         self._reader = reader
         self._writer = writer
         self._loop = asyncio.get_running_loop()
         self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(Request).decode
         self._pending: set[Future[Answer]] = set()
 
     async def run(self) -> None:
         try:
             while True:
                 try:
-                    request = self._decode(await read_frame(self._reader, limit=MAX_FRAME_BYTES))
-                except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
+                    request = await self._frames.request(self._reader)
+                except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
                     log.warning("closed a connection: no message of this protocol: %s", e)
                     return
                 self._handle(request)
@@ -155,7 +199,7 @@ async def _greeted(
             answering.check(await read_frame(reader, limit=MAX_BYTES))
     except TimeoutError:
         log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
-    except (UntrustedPeer, ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
+    except (UntrustedPeer, ProtocolError, msgspec.MsgspecError, RecursionError) as e:
         log.warning("closed a connection: no engine that has this secret, or one of another version: %s", e)
     else:
         return True

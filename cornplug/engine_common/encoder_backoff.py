@@ -7,7 +7,7 @@ from typing import Final
 from cornplug.errors import EncoderError
 
 _STEPS_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
-_NOT_ITS_FAULT: Final = frozenset({"encoder_down", "bad_input", "no_inputs"})
+_NOT_ITS_FAULT: Final = frozenset({"encoder_down", "bad_input", "no_inputs", "shm_cache"})
 """Failures without a wait (no service), or of one image alone."""
 
 

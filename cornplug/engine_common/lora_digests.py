@@ -1,9 +1,12 @@
-"""LoRA adapters as identities: the bytes of their files, never their names."""
+"""LoRA adapters as identities: the bytes of their files, never their names.
+
+An engine loads an adapter's files once for each id that it gives the adapter. So files that were rewritten
+are another adapter under a new id, and may be either version under the id that the engine knew before.
+"""
 
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -11,65 +14,112 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 _Signature = tuple[tuple[int, ...], ...]
+_Load = tuple[str, int | str]
+"""Folder of an adapter, and the engine's id of it."""
 _WEIGHTS: Final = "adapter_model.safetensors"
-_noted: Final[dict[str, _Signature]] = {}
-"""Folder -> its files as they were when this process first heard of it."""
+_NOTE_S: Final = 0.1
+"""Longest wait for the state of an adapter's files before the engine loads them: once for each adapter."""
+_CHECK_S: Final = 0.005
+"""Longest wait for a request's look at an adapter's files, which takes some 0.05 ms."""
+_noted: Final[dict[_Load, _Signature]] = {}
+"""The adapters' files as they were when this process first heard of them."""
+_first: Final[dict[str, _Signature]] = {}
+"""Folder -> its files as they were at the first load."""
+_rewritten: Final[set[str]] = set()
+"""Folders whose files were another adapter before: the engine's own cache may hold KV of either."""
+_unseen: Final[set[_Load]] = set()
+"""Adapters whose files could not be looked at before the engine loaded them."""
+_threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
+"""A folder on a file system that hangs keeps one of them."""
 
 
-def note(path: str) -> None:
+def note(path: str, load: int | str = 0) -> None:
     """Remember the state of an adapter's files before an engine loads them.
 
     A later change is refused: the engine may run either version. Raises CheckpointError as
     `LoraDigests.digest`.
     """
-    if path not in _noted:
-        _noted[path] = _signature(path)
+    if (path, load) not in _noted:
+        signature = _signature(path)
+        if _first.setdefault(path, signature) != signature:
+            _rewritten.add(path)
+        _noted[path, load] = signature
+
+
+def note_in_time(path: str, load: int | str) -> None:
+    """As `note`, for a thread that must not read files. Adapters whose files do not answer are not shared."""
+    if (path, load) in _noted or (path, load) in _unseen:
+        return
+    noting = _threads.submit(note, path, load)
+    try:
+        noting.exception(_NOTE_S)  # Raised again by `digest`.
+    except TimeoutError:
+        _unseen.add((path, load))
+
+
+def was_rewritten(path: str) -> bool:
+    """Whether an adapter that this process loaded from the folder before was another one."""
+    return path in _rewritten
 
 
 class LaterAdapters:
-    """Digests of LoRA adapters for a thread that must not read files: another thread reads them."""
+    """Digests of LoRA adapters for a thread that must not read files: other threads read them."""
 
     def __init__(self) -> None:
         self._adapters = LoraDigests()
-        self._thread = ThreadPoolExecutor(1, "cornplug-adapters")
-        self._read: dict[str, Future[bytes]] = {}
+        self._late: dict[_Load, Future[bytes]] = {}
+        """Looks that took longer than `_CHECK_S`."""
 
-    def digest(self, path: str) -> bytes:
-        """As `LoraDigests.digest`. Raises CheckpointError("identifying") as well, while it is being read."""
-        if path not in self._read:
-            with suppress(CheckpointError):  # said again by the thread
-                note(path)
-            self._read[path] = self._thread.submit(self._adapters.digest, path)
-        if not self._read[path].done():
-            raise CheckpointError(f"adapter {path} is being read", reason="identifying")
-        if self._read[path].exception() is not None:
-            self._read.pop(path).result()
-        # Read already: this only looks whether its files are still the same.
-        return self._adapters.digest(path)
+    def read(self, path: str, load: int | str) -> bytes:
+        """As `LoraDigests.digest`, for a thread that reads files."""
+        return self._adapters.digest(path, load)
+
+    def digest(self, path: str, load: int | str = 0) -> bytes:
+        """As `LoraDigests.digest`. Raises CheckpointError("identifying") too, while the files are read."""
+        note_in_time(path, load)
+        late = self._late.get((path, load))
+        if late is not None and not late.done():
+            raise _identifying(path)
+        look = _threads.submit(self._adapters.digest, path, load)
+        try:
+            found = look.result(_CHECK_S)
+        except TimeoutError:
+            self._late[path, load] = look
+            raise _identifying(path) from None
+        self._late.pop((path, load), None)
+        return found
 
 
 class LoraDigests:
-    """Digests of LoRA adapters, read once for each path."""
+    """Digests of LoRA adapters, read once for each of an engine's loads."""
 
     def __init__(self) -> None:
-        self._known: dict[str, bytes] = {}
+        self._known: dict[_Load, bytes] = {}
 
-    def digest(self, path: str) -> bytes:
+    def digest(self, path: str, load: int | str = 0) -> bytes:
         """Digest of an adapter's files.
 
         Raises CheckpointError: "lora" when they cannot be read, "lora_files" where engines disagree on
         which of them count, "lora_changed" when they are no longer those of the first time.
         """
-        note(path)
-        if path not in self._known:
+        if (path, load) in _unseen:
+            raise CheckpointError(
+                f"adapter {path}: its files did not answer before the engine loaded them", reason="lora"
+            )
+        note(path, load)
+        if (path, load) not in self._known:
             try:
                 parts = [digest("cornplug-adapter-file-v1", f.read_bytes()) for f in _files(path)]
             except OSError as e:
                 raise _unreadable(path, e) from e
-            self._known[path] = digest("cornplug-adapter-v1", *parts)
-        if _noted[path] != _signature(path):
+            self._known[path, load] = digest("cornplug-adapter-v1", *parts)
+        if _noted[path, load] != _signature(path):
             raise CheckpointError(f"adapter {path} was changed under the engine", reason="lora_changed")
-        return self._known[path]
+        return self._known[path, load]
+
+
+def _identifying(path: str) -> CheckpointError:
+    return CheckpointError(f"adapter {path} is being read", reason="identifying")
 
 
 def _files(path: str) -> list[Path]:

@@ -21,7 +21,7 @@ SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     ),
     "--cornplug-store-size": (
         "store.size_bytes",
-        "Upper bound of the store, in bytes, if this server starts it (default: 1/4 of free memory).",
+        "Upper bound of the store, as 64GiB, if this server starts it (default: 1/4 of free memory).",
     ),
     "--cornplug-store-disk": (
         "store.disk_path",

@@ -192,7 +192,8 @@ class CacheSize(PlanRecord):
     name: str
     kind: Literal["embedding", "prefix"]
     component: str
-    gib: float
+    gib: float | None
+    """None, of an apps file: the host's memory decides when the store starts."""
     hit_rate: dict[str, float]
     """Request class -> expected share of hits."""
 
@@ -292,6 +293,10 @@ class Plan(PlanRecord):
     """Those with a tenant, a namespace or prompts."""
     store_flags: list[str] = Field(default_factory=list)
     """Of each host's store, beside those that follow from the plan."""
+    listen: str | None = None
+    """Address that servers listen at. None: every address of each host, or the address of the only host."""
+    allow_anonymous: bool = False
+    """Encoder services that other hosts reach ask no caller for a key."""
     router_ports: int = 0
     """Added to the routers' ports: `--apply` starts new routers beside the old ones."""
     proof: OptimalityProof

@@ -18,7 +18,7 @@ from cornplug.replay.scores import ReplayScore, replay
 from cornplug.replay.store_replay import StoreReplay
 from cornplug.replay.trace import TraceRequest, distinct_bytes
 from cornplug.replay.trace_readers import FORMATS, TokenCost, read_trace
-from cornplug.store.daemon.main import parse_size
+from cornplug.settings.byte_size import bytes_of
 
 STORE: Final = "cornplug"
 _GIB: Final = 1 << 30
@@ -95,15 +95,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _size(text: str, requests: Sequence[TraceRequest]) -> int:
     """Bytes of a size, or of a percentage of the trace's distinct bytes."""
-    if not text.strip().endswith("%"):
-        return parse_size(text)
+    percent = text.strip().endswith("%")
     try:
-        fraction = float(text.strip()[:-1]) / 100
+        found = float(text.strip()[:-1]) / 100 if percent else bytes_of(text)
     except ValueError:
-        fraction = 0.0
-    if not 0 < fraction <= 1:
+        found = 0
+    if found <= 0 or (percent and found > 1):
         raise ConfigError("--store", f"{text!r} is no size", "Write it as 64GiB, or as 10%.")
-    return max(64, int(distinct_bytes(requests) * fraction))
+    return max(64, int(distinct_bytes(requests) * found)) if percent else int(found)
 
 
 def _scores(requests: Sequence[TraceRequest], size_bytes: int) -> dict[str, ReplayScore]:

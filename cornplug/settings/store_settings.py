@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cornplug.private_paths import cache_dir, runtime_dir
+from cornplug.settings.byte_size import ByteSize
 from cornplug.settings.settings_section import Section, comma_separated
 
 STORE_PROTOCOL: Final = 6
@@ -63,17 +64,17 @@ class StoreConfig(Section):
     `cornplug.stores`), selected by its NAME, or NAME:ADDRESS where it takes an address."""
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
     """The unix socket at which the store listens and clients connect."""
-    size_bytes: int | None = Field(default=None, gt=0)
+    size_bytes: ByteSize | None = Field(default=None, gt=0)
     """Upper bound of payload bytes in shared memory. None: a quarter of the memory that the host and the
     container have left when the store starts."""
     disk_path: Path | None = None
     """A folder of this user on a local disk, in which the store keeps a sealed copy of its entries: they are
     there after a restart of the host, and after they left memory. Needs the extra `cornplug[disk]`. None:
     nothing of the store is on disk."""
-    disk_size_bytes: int | None = Field(default=None, ge=1 << 20)
+    disk_size_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
     """Upper bound of the files in `disk_path`. None: half of the free space of its file system when the store
     starts, these files included."""
-    disk_write_bytes_s: int | None = Field(default=None, gt=0)
+    disk_write_bytes_s: ByteSize | None = Field(default=None, gt=0)
     """Bytes that the store writes to the disk in a second at most, so that it lives longer. None: as many as
     it takes."""
     far: tuple[Annotated[str, Field(min_length=1)], ...] = ()

@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from cornplug.engine_common.shared_flags import add_group, dest, extra_config
-from cornplug.errors import ConfigError
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.activation import ENABLE
-from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook
+from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook, logger
 
 
 def share(extra: Mapping[str, str] | None = None) -> None:
@@ -28,11 +27,13 @@ def share(extra: Mapping[str, str] | None = None) -> None:
     Args:
         extra: {"section.field": value}, as `engine.app` or `store.socket`.
 
-    Raises ConfigError for a setting that is unknown or wrong, and for an SGLang that is not
-    in the tested range.
+    In an SGLang that is not in the tested range they run as stock, and the log says why.
+
+    Raises ConfigError for a setting that is unknown or wrong.
     """
     if why := SUPPORTED_VERSIONS.refusal():
-        raise ConfigError(ENABLE, why, "Or do not ask for it.")
+        _run_as_stock(why)
+        return
     activation.turn_on(extra or {})
 
 
@@ -53,6 +54,17 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
     else:
         activation.turn_off()
     return original(cls, args)
+
+
+def _from_cli_args_as_stock(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
+    if extra_config(args) or getattr(args, dest(ENABLE), False):
+        _run_as_stock(SUPPORTED_VERSIONS.refusal())
+    return original(cls, args)
+
+
+def _run_as_stock(why: str) -> None:
+    activation.turn_off()
+    logger.warning("cornplug: %s has no effect, and this server runs as stock SGLang: %s", ENABLE, why)
 
 
 def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
@@ -77,8 +89,14 @@ def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
     hook_registry.install(needed)
 
 
+_ADD: Final = Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", _add_cli_args)
+STOCK_HOOKS: tuple[Hook, ...] = (
+    _ADD,
+    Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args_as_stock),
+)
+"""Those of an SGLang that is not in the tested range."""
 HOOKS: tuple[Hook, ...] = (
-    Hook("sglang.srt.server_args.ServerArgs.add_cli_args", "after", _add_cli_args),
+    _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),
     Hook("sglang.srt.server_args.ServerArgs.resolve_once", "around", _resolve_once),
 )

@@ -18,7 +18,9 @@ hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 * `EngineCore._reset_caches`: to tell a pause from a reset that a user asked for;
 * `collective_rpc` of `EngineCore` and `AsyncLLM`, `EngineCore.sleep`: to learn that weights were replaced;
 * `EngineCore.reset_prefix_cache`: to learn that no block holds KV of replaced weights;
-* `Scheduler.__init__`: to learn whether one engine core, and no other, has this engine's state.
+* `Worker.sleep`: to end copies of KV before its memory goes away;
+* `Scheduler.__init__`: to learn whether one engine core, and no other, has this engine's state;
+* `Scheduler.add_request`: so that a request may have the id of one that was aborted while it loads.
 """
 
 from __future__ import annotations
@@ -27,10 +29,11 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
+from cornplug.encoder_service.wire.decodings import decoding_of
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("vllm.cornplug")
@@ -55,17 +58,20 @@ EPOCHS: Final[dict[str, int]] = {}
 _MARK = "_cornplug_original"
 
 
+def decoding() -> str:
+    """The rule by which the installed vLLM decodes images."""
+    version = str(SUPPORTED_VERSIONS.installed())
+    # Without a known rule the encoder service refuses the name, and guesses none.
+    return decoding_of("vllm", version) or f"vllm-{version}"
+
+
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     """Replace `module.qualified` by `wrapper(original, *args, **kwargs)`, once.
 
     Keeps staticmethod and classmethod as they were. Raises AttributeError or ImportError
     where this vLLM lacks the target: `plugin.register` turns that into one log line.
     """
-    owner: Any = importlib.import_module(module)
-    *path, name = qualified.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    raw = inspect.getattr_static(owner, name)
+    owner, name, raw = _target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
     if hasattr(function, _MARK):
         return
@@ -79,3 +85,21 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
         setattr(owner, name, type(raw)(wrapped))
     else:
         setattr(owner, name, wrapped)
+
+
+def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
+    """Wrap all of these targets, or none where this vLLM lacks one. Raises as `wrap`."""
+    seams = list(seams)
+    for module, qualified, _ in seams:
+        _target(module, qualified)
+    for seam in seams:
+        wrap(*seam)
+
+
+def _target(module: str, qualified: str) -> tuple[Any, str, Any]:
+    """The owner of `module.qualified`, its name there, and what the owner holds under it."""
+    owner: Any = importlib.import_module(module)
+    *path, name = qualified.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, name, inspect.getattr_static(owner, name)

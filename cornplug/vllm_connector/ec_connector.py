@@ -11,11 +11,14 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorWorkerMetadata,
 )
 
+from cornplug.engine_common.runtime import EMBEDDING
 from cornplug.metrics import Tally
+from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.early_prefill import early_prefill
 from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.worker import ECWorker
+from cornplug.vllm_connector.kv.fence import fenced
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import ECProm, ECStats, drained_ec
 
@@ -36,6 +39,11 @@ class CornplugECConnector(ECConnectorBase):
         run = runtime(vllm_config.ec_transfer_config.ec_connector_extra_config)
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
+        self._stopped: ECScheduler | None = None
+        """The scheduler half, once an error has ended sharing."""
+        self._last = CornplugECMetadata(publish=False)
+        """What the engine expects still, from the time when sharing stopped."""
+        self._app = run.app
         if vllm_config.model_config.multimodal_config is None:
             return
         if role == ECConnectorRole.SCHEDULER:
@@ -65,11 +73,13 @@ class CornplugECConnector(ECConnectorBase):
             self._worker.load(cache, self._moves())
             self._worker.save_again(cache, self._moves())
 
+    @fenced(lambda *_, **__: None)
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
         # Profiling runs encode outside a step: no metadata, nothing to share.
         if self._worker is not None and self._connector_metadata is not None:
             self._worker.save(mm_hash, encoder_cache[mm_hash], self._moves())
 
+    @fenced(lambda *_: None)
     def build_connector_worker_meta(self) -> ECConnectorWorkerMetadata | None:
         return self._worker.acks() if self._worker is not None else None
 
@@ -80,26 +90,43 @@ class CornplugECConnector(ECConnectorBase):
 
     # -- scheduler half ---------------------------------------------------------------------
 
+    @fenced(lambda *_: False)
     def has_cache_item(self, identifier: str) -> bool:
         return self._scheduler is not None and self._scheduler.arrived(identifier)
 
+    @fenced(lambda *_: True)
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
         return self._scheduler is None or self._scheduler.available(request, num_computed_tokens)
 
+    def _promise(self, request: Request, index: int) -> None:
+        """The engine has been told that this embedding is in hand, and made room for it."""
+        identifier = request.mm_features[index].identifier
+        arrived = self._stopped.in_hand(identifier) if self._stopped is not None else None
+        if arrived is not None and all(one.identifier != identifier for one in self._last.arrived):
+            self._last.arrived.append(arrived)
+
+    @fenced(_promise)
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request.mm_features[index].identifier)
 
-    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
-        return (
-            self._scheduler.moves(scheduler_output) if self._scheduler is not None else CornplugECMetadata()
-        )
+    def _last_moves(self, *_args: Any) -> CornplugECMetadata:
+        last, self._last = self._last, CornplugECMetadata(publish=False)
+        return last
 
+    @fenced(_last_moves)
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
+        if self._scheduler is None:
+            return self._last_moves()
+        return self._scheduler.moves(scheduler_output)
+
+    @fenced(lambda *_: None)
     def update_connector_output(self, connector_output: Any) -> None:
         acks = connector_output.ec_connector_worker_meta
         if self._scheduler is not None and isinstance(acks, CornplugECWorkerMetadata):
             self._scheduler.acknowledged(acks)
 
+    @fenced(lambda *_: (False, None))
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
         if self._scheduler is not None:
             self._scheduler.finished(request)
@@ -107,9 +134,22 @@ class CornplugECConnector(ECConnectorBase):
 
     # -- both halves ------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
+    def _stop_sharing(self, hook: str, error: Exception) -> None:
+        """An error that nothing foresaw: the engine goes on without sharing."""
+        compat.logger.error(
+            "cornplug: embeddings of this engine are not shared any more: %s failed", hook, exc_info=error
+        )
+        self._tally.count("cornplug_misses_total", self._app, EMBEDDING, "error")
         if self._scheduler is not None:
-            self._scheduler.close()
+            self._stopped, self._scheduler = self._scheduler, None
+            self._last.arrived = self._stopped.stop()
+        elif self._worker is not None:
+            self._worker.stop_publishing()
+
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._stopped):
+            if half is not None:
+                half.close()
         if self._worker is not None:
             self._worker.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,15 +16,17 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from cornplug.engine_common.rank_pages import RankPages
-from cornplug.engine_common.runtime import EngineRuntime, log_store_size
+from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
+from cornplug.store.leases import NO_LEASES
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv import idle_steps, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
+from cornplug.vllm_connector.kv.fence import called_again, fenced
 from cornplug.vllm_connector.kv.idle_rest import IdleRest
-from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -61,6 +65,12 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVScheduler | GroupsScheduler | None = None
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
         self._rest = IdleRest()
+        self._stopped: KVScheduler | GroupsScheduler | None = None
+        """The scheduler half, once an error has ended sharing."""
+        self._detached: dict[str, list[KVCacheBlock]] = {}
+        """Pinned blocks of loads of requests that are over, whose ids other requests may have."""
+        self._last_loads: list[PageLoad] = []
+        """Loads that the engine waits for, from the time when sharing stopped."""
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
@@ -102,6 +112,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     # -- worker half ------------------------------------------------------------------------
 
+    @called_again
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         layers = self._vllm_config.compilation_config.static_forward_context
         if isinstance(self._worker, GroupsWorker):
@@ -110,6 +121,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             ordered = in_page_order(self._vllm_config, self._kv_cache_config, kv_caches)
             self._worker.register(ordered, layers)
 
+    @called_again
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         # Both model runners call it first in each step.
         moves = kv_connector_metadata
@@ -117,14 +129,20 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         idle_steps.began(computes=moves.computes)
         if self._worker is not None:
             self._worker.begin_step(computes=moves.computes)
-            if moves.preempted:
-                self._worker.give_up_saves(moves.preempted)
+            if moves.given_up:
+                self._worker.give_up_saves(moves.given_up)
 
+    @called_again
     def unregister_kv_caches(self) -> None:
-        """Ends every copy before the engine's memory goes away in sleep. vLLM calls it from 0.33 on."""
+        # vLLM calls it from 0.33 on.
+        self._end_copies()
+
+    def _end_copies(self) -> None:
+        """End every copy, before the engine's memory goes away in sleep (`kv/in_process.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
+    @called_again
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)
@@ -137,33 +155,37 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Pages hold all layers: they are copied after the forward."""
 
+    @called_again
     def wait_for_save(self) -> None:
         moves = self._get_connector_metadata()
         assert isinstance(moves, CornplugKVMetadata)
         if self._worker is not None:
             self._worker.start_saves(moves.saves)
-            self._worker.finishing(moves.finishing)
             if moves.timed:
                 self._worker.stepped(moves.timed)
 
+    @called_again
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        sent, received = self._worker.finished()
-        return sent or None, received or None
+        # Blocks are never held for saves, so no request is `sent`.
+        return None, self._worker.finished() or None
 
+    @called_again
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids)
         if self._several_groups and isinstance(self._worker, GroupsWorker | DisabledKVWorker):
             results.failed_recving = self._worker.failed()
         return results
 
+    @called_again
     def get_block_ids_with_load_errors(self) -> set[int]:
         # Beside several groups vLLM takes failed requests only.
         if self._worker is None or self._several_groups:
             return set()
         return self._worker.bad_blocks()
 
+    @called_again
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         return self._worker.acks() if self._worker is not None else None
 
@@ -177,6 +199,28 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         elif self._scheduler is not None:
             self._scheduler.bind(kv_cache_manager, specs[0])
 
+    def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The engine waits for a load that no worker half knows: it fails."""
+        if not num_external_tokens or any(load.request_id == request.request_id for load in self._last_loads):
+            return
+        for group, ids in enumerate(blocks.get_block_ids()):
+            size = self._kv_cache_config.kv_cache_groups[group].kv_cache_spec.block_size
+            self._last_loads.append(
+                PageLoad(request.request_id, 0, len(ids) * size, 0, NO_LEASES, array("q", ids), group=group)
+            )
+
+    def _loads_over(self, connector_output: Any) -> None:
+        """Release the blocks of loads that went on without their requests, and hide their ends from vLLM."""
+        for request_id in set(connector_output.finished_recving or ()) & self._detached.keys():
+            connector_output.finished_recving = connector_output.finished_recving - {request_id}
+            assert self._kv_cache_manager is not None
+            self._kv_cache_manager.block_pool.free_blocks(reversed(self._detached.pop(request_id)))
+
+    def _empty_meta(self, *_args: Any) -> KVConnectorMetadata:
+        loads, self._last_loads = self._last_loads, []
+        return CornplugKVMetadata(loads=loads)
+
+    @fenced(lambda *_: (0, False))
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
@@ -185,6 +229,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
+    @fenced(_fail_load)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
@@ -198,50 +243,72 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.another_connector_loads()
 
+    @fenced(_empty_meta)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         if self._scheduler is None:
-            return CornplugKVMetadata()
+            return self._empty_meta()
         moves = self._scheduler.moves(scheduler_output)
         empty = not scheduler_output.total_num_scheduled_tokens
         self._rest.step(empty=empty and not moves.begins, waits=self._scheduler.waits)
         return moves
 
+    @fenced(_loads_over)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:
+            self._loads_over(connector_output)
             return
         acks = connector_output.kv_connector_worker_meta
         if isinstance(acks, CornplugKVWorkerMetadata):
             self._scheduler.acknowledged(acks)
         for request_id in connector_output.finished_recving or ():
             self._scheduler.loaded(request_id)
+        self._loads_over(connector_output)
         self._scheduler.step_ended()
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
 
+    @fenced(lambda *_: (False, None))
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         if isinstance(self._scheduler, GroupsScheduler):
-            return self._scheduler.finished(request, block_ids), None
-        blocks = block_ids[0] if block_ids else []
-        return (self._scheduler.finished(request, blocks) if self._scheduler is not None else False), None
+            self._scheduler.finished(request, block_ids)
+        elif self._scheduler is not None:
+            self._scheduler.finished(request, block_ids[0] if block_ids else ())
+        # A later request may have its id, and a reset of the cache waits for no save: its blocks do not stay.
+        return False, None
 
+    def _detach_load(self, request: Request) -> bool:
+        """Let the load of a request that is over go on without it (`kv/repeated_ids.py`)."""
+        manager, half = self._kv_cache_manager, self._scheduler
+        if half is None or manager is None or not half.detach_load(request):
+            return False
+        tables = manager.get_blocks(request.request_id).blocks
+        blocks = [block for table in tables for block in table if not block.is_null]
+        manager.block_pool.touch(blocks)
+        self._detached[request.request_id] = blocks
+        return True
+
+    @fenced(lambda *_: False)
     def has_pending_block_frees(self) -> bool:
         return isinstance(self._scheduler, GroupsScheduler) and self._scheduler.frees_pending()
 
+    @fenced(lambda *_: True)
     def reset_cache(self) -> bool:
         if self._scheduler is not None and not resets.part_of_pause():
             self._scheduler.forget_stored()
         return True
 
+    @fenced(lambda *_: ())
     def take_events(self) -> Iterable[KVCacheEvent]:
         if self._scheduler is None or self._scheduler.events is None:
             return ()
         return self._scheduler.events.take()
 
+    @fenced(lambda *_: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.saves_open()
+        return bool(self._last_loads) or (self._scheduler is not None and self._scheduler.saves_open())
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -249,6 +316,22 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     # -- both halves ------------------------------------------------------------------------
+
+    def _stop_sharing(self, hook: str, error: Exception) -> None:
+        """An error that nothing foresaw: the engine goes on without sharing."""
+        compat.logger.error(
+            "cornplug: KV of this engine is not shared any more: %s failed", hook, exc_info=error
+        )
+        self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
+        try:
+            if self._scheduler is not None:
+                self._stopped, self._scheduler = self._scheduler, None
+                self._last_loads += self._stopped.abandon()
+            elif isinstance(self._worker, KVWorker | GroupsWorker):
+                size = self._vllm_config.cache_config.block_size
+                self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")
+        except Exception:  # noqa: BLE001 - the first error is the one to look at
+            compat.logger.exception("cornplug: KV of this engine may stay in use")
 
     def shutdown(self) -> None:
         if self._worker is not None:

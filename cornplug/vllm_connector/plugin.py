@@ -1,11 +1,13 @@
 """The function of vLLM's entry point `vllm.general_plugins`, which every process calls, some twice.
 
 vLLM does not guard this call: an exception here would stop an engine that never asked for
-cornplug. So an unsupported version is one log line here, and a clear error only where
-cornplug was asked for (the connectors' constructors).
+cornplug. So an unsupported version is one log line here, and its engines run as stock (`as_stock.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
@@ -37,20 +39,53 @@ def register() -> None:
     if why:
         _state["why"] = why
         compat.logger.warning("cornplug stays off: %s", why)
+        _install_flags(why)
         return
     _state["registered"] = True
+
+
+def _install_flags(why: str) -> None:
+    """Let command lines with cornplug's flags start stock engines, as far as this vLLM can be wrapped."""
+    try:
+        from cornplug.vllm_connector import as_stock
+
+        compat.wrap_all(as_stock.wraps(why))
+    except (AttributeError, ImportError) as e:
+        compat.logger.warning("cornplug: its flags are unknown to this vLLM: %s", e)
+
+
+def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
+    """The functions of vLLM that are wrapped, with their wrappers."""
+    from cornplug.vllm_connector import connector_config, engine_alarm, flags
+    from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
+    from cornplug.vllm_connector.kv import (
+        cpu_cores,
+        idle_steps,
+        in_process,
+        keys_ahead,
+        provenance,
+        repeated_ids,
+        resets,
+    )
+    from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
+    from cornplug.vllm_connector.no_tower import left_out_weights, served_images
+
+    kv = cpu_cores, idle_steps, in_process, keys_ahead, provenance, repeated_ids, resets
+    ec = encoder_only, mm_identifiers
+    no_tower = left_out_weights, served_images
+    weights = loaded_weights, reloads, weight_transfers, weight_updates
+    rooms = (flags, connector_config, engine_alarm, *ec, *kv, *no_tower, *weights)
+    return [seam for room in rooms for seam in room.WRAPS]
 
 
 def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from cornplug.vllm_connector import connector_config, engine_alarm, flags
-    from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
-    from cornplug.vllm_connector.kv import cpu_cores, idle_steps, keys_ahead, provenance, resets
-    from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
-    from cornplug.vllm_connector.no_tower import left_out_weights, served_images
+    from cornplug.vllm_connector.ec import mm_identifiers
+    from cornplug.vllm_connector.no_tower import served_images
 
+    compat.wrap_all(_seams())
     if KV_CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(
             KV_CONNECTOR, "cornplug.vllm_connector.kv_connector", KV_CONNECTOR
@@ -59,11 +94,4 @@ def _install() -> None:
         ECConnectorFactory.register_connector(
             EC_CONNECTOR, "cornplug.vllm_connector.ec_connector", EC_CONNECTOR
         )
-    kv = cpu_cores, idle_steps, keys_ahead, provenance, resets
-    ec = encoder_only, mm_identifiers
-    no_tower = left_out_weights, served_images
-    weights = loaded_weights, reloads, weight_transfers, weight_updates
-    for seams in (flags, connector_config, engine_alarm, *ec, *kv, *no_tower, *weights):
-        for module, target, wrapper in seams.WRAPS:
-            compat.wrap(module, target, wrapper)
     mm_identifiers.on_start(served_images.started)

@@ -13,10 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from cornplug import config as settings
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
 from cornplug.vllm_connector.connector_config import why_not
+from cornplug.vllm_connector.ec.processor_outputs import IN_WORKERS_ONLY, in_workers_only
 from cornplug.vllm_connector.flags import NAME
 from cornplug.vllm_connector.kv.cache_geometry import rank_slice
 from cornplug.vllm_connector.kv_groups.draft_layers import DRAFT_PREFIX
@@ -69,7 +72,10 @@ def _engine_arguments(model: str, flags: Sequence[str]) -> EngineArgs:
 def _embeddings(config: VllmConfig) -> SharingVerdict:
     if not config.model_config.is_multimodal_model:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
-    return asked("embeddings", lambda: tower_identity(config))
+    found = asked("embeddings", lambda: tower_identity(config))
+    if found.shared and in_workers_only(config):
+        return msgspec.structs.replace(found, remedy=f"An encoder service is not asked: {IN_WORKERS_ONLY}.")
+    return found
 
 
 def _kv(config: VllmConfig) -> SharingVerdict:

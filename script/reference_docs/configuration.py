@@ -64,8 +64,8 @@ A setting can be written in four places. The first of these that names it counts
 
 A relative path in the file starts at the file's folder; in a flag or variable, at the folder in which the
 command was started. A wrong setting stops the command with a message that names the setting, the value and
-the remedy. A list in an environment variable has commas between its items. The last column says how a default
-of `None` is computed.
+the remedy. A size in bytes may have a unit, as `64GiB` or `1.5GB`. A list in an environment variable has
+commas between its items. The last column says how a default of `None` is computed.
 """
 
 
@@ -152,6 +152,10 @@ def _type(field: FieldInfo) -> str:
         ("NoneType", "None"),
     ):
         text = text.replace(long, short)
+    # Optional[Annotated[int, ...]], as a size has it.
+    inner = [one for one in getattr(annotation, "__args__", ()) if hasattr(one, "__metadata__")]
+    if type(None) in getattr(annotation, "__args__", ()) and inner:
+        text = f"{inner[0].__origin__.__name__} | None"
     names = {"Path": "path", "SecretStr": "text", "str": "text", "tuple[str, ...]": "list of text"}
     if text.startswith("dict["):
         return "table"

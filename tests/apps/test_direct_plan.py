@@ -12,6 +12,7 @@ from cornplug.apps import plan_of
 from cornplug.config import load
 from cornplug.planner.launch import command_lines
 from cornplug.planner.launch.command_lines import LaunchCommand
+from cornplug.planner.plan import Plan
 
 from .services import services
 
@@ -82,7 +83,7 @@ def test_plan_of_tenant_and_priority_are_in_routes(tmp_path: Path) -> None:
     routes = json.loads(command_lines.files(plan_of(services(tmp_path)))["routes.json"])
     pro = routes["chat-vlm-pro/picture"]
     assert pro == {
-        "priority": -10,
+        "priority": -32,
         "cache_salt": "acme",
         "to": [{"weight": 1.0, "url": "http://127.0.0.1:18501"}],
     }
@@ -118,6 +119,79 @@ def test_plan_of_components_without_devices_have_the_next_free_ones(tmp_path: Pa
     small = next(group for group in made.groups if group.name == "small")
     assert small.placement == [[0, 4], [0, 5]]
     assert small.ports == [18500, 18501]
+
+
+def words(made: Plan) -> str:
+    """Every command and file of a plan."""
+    found = [
+        word for c in command_lines.commands(made) for word in (*c.argv, *c.env.values(), c.url, c.health)
+    ]
+    return " ".join([*map(str, found), *command_lines.files(made).values()])
+
+
+REPLICAS = ("devices = [0] }", "replicas = 2 }")
+
+
+def test_plan_of_replicas_router_listens_where_they_do(tmp_path: Path) -> None:
+    (router,) = [
+        c for c in command_lines.commands(plan_of(services(tmp_path, REPLICAS))) if c.kind == "router"
+    ]
+    assert value(router, "--host") == "127.0.0.1"
+    assert value(router, "--prometheus-host") == "127.0.0.1"
+
+
+def test_plan_of_every_address_is_reached_by_loopback(tmp_path: Path) -> None:
+    everywhere = ("port = 18500", 'port = 18500\nhost = "0.0.0.0"\nallow_anonymous = true')
+    made = plan_of(services(tmp_path, everywhere, REPLICAS))
+    servers = [c for c in command_lines.commands(made) if c.kind in ("engine", "encoder", "router")]
+    assert len(servers) == 5
+    assert {value(c, "--host") for c in servers} == {"0.0.0.0"}
+    assert "--allow-anonymous" in servers[0].argv
+    assert "//0.0.0.0" not in words(made)
+    assert "http://127.0.0.1:30000" in words(made)
+
+
+def test_plan_of_loopback_has_no_anonymous_callers(tmp_path: Path) -> None:
+    assert "--allow-anonymous" not in words(plan_of(services(tmp_path)))
+
+
+def test_plan_of_classes_and_workloads_has_one_scale(tmp_path: Path) -> None:
+    """A class's priority decides; the workload, among equals. A class that is not named has priority 0."""
+    batch = ('name = "standard"\nshare = 0.3', 'name = "standard"\nshare = 0.3\npriority = -1')
+    late = (
+        'name = "tts"\nllm = "small"\nworkload = "offline"',
+        'name = "tts"\nllm = "small"\nslo = { ttft_s = 1.0 }',
+    )
+
+    def order(*changes: tuple[str, str]) -> list[str]:
+        routes = json.loads(command_lines.files(plan_of(services(tmp_path, *changes)))["routes.json"])
+        return sorted(routes, key=lambda name: routes[name]["priority"])
+
+    assert order()[0] == "chat-vlm-pro/picture"
+    assert order()[-1] == "tts/answer"
+    assert order(batch)[-1] == "chat-vlm/text"
+    routes = json.loads(command_lines.files(plan_of(services(tmp_path, late)))["routes.json"])
+    assert routes["tts/answer"]["priority"] == routes["chat-vlm/text"]["priority"]
+
+
+def test_plan_of_engine_writes_for_its_most_urgent_app(tmp_path: Path) -> None:
+    """An application without a class comes before one of a class below 0."""
+    batch = ('name = "standard"\nshare = 0.3', 'name = "standard"\nshare = 0.3\npriority = -1')
+    found = command_lines.commands(plan_of(services(tmp_path, batch)))
+    assert value(next(c for c in found if c.group == "small"), "--cornplug-app") == "tts"
+
+
+def test_plan_of_unsized_store_takes_a_share_of_memory(tmp_path: Path) -> None:
+    store, *_ = command_lines.commands(plan_of(services(tmp_path, ("store_gib = 2.0", ""))))
+    assert "--size" not in store.argv
+    assert "--cornplug-store" in words(plan_of(services(tmp_path, ("store_gib = 2.0", ""))))
+
+
+def test_plan_of_store_size_with_unit_is_that_size(tmp_path: Path) -> None:
+    store, *_ = command_lines.commands(
+        plan_of(services(tmp_path, ("store_gib = 2.0", 'store_gib = "64GiB"')))
+    )
+    assert value(store, "--size") == "64GiB"
 
 
 def test_plan_of_saved_file_is_read_again(tmp_path: Path) -> None:

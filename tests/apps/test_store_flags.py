@@ -46,7 +46,7 @@ def test_store_flags_outlive_a_plan_file(tmp_path: Path) -> None:
         (("-h",), "no flag '-h'", "Known: --far"),
         (("--far",), "expected one argument", "serve-store --help"),
         (("9464",), "'9464' belongs to no flag", "serve-store --help"),
-        (("--disk-size", "much"), "'much' is no size", "Write it as 4GiB"),
+        (("--disk-size", "much"), "'much' is no size: write 64GiB", "serve-store --help"),
         (("--metrics", "here"), "'here' is no address", "127.0.0.1:9464"),
     ],
 )

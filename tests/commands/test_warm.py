@@ -34,6 +34,7 @@ class ApiStub(ThreadingHTTPServer):
         self.outcomes: dict[str, int] = {}
         self.seen: dict[str, int] = {}
         self.counted = True
+        self.says_version_at, self.version = "/version", "0.32.0"
         self.answers: Callable[[dict[str, Any]], tuple[int, dict[str, Any]] | None] = lambda body: None
         self.lock = threading.Lock()
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -67,7 +68,11 @@ class ApiCall(BaseHTTPRequestHandler):
     server: ApiStub
 
     def do_GET(self) -> None:
-        if self.path == "/metrics":
+        if self.path == self.server.says_version_at:
+            self._send(200, json.dumps({"version": self.server.version}).encode())
+        elif self.path in ("/version", "/server_info"):
+            self._send(404, b"{}")
+        elif self.path == "/metrics":
             self._send(200 if self.server.counted else 404, self.server.metrics().encode())
         else:
             self._send(200, json.dumps({"data": [{"id": "served"}]}).encode())
@@ -233,8 +238,11 @@ class ClientStub:
 
     asked: list[tuple[str, str | None, list[bytes]]]
 
+    decoding: str | None
+
     def __init__(self, url: str, **fields: Any) -> None:
         ClientStub.asked = []
+        ClientStub.decoding = fields["decoding"]
 
     def __enter__(self) -> ClientStub:
         return self
@@ -290,6 +298,33 @@ def test_warm_images_go_to_the_encoder_service_and_into_the_request(
     (sent, *_) = [body["messages"][0]["content"] for _, body in api.bodies]
     assert sent[1]["image_url"] == {"url": data, "detail": "low"}
     assert sent[2:] == parts[2:]
+
+
+@pytest.mark.parametrize(
+    ("path", "version", "options", "rule"),
+    [
+        ("/version", "0.32.0+cpu", [], "vllm-0.32"),
+        ("/version", "0.33.1", [], "vllm-0.33"),
+        ("/server_info", "0.5.23", [], "sglang-0.5.23"),
+        ("/version", "0.99.0", [], None),
+        ("/version", "0.33.1", ["--decoding", "vllm-0.32"], "vllm-0.32"),
+        ("", "", [], None),
+    ],
+)
+def test_warm_images_are_decoded_as_the_engine_does(
+    api: ApiStub,
+    written: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    version: str,
+    options: list[str],
+    rule: str | None,
+) -> None:
+    monkeypatch.setattr(warm, "EncoderClient", ClientStub)
+    api.says_version_at, api.version = path, version
+    file = written({"images": ["photo.png"]})
+    assert cli.main(["warm", str(file), "--engine", api.url, "--encoder", "http://e", *options]) == 0
+    assert ClientStub.decoding == rule
 
 
 def test_warm_line_that_nothing_can_take_is_an_error(

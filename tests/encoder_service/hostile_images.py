@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 import numpy as np
-from PIL import Image, PngImagePlugin
+from PIL import Image, ImageCms, PngImagePlugin
 
 SIDE: Final = (70, 60)
 
@@ -206,11 +206,17 @@ def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
     palette = base.quantize(16)
     clear = palette.copy()
     clear.info["transparency"] = palette.getpixel((0, 0))
+    shaded = palette.copy()
+    shaded.info["transparency"] = bytes(range(0, 256, 16))
+    clear_grey = base.convert("L")
+    clear_grey.info["transparency"] = clear_grey.getpixel((0, 0))
     hole = base.convert("RGBA")
     hole.paste((0, 0, 0, 0), (0, 0, 20, 20))
     white = base.copy()
     white.paste((255, 255, 255), (0, 0, 20, 20))
     cmyk = Image.open(io.BytesIO(saved(base.convert("CMYK"), "JPEG"))).convert("RGB")
+    grey = base.convert("L")
+    sheer = Image.merge("LA", (grey, other.convert("L")))
     deep = Image.fromarray(np.arange(70 * 60, dtype=np.uint16).reshape(60, 70) * 15)
     turned = {
         3: Image.Transpose.ROTATE_180,
@@ -237,7 +243,19 @@ def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
         "one bit": (saved(base.convert("1"), "PNG"), base.convert("1").convert("RGB")),
         "palette": (saved(palette, "PNG"), palette.convert("RGB")),
         "palette with a clear colour": (saved(clear, "PNG"), _on_white(clear)),
+        "palette with some of each": (
+            saved(palette, "PNG", transparency=bytes(range(0, 256, 16))),
+            _on_white(shaded),
+        ),
+        "gif with a clear colour": (saved(clear, "GIF"), _on_white(clear)),
+        "grey with a clear colour": (
+            saved(grey, "PNG", transparency=grey.getpixel((0, 0))),
+            _on_white(clear_grey),
+        ),
+        "grey with alpha": (saved(sheer, "PNG"), _on_white(sheer)),
         "alpha": (saved(hole, "PNG"), white),
+        "alpha in webp": (saved(hole, "WEBP", lossless=True, exact=True), white),
+        "colour profile": (saved(base, "PNG", icc_profile=_profile()), base),
         **{
             f"turned by exif {n}": (saved(base, "PNG", exif=_exif(n)), base.transpose(t))
             for n, t in turned.items()
@@ -257,6 +275,17 @@ def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
             Image.open(io.BytesIO(saved(base, "JPEG", progressive=True))).convert("RGB"),
         ),
     }
+
+
+def clear_rgb() -> bytes:
+    """An RGB PNG that names a transparent colour: that of its first pixel. Engines disagree about it."""
+    image = sample_image(1)
+    return saved(image, "PNG", transparency=image.getpixel((0, 0)))
+
+
+def _profile() -> bytes:
+    """A colour profile other than sRGB: an engine that applied it would change the pixels."""
+    return ImageCms.ImageCmsProfile(ImageCms.createProfile("LAB")).tobytes()
 
 
 def _on_white(image: Image.Image) -> Image.Image:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import os
+import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,9 +22,11 @@ from cornplug.config import Config, load
 from cornplug.encoder_service.http.app import create_app
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess import decode_lanes
-from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
+from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses, ServiceClass
+from devkit import checkpoints
+from devkit.processes import EncoderProcess
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, png, sample_image
 from .hostile_images import many_scans, saved
@@ -185,7 +191,7 @@ def test_http_medium_over_budget_is_refused_by_header(serve: Serve, llava: str) 
 
 def test_prepared_budget_class_keeps_its_reserved_part() -> None:
     premium, nightly = ServiceClass(name="premium", share=0.5), ServiceClass(name="nightly", share=0.02)
-    budget = PreparedBudget([premium, nightly], 1000)
+    budget = ByteBudget({premium: 0.5, nightly: 0.02}, 1000, purpose="to prepare it")
     shares = [budget.share(nightly) for _ in range(5)]
     for share in shares[:4]:
         share.need(120)
@@ -239,3 +245,98 @@ def test_sglang_images_share_the_decoding_budget(
     answer = httpx.post(f"{served.url}/encode", json=part, timeout=60, trust_env=False)
     assert (answer.status_code, answer.json()["reason"]) == (413, "too_large_prepared")
     assert metric(served.url, "cornplug_encoder_prepared_bytes") == 0
+
+
+HUGE_PIXELS = 28 * 28 * 8192
+"""Of one image: 32,768 patches, whose attention takes a tiny tower seconds on one core."""
+
+
+@pytest.fixture
+def long_service(tmp_path: Path, short_path: Path) -> Iterator[EncoderProcess]:
+    """A service whose pass over a huge image is long, with a class that has half of it."""
+    model = checkpoints.qwen2_vl(tmp_path / "q", max_pixels=HUGE_PIXELS)
+    settings = tmp_path / "cornplug.toml"
+    settings.write_text('[qos.classes.premium]\nshare = 0.5\npriority = 10\napi_keys = ["k"]\n')
+    with EncoderProcess(
+        [model],
+        "--no-store",
+        "--threads",
+        "1",
+        socket=short_path / "e.sock",
+        env={"CORNPLUG_CONFIG": str(settings), "CORNPLUG_ENCODER_PREPARE_THREADS": "2"},
+    ) as process:
+        process.model = str(model)  # type: ignore[attr-defined]
+        yield process
+
+
+class Flood:
+    """One anonymous request of 60 huge images, which is read until `close` or its end."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self._files = [("image", saved(Image.new("RGB", (2548, 2520), (i, 0, 0)), "PNG")) for i in range(60)]
+        self._url, self._model = url, model
+        self.statuses: list[int] = []
+        self._http = httpx.Client(timeout=300, trust_env=False)
+        self._response: httpx.Response | None = None
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        data = {"model": self._model, "deadline_s": "120"}
+        with (
+            contextlib.suppress(httpx.HTTPError, OSError),
+            self._http.stream("POST", f"{self._url}/v1/encode", data=data, files=self._files) as answer,
+        ):
+            self.statuses.append(answer.status_code)
+            answer.read()
+
+    def close(self) -> None:
+        """Hang up."""
+        for connection in self._http._transport._pool.connections:  # type: ignore[attr-defined]
+            stream = connection._connection._network_stream
+            with contextlib.suppress(OSError):
+                stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+        self._thread.join(60)
+        self._http.close()
+
+
+def is_computing(url: str) -> bool:
+    """Whether a medium is prepared or in a tower."""
+    return metric(url, "cornplug_encoder_prepared_bytes") > 0
+
+
+@pytest.mark.more
+def test_server_class_with_a_share_is_in_time_beside_huge_images(
+    long_service: EncoderProcess, within: TimeLimits
+) -> None:
+    """Before: 9 of 9 requests of the class were late, also 30 s after the sender of the images hung up."""
+    url, model = long_service.url, long_service.model  # type: ignore[attr-defined]
+    key = {"authorization": "Bearer k"}
+    assert ask(url, model, png(sample_image(0)), headers=key).status_code == 200
+    flood = Flood(url, model)
+    try:
+        eventually(lambda: is_computing(url), 60)
+        for seed in range(1, 10):
+            answer = ask(url, model, png(sample_image(seed)), headers=key, deadline_s=10)
+            assert answer.status_code == 200, answer.text
+        assert is_computing(url), "all was done before: the test saw no load"
+    finally:
+        flood.close()
+    with within(10, "a pass ends between two layers once nobody waits for it"):
+        eventually(lambda: not is_computing(url), 60)
+
+
+@pytest.mark.more
+def test_server_sigterm_beside_huge_images_ends_in_time(
+    long_service: EncoderProcess, within: TimeLimits
+) -> None:
+    """Before: 51 s, as it computed its queue to the end."""
+    url, model = long_service.url, long_service.model  # type: ignore[attr-defined]
+    flood = Flood(url, model)
+    try:
+        eventually(lambda: is_computing(url), 60)
+        with within(30, "encoder.drain_s is 25 s, and 30 s are usual between SIGTERM and SIGKILL"):
+            os.kill(long_service.pid, signal.SIGTERM)
+            assert long_service.stop(grace_s=120) == 0
+    finally:
+        flood.close()

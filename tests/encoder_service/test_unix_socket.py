@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import socket
 import struct
@@ -20,11 +21,12 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import load
+from cornplug.encoder_service import unix_server
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.encoder_service.client.unix_client import SocketEncoder
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.unix_server import UnixServer
-from cornplug.encoder_service.wire.handshake import ServiceChallenge
+from cornplug.encoder_service.wire.handshake import EngineHandshake, ServiceChallenge
 from cornplug.encoder_service.wire.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
@@ -34,11 +36,12 @@ from cornplug.encoder_service.wire.messages import (
     Reply,
 )
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
-from cornplug.local_socket import SocketClaim
+from cornplug.local_socket import SocketClaim, receive_frame
 from cornplug.private_paths import read_secret
 
 from .conftest import SECRET, MakeEncoder, Requests, eventually, sample_image
 from .execution.test_encoder import Gate, passes
+from .test_hostile_bodies import messages
 
 __all__ = ["gate"]
 
@@ -349,3 +352,54 @@ def test_describe_request_encodes_type_and_version() -> None:
         "type": "describe",
         "version": PROTOCOL_VERSION,
     }
+
+
+@contextlib.contextmanager
+def trusted(path: Path) -> Iterator[socket.socket]:
+    """A connection of an engine that has the secret, and then sends what it likes."""
+    engine = EngineHandshake(SECRET)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.settimeout(20)
+        sock.connect(str(path))
+        send(sock, engine.hello())
+        challenge = receive_frame(sock, limit=MAX_FRAME_BYTES)
+        send(sock, engine.proof(challenge))
+        yield sock
+
+
+def send(sock: socket.socket, body: bytes) -> None:
+    sock.sendall(struct.pack("<I", len(body)) + body)
+
+
+def test_server_message_of_too_many_values_closes_its_connection(
+    make_encoder: MakeEncoder, serve: Callable[[EncoderCore], Path]
+) -> None:
+    """Before: the event loop made objects of all of them, for minutes where they filled a frame."""
+    path = serve(make_encoder())
+    with SocketEncoder(path, SECRET) as client:
+        for message in messages(1 << 20).values():
+            with trusted(path) as sock, contextlib.suppress(ConnectionError):
+                send(sock, message)
+                assert sock.recv(1) == b""
+        assert client.describe(20)
+        assert client.connected
+
+
+def test_server_stopped_engines_do_not_hold_large_frames(
+    make_encoder: MakeEncoder,
+    serve: Callable[[EncoderCore], Path],
+    request_for: Requests,
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A few large frames are held at a time; one that does not arrive gives its place to the next."""
+    monkeypatch.setattr(unix_server, "FRAME_S", 0.3)
+    monkeypatch.setattr(unix_server, "_LARGE_BYTES", 16)
+    path = serve(make_encoder())
+    with contextlib.ExitStack() as stack:
+        for _ in range(6):
+            sock = stack.enter_context(trusted(path))
+            sock.sendall(struct.pack("<I", 1 << 20) + b"\x00" * 1000)
+        with SocketEncoder(path, SECRET) as client:
+            assert client.submit(request_for(qwen, 1)).result(40).origin == "computed"
+        assert sock.recv(1) == b""

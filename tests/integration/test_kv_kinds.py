@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from integration.stack import PREAMBLE, count
+from integration.stack import PREAMBLE, count, settle_saves
 
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
@@ -179,7 +179,7 @@ def engines(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Eng
             at_once(first.start, second.start)
             for words, expected in zip(which.asked, answers, strict=True):
                 _same(first.chat(words, max_tokens=16), expected)
-            store.settle()
+            settle_saves(first, store)
             yield Engines(first, second, answers)
     finally:
         first.stop()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from integration.stack import PREAMBLE, count, forget_prefixes
+from integration.stack import PREAMBLE, count, forget_prefixes, settle_saves
 
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, VllmServer
@@ -97,8 +97,7 @@ def test_latents_of_the_other_engine_are_continued(engines: Engines, first: str,
     writer, reader = engines.of[first], engines.of[then]
     for words in FROM[first]:
         same(ask(writer, words), engines.stock[first][words])
-    count(writer, "saves_total")
-    engines.store.settle()
+    settle_saves(writer, engines.store)
     for words in FROM[first]:
         # No question about what this engine itself has just computed.
         forget_prefixes(reader)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from integration.stack import wait_for_saves
+from integration.stack import settle_saves, wait_for_saves
 
 from devkit import checkpoints
 from devkit.processes import StoreProcess, at_once
@@ -109,7 +109,7 @@ def servers(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
                 same(first.generate(prompt, max_tokens=8), expected[prompt])
                 # A server that idles copies the prompt, with the window at its end.
                 wait_for_saves(first, lambda n=entries: store.stat().entries > n, what="a saved prompt")  # type: ignore[misc]
-                store.settle()
+                settle_saves(first, store)
             second.start()
             yield Servers(first, second, expected)
     finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from integration.stack import PREAMBLE, Ask, count, forget_prefixes
+from integration.stack import PREAMBLE, Ask, count, forget_prefixes, settle_saves
 
 from devkit import checkpoints
 from devkit.engines import StoreProcess
@@ -119,8 +119,7 @@ def test_sglang_kind_fresh_server_answers_as_stock_from_the_store(
         same(first.generate(PROMPTS[0], max_tokens=which.new), expected[0])
         same(second.generate(PROMPTS[1], max_tokens=which.new), expected[1])
         for server in (first, second):
-            count(server, "saves_total")
-        store.settle()
+            settle_saves(server, store)
         for server, i in ((first, 1), (second, 0)):
             answer = server.generate(PROMPTS[i], max_tokens=which.new)
             assert answer.cached["storage"] == shareable(answer) > 3 * PAGE
@@ -156,8 +155,7 @@ def test_sglang_two_tokenizers_images_are_shared(store: StoreProcess, tmp_path: 
             for answer, known in zip(answers, expected, strict=True):
                 assert answer.token_ids == known.token_ids
                 assert answer.logprobs == pytest.approx(known.logprobs, abs=1e-4)
-            count(server, "saves_total")
-            store.settle()
+            settle_saves(server, store)
         # Each image was computed by the first, and taken by the second: as KV behind it, or as its embedding.
         assert count(second, "saved_tokens_total", app="second") >= 0.9 * sum(
             (answer.prompt_tokens - 1) // PAGE * PAGE for answer in expected

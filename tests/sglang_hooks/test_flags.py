@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +21,7 @@ from sglang.srt.server_args import ServerArgs, prepare_server_args
 
 from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError
-from cornplug.sglang_hooks import activation, compat, flags, plugin
+from cornplug.sglang_hooks import activation, compat, flags
 from cornplug.sglang_hooks.kv import exclusions, hicache_config
 from devkit import checkpoints
 
@@ -586,15 +585,37 @@ def test_share_from_python_sets_config(text: str) -> None:
         flags.share({"engine.nonsense": "1"})
 
 
-def test_share_in_untested_sglang_is_config_error(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_share_in_untested_sglang_leaves_it_stock(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(VersionRange, "installed", lambda _: "0.5.24")
-    with pytest.raises(ConfigError, match="outside the tested range"):
-        flags.share()
-    monkeypatch.setattr(sys, "argv", ["serve", "--model-path", text, "--cornplug-app=chat"])
-    with pytest.raises(SystemExit, match="outside the tested range"):
-        plugin.register()
-    monkeypatch.setattr(sys, "argv", ["serve", "--model-path", text])
-    plugin.register()
+    flags.share({"engine.app": "chat"})
+    assert not activation.is_on()
+    assert "outside the tested range" in caplog.text
+
+
+_UNTESTED = """
+import json
+from cornplug.engine_common.version_range import VersionRange
+VersionRange.installed = lambda self: "0.5.99"
+from sglang.srt.plugins import load_plugins
+load_plugins()
+from sglang.srt.server_args import prepare_server_args
+from cornplug.sglang_hooks import activation
+made = prepare_server_args({arguments})
+made.resolve_once()
+print(json.dumps([made.enable_hierarchical_cache, made.hicache_storage_backend, activation.is_on()]))
+"""
+
+
+def test_sglang_untested_release_starts_as_stock(zygote: Zygote, text: str) -> None:
+    """The command line of an upgraded image starts the server, and the log says why nothing is shared."""
+    line = ["--model-path", text, "--device", "cpu", "--enable-cornplug", "--cornplug-app", "chat"]
+    code = _UNTESTED.replace("{arguments}", repr(line))
+    done = zygote.run(code=code, env={"SGLANG_PLUGINS": "cornplug"})
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [False, None, False]
+    assert "SGLang 0.5.99 is outside the tested range" in done.stderr
 
 
 def test_sglang_launch_with_conflict_exits_with_error(zygote: Zygote, text: str) -> None:

@@ -277,6 +277,7 @@ def _works(store: PoolStore) -> bool:
     return True
 
 
+@pytest.mark.more
 def test_client_scheduler_does_not_wait_for_background_threads(
     connect: Connect, start_daemon: Start, within: TimeLimits
 ) -> None:

@@ -111,6 +111,7 @@ def test_pool_store_strangers_folder_costs_sharing_only(
 # -- cleaners, and daemons that meet --
 
 
+@pytest.mark.more
 def test_daemon_files_cleaned_away_are_made_again(
     start_daemon: Start, connect: Connect, store_config: StoreConfig
 ) -> None:

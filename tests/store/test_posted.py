@@ -66,6 +66,7 @@ def test_posted_reserve_of_many_keys_is_answered_for_all(connect: Connect, start
     assert [room.key for room in rooms if isinstance(room, Reservation)] == [key(name) for name in names]
 
 
+@pytest.mark.more
 def test_posted_requests_of_stopped_daemon_never_wait_and_give_back(
     connect: Connect, start_daemon: Start
 ) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from .late_device import LateDevice
 
 HEADS, LAYERS, DIM = 4, 4, 8
 POISON = -7.0
-"""In every block that nobody owns: reading one after its release is noticed."""
+"""In every block that was given away: reading one after that is noticed."""
 SECRET = bytes(range(32))
 
 
@@ -191,6 +191,36 @@ class Rank:
         return torch.cat(planes.unbind(), dim=-1)[:, : next(iter(self.caches.values())).shape[3]]
 
 
+class Pool(list[int]):
+    """The engine's free blocks, and what the connector calls of vLLM's BlockPool.
+
+    A block of a finished request keeps its bytes until it is given to another request.
+    """
+
+    enable_caching = False
+    hash_block_size = 1 << 30
+    """No block is in KV events."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(range(count))
+        self.blocks = [SimpleNamespace(block_id=block, is_null=False) for block in range(count)]
+        self.watchers: dict[int, Callable[[Any], None]] = {}
+        self.overwrite: Callable[[list[int]], None] = lambda blocks: None
+
+    def pop(self, index: Any = -1) -> int:
+        block = super().pop(index)
+        self.overwrite([block])
+        if block in self.watchers:
+            self.watchers.pop(block)(self.blocks[block])
+        return block
+
+    def touch(self, blocks: Iterable[Any]) -> None:
+        assert not any(block.block_id in self for block in blocks)
+
+    def unpin_blocks(self, blocks: Iterable[Any], on_reuse: Callable[[Any], None]) -> None:
+        self.watchers |= {block.block_id: on_reuse for block in blocks}
+
+
 class Engine:
     """One engine of `tp` x `pp` ranks. `connect` gives each process its store connection."""
 
@@ -227,7 +257,7 @@ class Engine:
         self.hash_algo = hash_algo
         self.block_size, self.tp, self.pp, self.draft = block_size, tp, pp, draft
         self.kernel_block, self.accelerator = kernel_block or block_size, accelerator
-        self.free_blocks = list(range(blocks))
+        self.free_blocks = Pool(blocks)
         self.requests: dict[str, Request] = {}
         self.preempted: set[str] = set()
         self.held_steps: list[Any] = []
@@ -239,9 +269,9 @@ class Engine:
                 config, KVConnectorRole.SCHEDULER, self._cache_config(range(LAYERS), blocks)
             )
         manager = SimpleNamespace(
-            block_pool=None,
+            block_pool=self.free_blocks,
             get_blocks=lambda request_id: SimpleNamespace(
-                blocks=([SimpleNamespace(block_id=block) for block in self.requests[request_id].blocks],)
+                blocks=([self.free_blocks.blocks[block] for block in self.requests[request_id].blocks],)
             ),
         )
         self.connector.bind_kv_cache_manager(manager)
@@ -251,6 +281,7 @@ class Engine:
                 plain = LatentBackend() if latent else Backend()
                 backend = backends[stage * tp + shard] if backends else plain
                 self.ranks.append(self._rank(config, stage, shard, blocks, backend, extra_layers))
+        self.free_blocks.overwrite = self._poison
         self.aggregator = KVOutputAggregator(len(self.ranks))
         self.counts: dict[tuple[str, ...], float] = {}
 
@@ -385,6 +416,7 @@ class Engine:
     def preempt(self, request: Request) -> None:
         """Give a running request's blocks away, at once."""
         assert request.status == "running"
+        self._poison(request.blocks)
         self._give_back(request)
         request.status, request.num_computed_tokens, request.local_tokens = "waiting", 0, 0
         self.preempted.add(request.request_id)
@@ -395,7 +427,6 @@ class Engine:
 
     def _give_back(self, request: Request) -> None:
         self.free_blocks += request.blocks
-        self._poison(request.blocks)
         request.blocks = []
 
     def _poison(self, blocks: list[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import sys
@@ -18,6 +19,7 @@ from vllm.distributed.ec_transfer.ec_connector.metrics import ECConnectorProm
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorLogging, KVConnectorProm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.core import EngineCore
 
 from cornplug.engine_common import engine_state, weights_guard
@@ -67,6 +69,83 @@ def test_register_in_untested_vllm_logs_one_line(
     assert not plugin.registered()
     assert "outside the tested range >=0.32,<0.34" in plugin.why_not()
     assert len({r.message for r in caplog.records}) == 1
+
+
+@pytest.fixture
+def unregistered(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own argument parsing, as before anybody registered."""
+    for name in ("add_cli_args", "from_cli_args", "create_engine_config"):
+        raw = EngineArgs.__dict__[name]
+        function = getattr(raw, "__func__", raw)
+        plain = getattr(function, compat._MARK, function)
+        kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else (lambda found: found)
+        monkeypatch.setattr(EngineArgs, name, kind(plain))
+
+
+def configured(*args: str) -> Any:
+    """The (KV, EC) configuration that vLLM's own code gets from a command line."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    made = EngineArgs.from_cli_args(parser.parse_args(["--model", str(Path(__file__).parent), *args]))
+    seen: list[Any] = []
+    function = EngineArgs.create_engine_config
+
+    class Stop(Exception):
+        pass
+
+    def stop(self: EngineArgs, *rest: Any, **kwargs: Any) -> Any:
+        seen.append((self.kv_transfer_config, self.ec_transfer_config))
+        raise Stop
+
+    # The last thing that ours calls is vLLM's own function.
+    cell = next(c for c in function.__closure__ if c.cell_contents is function._cornplug_original)  # type: ignore[union-attr, attr-defined]
+    plain, cell.cell_contents = cell.cell_contents, stop
+    try:
+        made.create_engine_config()
+    except Stop:
+        pass
+    finally:
+        cell.cell_contents = plain
+    return seen[0]
+
+
+OURS = {"kv_connector": "CornplugConnector", "kv_role": "kv_both"}
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+BOTH = {
+    "kv_connector": "MultiConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"connectors": [NIXL, OURS]},
+}
+
+
+@pytest.mark.parametrize("fault", ["version", "method"])
+@pytest.mark.parametrize(
+    ("line", "left"),
+    [
+        (["--kv-connector", "cornplug", "--cornplug-store-size", "64GiB", "--cornplug-app", "a"], None),
+        (["--cornplug-app", "a"], None),
+        (["--kv-transfer-config", json.dumps(OURS)], None),
+        (["--kv-transfer-config", json.dumps(BOTH)], "MultiConnector"),
+        (["--kv-connector", "cornplug", "--kv-transfer-config", json.dumps(NIXL)], "NixlConnector"),
+        (["--kv-connector", "NixlConnector"], "NixlConnector"),
+    ],
+)
+def test_register_in_untested_vllm_runs_it_as_stock(
+    unregistered: None, caplog: pytest.LogCaptureFixture, line: list[str], left: str | None, fault: str
+) -> None:
+    """The command line of an upgraded image starts the engine, and the log says why nothing is shared."""
+    version = mock.patch.object(VersionRange, "installed", return_value="0.34.0")
+    lacking = mock.patch.object(plugin, "_seams", return_value=[("vllm.engine.arg_utils", "Gone.f", repr)])
+    logging.getLogger("vllm.cornplug").addHandler(caplog.handler)
+    try:
+        with version if fault == "version" else lacking:
+            plugin.register()
+        kv, ec = configured(*line)
+    finally:
+        logging.getLogger("vllm.cornplug").removeHandler(caplog.handler)
+    assert ec is None
+    assert (kv.kv_connector if kv else None) == left
+    assert "CornplugConnector" not in str(kv)
+    assert ("runs as stock vLLM: " in caplog.text) is (line != ["--kv-connector", "NixlConnector"])
 
 
 def test_register_with_missing_method_gives_reason(fresh: None) -> None:

@@ -22,13 +22,21 @@ from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugi
 from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
 from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import cpu_cores, idle_steps, keys_ahead, provenance, resets
+from cornplug.vllm_connector.kv import (
+    cpu_cores,
+    idle_steps,
+    in_process,
+    keys_ahead,
+    provenance,
+    repeated_ids,
+    resets,
+)
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
 from cornplug.vllm_connector.no_tower import left_out_weights, retry_after, served_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (cpu_cores, idle_steps, keys_ahead, provenance, resets)
+KV = (cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, in_process)
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
 NO_TOWER = (left_out_weights, served_images, retry_after)
@@ -37,6 +45,7 @@ CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (
     ("vllm._custom_ops", "swap_blocks_batch"),
+    ("vllm.multimodal.cache.factories", "_get_cache_type"),
     (REGISTER, "host_register"),
     (REGISTER, "host_unregister"),
     (CONNECTOR, "MediaConnector.load_from_url"),

@@ -26,6 +26,8 @@ from cornplug.encoder_service.client.endpoints import configured, is_here, local
 from cornplug.encoder_service.client.media_payload import Item, MediaPayload, Medium
 from cornplug.encoder_service.client.responses import HttpAnswer, RemoteFailure, RetryLater
 from cornplug.encoder_service.client.retry import CircuitBreakers, RetryPause, RetrySequence, SendAttempt
+from cornplug.encoder_service.wire import decodings
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import EncoderError, EncoderUnavailable
 from cornplug.host import tls_context
 from cornplug.qos import APP_HEADER, CLASS_HEADER
@@ -52,6 +54,8 @@ class AsyncEncoderClient:
         api_key: sent as `Authorization: Bearer`.
         app: the app that the service counts and classifies the requests by; None: the service's default.
         service_class: the class of service to ask for; None: that of the key or app.
+        decoding: the engine that will use the embeddings (`wire.decodings`): images are decoded as it decodes
+            them. None: the service's default, the newest vLLM that cornplug supports.
         transport: how to reach the services, for tests and proxies (httpx's own seam). Proxies that the
             environment names (`http_proxy`) are not used.
     """
@@ -65,6 +69,7 @@ class AsyncEncoderClient:
         api_key: str | None = None,
         app: str | None = None,
         service_class: str | None = None,
+        decoding: Decoding | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         config = load()
@@ -83,6 +88,8 @@ class AsyncEncoderClient:
             headers[APP_HEADER] = app
         if service_class is not None:
             headers[CLASS_HEADER] = service_class
+        if decoding is not None:
+            headers[decodings.HEADER] = decoding
         self._http = httpx.AsyncClient(
             headers=headers,
             transport=transport,

@@ -8,13 +8,14 @@ from pathlib import PurePath
 from urllib.parse import urlsplit
 
 from cornplug.config import Config
+from cornplug.host import reachable
 from cornplug.store.backends import is_host_store, open_store
 from cornplug.store.base import Store
 
 
 def configured(config: Config) -> Sequence[str]:
     """URLs of the configured services."""
-    host = config.encoder.host
+    host = reachable(config.encoder.host)
     return config.encoder.urls or [f"http://{f'[{host}]' if ':' in host else host}:{config.encoder.port}"]
 
 

@@ -284,7 +284,7 @@ class RemoteEncoder:
             reply = self._decode(seal.open_answer(answer.body))
         except SealBroken as e:
             raise EncoderUnavailable(f"{url}: the answer is {e}", reason="encoder_untrusted") from e
-        except msgspec.MsgspecError as e:
+        except (msgspec.MsgspecError, RecursionError) as e:
             raise EncoderUnavailable(
                 f"{url}: no message of the protocol: {e}", reason="encoder_bad_response"
             ) from e

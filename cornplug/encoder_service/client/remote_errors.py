@@ -31,7 +31,7 @@ def down(url: str, why: Exception) -> EncoderUnavailable:
 def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
     """The error of an unsealed answer. Whoever forges one makes the engine encode, and no more."""
     said, retry_after_s = "", None
-    with contextlib.suppress(msgspec.MsgspecError):
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
         said, retry_after_s = detail.message, detail.retry_after_s
     text = f"{url}: status {answer.status}" + (f": {said[:300]}" if said else "")

@@ -24,6 +24,7 @@ from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 from cornplug.encoder_service.client.encode_many import Result
 from cornplug.encoder_service.client.media_payload import Item, Medium
 from cornplug.encoder_service.client.unix_client import SocketEncoder
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import EncoderUnavailable
 from cornplug.store.base import Store
 
@@ -49,6 +50,7 @@ class EncoderClient:
         api_key: str | None = None,
         app: str | None = None,
         service_class: str | None = None,
+        decoding: Decoding | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._client = AsyncEncoderClient(
@@ -58,6 +60,7 @@ class EncoderClient:
             api_key=api_key,
             app=app,
             service_class=service_class,
+            decoding=decoding,
             transport=transport,
         )
         self._pid = os.getpid()

@@ -235,7 +235,7 @@ class SocketEncoder:
                                 self._take(sock, asking, body)
                     except EncoderUnavailable as e:
                         return self._untrusted(e)
-                    except (ProtocolError, msgspec.ValidationError, msgspec.DecodeError) as e:
+                    except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
                         return EncoderUnavailable(
                             f"{self._path} does not speak the encoder's protocol: {e}",
                             reason="encoder_bad_response",

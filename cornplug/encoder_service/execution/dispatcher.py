@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -29,6 +29,7 @@ from cornplug.encoder_service.scheduling.admission import EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.tower_turn import PassAbandoned
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
@@ -60,7 +61,10 @@ class BatchDispatcher:
         replies: RequestReplies,
         admission: EncodeAdmission,
         shares_features: Callable[[LoadedModel], bool],
+        *,
+        urgent_lanes: bool,
     ) -> None:
+        """`urgent_lanes`: one more lane for each executor, for jobs of better classes than all that run."""
         self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)
@@ -75,12 +79,20 @@ class BatchDispatcher:
         self._ended_s: dict[BatchExecutor, float] = {}
         """Executor -> the end of its last batch."""
         lanes = [executor for executor in self._executors for _ in range(executor.lanes)]
+        urgent = self._executors if urgent_lanes else ()
+        self._usual_lanes = len(lanes)
         # A future holds whatever a tower fails with, so that nothing ends a lane.
-        self._computing = ThreadPoolExecutor(len(lanes), "cornplug-compute")
+        self._computing = ThreadPoolExecutor(len(lanes) + len(urgent), "cornplug-compute")
         self._publishing = ThreadPoolExecutor(min(_MAX_PUBLISHERS, len(lanes)), "cornplug-publish")
         self._lanes = [
             threading.Thread(target=self._serve, args=(executor,), name=f"cornplug-lane-{i}", daemon=True)
             for i, executor in enumerate(lanes)
+        ]
+        self._lanes += [
+            threading.Thread(
+                target=self._serve_urgent, args=(executor,), name=f"cornplug-urgent-{i}", daemon=True
+            )
+            for i, executor in enumerate(urgent)
         ]
         for lane in self._lanes:
             lane.start()
@@ -93,13 +105,19 @@ class BatchDispatcher:
         """Whether any executor would take a batch."""
         return any(executor.ready() for executor in self._executors)
 
-    def close(self) -> None:
-        """Finish the jobs of the closed batcher, then end the threads."""
+    def close(self, deadline_s: float) -> bool:
+        """Refuse the jobs of the closed batcher, end running passes between two layers, then end the threads.
+
+        False where a pass still runs at the deadline, in a layer that takes so long.
+        """
         self._closing.set()
+        end = time.monotonic() + deadline_s
         for lane in self._lanes:
-            lane.join()
-        self._computing.shutdown(wait=True)
-        self._publishing.shutdown(wait=True)
+            lane.join(max(end - time.monotonic(), 0.0))
+        ended = not any(lane.is_alive() for lane in self._lanes)
+        self._computing.shutdown(wait=ended)
+        self._publishing.shutdown(wait=ended)
+        return ended
 
     def _serve(self, executor: BatchExecutor) -> None:
         while True:
@@ -111,15 +129,21 @@ class BatchDispatcher:
                 return
             self._run(batch, executor)
 
-    def _run(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
+    def _serve_urgent(self, executor: BatchExecutor) -> None:
+        while (job := self._batcher.take_urgent(self._usual_lanes)) is not None:
+            self._run([job], executor, urgent=True)
+
+    def _run(
+        self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool = False
+    ) -> None:
         batch = self._defer_duplicates(batch)
         if not batch:
             return
-        self._run_with_retry(batch, executor)
+        self._run_with_retry(batch, executor, urgent=urgent)
         with self._lock:
             deferred = [f for key in {f.feature_key for f in batch} for f in self._deferred.pop(key, ())]
         if deferred:
-            self._run(deferred, executor)
+            self._run(deferred, executor, urgent=urgent)
 
     def _defer_duplicates(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
         """The jobs whose features no other executor computes now; the rest is deferred until it has."""
@@ -135,38 +159,55 @@ class BatchDispatcher:
                     self._deferred.setdefault(job.feature_key, [])
         return owned
 
-    def _run_with_retry(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
+    def _run_with_retry(
+        self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
+    ) -> None:
+        if self._closing.is_set():
+            return self._refuse(batch, "the service is stopping", retry_after_s=1.0, reason="overloaded")
         ready = self._ready_executor(executor)
         if ready is None:
             return self._refuse(batch, "no replica is running; they are being restarted", retry_after_s=1.0)
-        error = self._run_once(batch, ready)
+        error = self._run_once(batch, ready, urgent=urgent)
         if error is None:
             return None
+        if isinstance(error, PassAbandoned):
+            # Nobody hears it but who joined one of its jobs in this moment, or where the service stops.
+            why = "the pass was ended, as nobody waited for it"
+            return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):
             return self._fail(batch, error)
         log.warning("a batch of %d failed (%s); running each alone", len(batch), error)
         for job in batch:
             # A job that has lost a replica, alone in its batch, may be the cause: it gets one more try.
             spare = self._ready_executor(ready)
-            error = ReplicaLost("no replica is left") if spare is None else self._run_once([job], spare)
+            if spare is None:
+                error = ReplicaLost("no replica is left")
+            else:
+                error = self._run_once([job], spare, urgent=urgent)
             if error is not None:
                 self._fail([job], error)
         return None
 
     def _run_once(
-        self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor
+        self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
     ) -> BaseException | None:
         started = time.monotonic()
-        error = self._computing.submit(self._compute, batch, executor).exception()
+        done = self._computing.submit(self._compute, batch, executor, urgent=urgent)
+        error = done.exception()
         if error is None:  # a quick failure would make the tower look quick
-            self._admission.computed(batch, time.monotonic() - started)
+            self._admission.computed(batch, time.monotonic() - started - done.result())
         return error
 
     def _ready_executor(self, preferred: BatchExecutor) -> BatchExecutor | None:
         return next((e for e in (preferred, *self._executors) if e.ready()), None)
 
-    def _compute(self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor) -> None:
-        """Compute a batch and hand its embeddings to the publishing threads; none of them when it fails."""
+    def _compute(
+        self, batch: Sequence[EncodeJob[JobPayload]], executor: BatchExecutor, *, urgent: bool
+    ) -> float:
+        """Compute a batch and hand its embeddings to the publishing threads; none of them when it fails.
+
+        Returns the seconds for which it was paused.
+        """
         index: dict[bytes, int] = {}
         distinct: list[EncodeJob[JobPayload]] = []
         for job in batch:
@@ -179,6 +220,9 @@ class BatchDispatcher:
             features=kept,
             wanted=tuple((job.payload.model, index[job.feature_key]) for job in batch),
             keep=self._shares_features(distinct[0].payload.model),
+            urgent=urgent,
+            share=max(job.qos.share for job in batch),
+            abandoned=lambda: self._closing.is_set() or not any(_is_awaited(job) for job in batch),
         )
         ran = [job.tokens for job, known in zip(distinct, kept, strict=True) if known is None]
         with self._observer.computing(batch, ran):
@@ -194,6 +238,7 @@ class BatchDispatcher:
             if origins[i] == "computed":
                 origins[i] = "coalesced"
         self._cache_features(distinct, result, token_s)
+        return result.paused_s
 
     def _timed(self, executor: BatchExecutor, batch: EncodeBatch) -> tuple[BatchResult, float]:
         """A batch's result, and the seconds that it had the device: a batch that is handed over while another
@@ -204,7 +249,7 @@ class BatchDispatcher:
             ended_s = time.monotonic()
             began_s = max(handed_s, self._ended_s.get(executor, handed_s))
             self._ended_s[executor] = ended_s
-        return result, ended_s - began_s
+        return result, ended_s - began_s - result.paused_s
 
     def _cached_features(self, job: EncodeJob[JobPayload]) -> torch.Tensor | None:
         model = job.payload.model
@@ -265,8 +310,17 @@ class BatchDispatcher:
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)
 
     def _refuse(
-        self, batch: Sequence[EncodeJob[JobPayload]], message: str, retry_after_s: float | None
+        self,
+        batch: Sequence[EncodeJob[JobPayload]],
+        message: str,
+        retry_after_s: float | None,
+        *,
+        reason: Literal["internal", "overloaded"] = "internal",
     ) -> None:
         for job in batch:
             for pending in self._batcher.finish(job):
-                self._replies.refuse(pending, "internal", message, retry_after_s)
+                self._replies.refuse(pending, reason, message, retry_after_s)
+
+
+def _is_awaited(job: EncodeJob[JobPayload]) -> bool:
+    return any(not pending.future.done() for pending in tuple(job.requests))

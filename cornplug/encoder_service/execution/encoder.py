@@ -26,7 +26,7 @@ from cornplug.encoder_service.execution.replies import RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.execution.weight_reload import WeightReloader
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry
-from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, PreparedBudget
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBudget
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
@@ -43,6 +43,8 @@ from cornplug.qos import QosCaller, QosClasses, ServiceClass
 MAX_BATCH_TOKENS: Final = 32_768
 """Tokens of one batch, besides its first medium's: bounds the tower's memory."""
 _APP_MAX: Final = 64
+_END_S: Final = 1.0
+"""Longest time that a closing encoder waits for the layer that a tower is in."""
 _DECODER_BYTES: Final = 1 << 30
 """Address space of a decoding process, without its medium."""
 _DECODER_BYTES_A_PIXEL: Final = 24
@@ -81,7 +83,9 @@ class EncoderCore:
         self.classes = classes or QosClasses.single()
         self._executors = tuple(executors) or (InProcessExecutor(registry.device),)
         self._queue_limit = QueueLimit(self.classes.all(), limits.max_waiting)
-        self.budget = PreparedBudget(self.classes.all(), limits.max_prepared_bytes)
+        self.budget = ByteBudget(
+            {qos: qos.share for qos in self.classes.all()}, limits.max_prepared_bytes, purpose="to prepare it"
+        )
         self.decode_lanes: DecodeLanes | None = None
         """Decodes media that come as bytes; None until `open_decode_lanes`."""
         self._admission = EncodeAdmission(
@@ -96,6 +100,7 @@ class EncoderCore:
             clock=time.monotonic,
             on_late=lambda pending: self._replies.refuse_late(pending),
             batch_token_limit=self._admission.batch_token_limit,
+            has_urgent_lane=len(self.classes.all()) > 1,
         )
         self.meters = ServiceMetrics(
             self.waiting,
@@ -122,7 +127,9 @@ class EncoderCore:
             self._replies,
             self._admission,
             registry.shares_features,
+            urgent_lanes=len(self.classes.all()) > 1,
         )
+        self._ended: bool | None = None
 
     def open_decode_lanes(self, config: EncoderConfig) -> DecodeLanes:
         """The lanes that decode media for this service; `close` ends them."""
@@ -251,10 +258,9 @@ class EncoderCore:
         if self.decode_lanes is not None:
             self.decode_lanes.start_processes()
 
-    def stop_decoding(self) -> None:
-        """Stop all decoding: the requests that wait for it are refused."""
-        if self.decode_lanes is not None:
-            self.decode_lanes.close()
+    def stop_decoding(self) -> bool:
+        """Stop all decoding: requests that wait for it are refused. False if an image processor goes on."""
+        return self.decode_lanes is None or self.decode_lanes.close()
 
     def decoding_ready(self) -> bool:
         """Whether a medium that comes now would be decoded soon."""
@@ -272,12 +278,18 @@ class EncoderCore:
         passed first."""
         return self._queue_limit.drain(deadline_s)
 
-    def close(self) -> None:
-        """Answer the remaining requests, then end the threads."""
-        self.stop_decoding()
-        self._admission_threads.shutdown(wait=True)
-        self._batcher.close()
-        self._dispatcher.close()
+    def close(self) -> bool:
+        """Refuse the remaining requests, then end the threads; a running pass ends after its layer.
+
+        False where something still computes after about 2 s: then the process has to be ended.
+        """
+        if self._ended is None:
+            self._queue_limit.drain(0.0)
+            decoding_ended = self.stop_decoding()
+            self._admission_threads.shutdown(wait=True, cancel_futures=True)
+            self._batcher.close()
+            self._ended = self._dispatcher.close(_END_S) and decoding_ended
+        return self._ended
 
     def _admit(self, pending: PendingRequest, model: LoadedModel, inputs: Mapping[str, TowerInput]) -> None:
         request = pending.request
@@ -338,8 +350,10 @@ class EncoderCore:
         return found is not None
 
     def _report_failure(self, done: Future[None], pending: PendingRequest) -> None:
-        """Refuse a request whose admission failed."""
-        if (error := done.exception()) is not None:
+        """Refuse a request whose admission failed, or never began before the service ended."""
+        if done.cancelled():
+            self._replies.refuse(pending, "overloaded", "the service is stopping", 1.0)
+        elif (error := done.exception()) is not None:
             log.error("encoding failed", exc_info=error)
             self._replies.refuse(pending, "internal", A_FAULT)
 

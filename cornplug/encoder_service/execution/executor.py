@@ -7,15 +7,19 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.tower_turn import TowerPass, TowerTurn
+
+_LONG_TOKENS: Final = 16_384
+"""A batch of more tokens waits for its kernels after each layer on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +34,12 @@ class EncodeBatch:
     """The embeddings to make: a model, and the index of an item. All models have one tower."""
     keep: bool
     """Whether `BatchResult.features` is wanted."""
+    urgent: bool = False
+    """Whether it overtakes a running batch between two layers. One such batch runs at a time."""
+    share: float = 0.0
+    """Part of the time that this batch keeps beside urgent ones."""
+    abandoned: Callable[[], bool] = bool
+    """Whether nobody waits for it any more; it ends between two layers then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,8 @@ class BatchResult:
     """By index, of the items that the tower ran for; empty unless `EncodeBatch.keep`."""
     embeddings: tuple[torch.Tensor, ...]
     """In the order of `EncodeBatch.wanted`."""
+    paused_s: float = 0.0
+    """Seconds for which urgent batches computed meanwhile."""
 
 
 class BatchExecutor(Protocol):
@@ -56,7 +68,11 @@ class BatchExecutor(Protocol):
         """Wait until `ready`, for `timeout_s` at most; its value."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
-        """Compute. Raises ReplicaLost when the computing process has died, and any error of the tower."""
+        """Compute.
+
+        Raises ReplicaLost when the computing process has died, PassAbandoned when the batch was abandoned,
+        and any error of the tower.
+        """
 
     def load(self, models: Sequence[LoadedModel]) -> None:
         """Load more models. Raises CheckpointError; then nothing has changed."""
@@ -69,7 +85,7 @@ class BatchExecutor(Protocol):
 
 
 class InProcessExecutor:
-    """Computes in the caller's thread, one batch at a time.
+    """Computes in the caller's thread, one batch at a time; urgent batches come between the layers of others.
 
     On CUDA it has two lanes and three streams: while one batch runs, the results of the one before are copied
     to pinned memory, and the inputs of the next from there. No more than two are on the device at a time.
@@ -82,7 +98,7 @@ class InProcessExecutor:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cuda = device.type == "cuda"
-        self._computing = threading.Lock()
+        self._turn = TowerTurn()
         self._streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if self._cuda else None
         """For inputs and results."""
 
@@ -107,14 +123,14 @@ class InProcessExecutor:
 
     def run(self, batch: EncodeBatch) -> BatchResult:
         if self._streams is None:
-            with self._computing:
-                return _to_host(compute(batch))
+            with self._taken(batch) as turn:
+                return replace(_to_host(compute(batch)), paused_s=turn.paused_s)
         inputs, results = self._streams
         with torch.cuda.stream(inputs):
             on_device = replace(batch, items=tuple(_to_device(item, self._device) for item in batch.items))
             copied = inputs.record_event()
         # A thread begins on device 0, and a kernel may ask which one is current.
-        with self._computing, torch.cuda.device(self._device):
+        with self._taken(batch) as turn, torch.cuda.device(self._device):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(copied)
             # Their memory was taken on another stream, and may not be given away while this one reads.
@@ -131,7 +147,22 @@ class InProcessExecutor:
             copied_back.record(results)
         # `made` lives until here: its memory belongs to the computing stream, which would give it away.
         copied_back.synchronize()
-        return on_host
+        return replace(on_host, paused_s=turn.paused_s)
+
+    @contextmanager
+    def _taken(self, batch: EncodeBatch) -> Iterator[TowerPass]:
+        long = self._cuda and sum(item.tokens for item in batch.items) > _LONG_TOKENS
+
+        def abandoned() -> bool:
+            if long:
+                # Its kernels would all be queued within milliseconds, and urgent ones behind them.
+                layer = torch.cuda.Event(blocking=True)
+                layer.record(torch.cuda.current_stream(self._device))
+                layer.synchronize()
+            return batch.abandoned()
+
+        with self._turn.taken(urgent=batch.urgent, share=batch.share, abandoned=abandoned) as turn:
+            yield turn
 
 
 @torch.inference_mode()

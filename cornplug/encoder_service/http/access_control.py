@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.audit import AuditLog
-from cornplug.encoder_service.http.engines import SEAL
+from cornplug.encoder_service.http.engine_scope import SEAL
 from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker

@@ -32,6 +32,7 @@ from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import admin, dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard
+from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.dashboard import StatusReport
 from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
 from cornplug.encoder_service.http.encode import EncodeRoute
@@ -62,9 +63,10 @@ def create_app(
     )
     # For JSON, base64 and headers; longer work is done after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
+    parser = BodyParser(threads)
     door = MediaIntake(encoder, threads, config)
     served = ModelsRoute(encoder.registry, preparer)
-    encodes = EncodeRoute(encoder, preparer, threads, config, door, secret=secret)
+    encodes = EncodeRoute(encoder, preparer, parser, config, door, secret=secret)
     history = ServiceHistory(encoder.meters)
     audit = AuditLog()
 
@@ -87,11 +89,13 @@ def create_app(
         dependencies=[Depends(json_only)],
     )
     if config.sglang:
-        app.include_router(epd_server.router(parts, encoder, audit))
+        app.include_router(epd_server.router(parts, encoder, parser, audit))
     app.include_router(dashboard.router(StatusReport(encoder, history, gate, served)))
     app.include_router(admin.router(encoder, served, config, audit))
     app.add_middleware(
         BodyGuard,
+        classes=encoder.classes,
+        max_items=config.max_items,
         max_bytes=config.max_body_bytes,
         max_held_bytes=config.max_held_bytes,
         read_s=config.body_deadline_s,
@@ -120,7 +124,7 @@ def create_app(
 
     # Without the package there is no such path: an engine's client says which extra brings it.
     if importlib.util.find_spec("cryptography") is not None:
-        route = EngineRoute(encoder, door, threads, encodes)
+        route = EngineRoute(encoder, door, threads, parser, encodes)
 
         @app.post(engine_seal.PATH, response_class=Response, include_in_schema=False)
         async def engine(request: Request) -> Response:

@@ -1,8 +1,12 @@
-"""ASGI middleware between the socket and the routes: bodies that are too large, too slow or too many.
+"""ASGI middleware between the socket and the routes: limits on the size, time, number and shape of bodies.
 
-A body is bounded by its length header or where it passes, has `read_s` seconds to arrive, and all
-bodies being received share one budget. (The kernel ends a connection whose client does not read its answer:
-`server.Listeners` sets TCP_USER_TIMEOUT.)
+    head   Content-Length at most the path's limit
+    body   each piece, before it is kept: bytes of the body, bytes of all bodies of its class, and for JSON
+           the number of values, which a parser turns into objects of fifty times their size
+    time   the whole body within `read_s` seconds
+
+(The kernel ends a connection whose client does not read its answer: `server.Listeners` sets
+TCP_USER_TIMEOUT.)
 """
 
 from __future__ import annotations
@@ -11,43 +15,100 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cornplug.encoder_service.http.engine_scope import ENGINES, SEAL
 from cornplug.encoder_service.http.responses import FailedMedium, refused
+from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
+from cornplug.encoder_service.wire import engine_seal
 from cornplug.errors import EncoderRefused
+from cornplug.qos import QosClasses
 
+MAX_FRAMES: Final = 4096
+"""Images that one video may be sent as; a comma stands between two of them."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
+_SMALL_BYTES: Final = 64 << 10
+"""Largest body of a route that takes no media."""
+_MIN_MEDIA: Final = 256
+"""Media of one request of SGLang's servers (`sglang.wire.EncodePart`)."""
+_QUOTES_A_MEDIUM: Final = 32
+"""A medium has at most five fields; names and values of them have four quotation marks each."""
+_BRACKETS_A_MEDIUM: Final = 4
+_ENGINES_SHARE: Final = 0.25
+_CLASSES_SHARE: Final = 0.5
+
+
+class JsonShape:
+    """Counts quotation marks, brackets and commas of one JSON text, wherever they stand, as it comes.
+
+    They bound the number and depth of its values. `add` raises EncoderRefused("too_many_items") once there
+    are more of them than a request of `media` media can have.
+    """
+
+    def __init__(self, media: int) -> None:
+        self._media = media
+        media = max(media, _MIN_MEDIA)
+        quotes = _QUOTES_A_MEDIUM * media
+        self._left = {
+            (b'"',): quotes,
+            (b"[", b"{"): _BRACKETS_A_MEDIUM * media,
+            (b",",): MAX_FRAMES * media + quotes,
+        }
+
+    def add(self, piece: bytes) -> None:
+        """Count one more piece of the text."""
+        for marks, left in self._left.items():
+            left -= sum(map(piece.count, marks))
+            if left < 0:
+                raise EncoderRefused(
+                    f"body: more values than a request of {self._media} media has; send several requests",
+                    reason="too_many_items",
+                )
+            self._left[marks] = left
 
 
 class BodyGuard:
-    """Limits in bytes and seconds. A refused request gets a JSON answer, and its connection ends."""
+    """Limits in bytes, seconds and values. A refused request gets a JSON answer, and its connection ends."""
 
     def __init__(
         self,
         app: ASGIApp,
         *,
+        classes: QosClasses,
         max_bytes: int,
         max_held_bytes: int,
+        max_items: int,
         read_s: float,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
         """`count` is called with the reason of each request that is refused before its route."""
         self._app = app
         self._count = count
+        self._classes = classes
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
-        self._max_held_bytes = max(max_held_bytes, self._max_bytes)
+        self._max_items = max_items
         self._read_s = read_s
-        self._held_bytes = 0
+        self._held = ByteBudget(
+            {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
+            # Whatever the others hold, there is room for one body of each class.
+            max(max_held_bytes, 4 * self._max_bytes),
+            purpose="to receive it",
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        length = dict(scope["headers"]).get(b"content-length", b"")
-        if length.isdigit() and int(length) > self._max_bytes:
+        headers = Headers(scope=scope)
+        max_bytes = self._max_bytes if _takes_media(scope["path"]) else _SMALL_BYTES
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length) > max_bytes:
             self._count("too_large")
-            await refused(FailedMedium.of(_too_large(self._max_bytes)))(scope, receive, send)
+            await refused(FailedMedium.of(_too_large(max_bytes)))(scope, receive, send)
             return
+        shape = None if _is_opaque(scope["path"], headers) else JsonShape(self._max_items)
+        qos = ENGINES if SEAL in scope else self._classes.of_headers(headers).qos
         end = asyncio.get_running_loop().time() + self._read_s
         seen = 0
         whole = False
@@ -64,19 +125,28 @@ class BodyGuard:
                 problem = f"body: not complete after {self._read_s:g} s"
                 raise EncoderRefused(problem, reason="slow_body") from None
             whole = not message.get("more_body", False)
-            size = len(message.get("body", b""))
-            seen += size
-            self._held_bytes += size
-            if seen > self._max_bytes:
-                raise _too_large(self._max_bytes)
-            if self._held_bytes > self._max_held_bytes:
-                raise EncoderRefused("too many bytes of requests are held already", reason="overloaded")
+            piece = message.get("body", b"")
+            seen += len(piece)
+            if seen > max_bytes:
+                raise _too_large(max_bytes)
+            held.need(seen)
+            if shape is not None:
+                shape.add(piece)
             return message
 
-        try:
+        with self._held.share(qos) as held:
             await self._app(scope, counted, send)
-        finally:
-            self._held_bytes -= seen
+
+
+def _takes_media(path: str) -> bool:
+    """/v1/encode, /v1/engine, and SGLang's /encode and /sglang/MODEL/encode."""
+    return path.endswith("/encode") or path == engine_seal.PATH
+
+
+def _is_opaque(path: str, headers: Headers) -> bool:
+    """Whether the body is a form or sealed, and not text that is parsed as JSON."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "multipart/form-data" or path == engine_seal.PATH
 
 
 def _too_large(max_bytes: int) -> EncoderRefused:

@@ -13,7 +13,6 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -26,6 +25,7 @@ from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses
+from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.client_gone import unless_gone
 from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
@@ -39,6 +39,8 @@ from cornplug.encoder_service.preprocess.preparer import (
     PreprocessedMedium,
     unknown_model,
 )
+from cornplug.encoder_service.wire import decodings
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.encoder_service.wire.embedding_handle import LIFETIME_S, EmbeddingHandle
 from cornplug.encoder_service.wire.messages import EncodeRefusal, MediumRefusal, MediumReply, MediumRequest
 from cornplug.encoder_service.wire.status_codes import A_FAULT
@@ -61,6 +63,7 @@ class _HttpRequest:
     caller: QosCaller
     salt: str | None
     end: float
+    decoding: Decoding
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
 
 
@@ -71,7 +74,7 @@ class EncodeRoute:
         self,
         encoder: EncoderCore,
         preparer: MediaPreparer,
-        threads: Executor,
+        parser: BodyParser,
         config: EncoderConfig,
         door: MediaIntake,
         *,
@@ -81,21 +84,23 @@ class EncodeRoute:
         self._door = door
         self._secret = secret
         self._preparer = preparer
-        self._threads = threads
+        self._parser = parser
         self._config = config
         self._fetcher = UrlFetcher.of(config)
 
     async def __call__(self, request: Request) -> Response:
         """The answer to a request. Raises EncoderRefused and MediaError for errors of the whole request, and
         ClientDisconnect."""
-        asked = await requests.read(request, self._threads, max_items=self._config.max_items)
+        caller = self._encoder.classes.of_headers(request.headers)
+        asked = await requests.read(request, self._parser, caller.qos, max_items=self._config.max_items)
         if self._encoder.registry.by_name(asked.model) is None:
             raise unknown_model(asked.model)
-        caller = self._encoder.classes.of_headers(request.headers)
         salt = salt_of(caller, asked.cache_salt, self._config)
         wanted_s = asked.deadline_s or caller.qos.deadline_s or self._config.deadline_s
         deadline_s = self._door.deadline_s(caller.qos, wanted_s)
-        job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=time.monotonic() + deadline_s)
+        decoding = _decoding(request.headers.get(decodings.HEADER, decodings.DEFAULT))
+        end = time.monotonic() + deadline_s
+        job = _HttpRequest(asked=asked, caller=caller, salt=salt, end=end, decoding=decoding)
         accept = request.headers.get("accept", "")
         if not (asked.many or responses.wants_many(accept)):
             outcome = await unless_gone(request, self._outcome(job, asked.sources[0]))
@@ -119,6 +124,13 @@ class EncodeRoute:
                 reason="unknown_model",
                 message=f"no tower of identity {asked.identity.hex()[:12]} here, but those of {served}",
             )
+        decoding = decodings.known(asked.decoding)
+        if decoding is None:
+            # Not the medium's fault: another service may have the rule.
+            return MediumRefusal(
+                reason="unknown_model",
+                message=f"images are not decoded as {asked.decoding[:100]} does here; update cornplug",
+            )
         source = RequestMedium(
             modality=asked.modality, field=f"{asked.modality}_url", content=asked.url or asked.data
         )
@@ -134,7 +146,7 @@ class EncodeRoute:
             sampling=ENGINE_SAMPLING,
         )
         end = time.monotonic() + deadline_s
-        job = _HttpRequest(asked=parsed, caller=caller, salt=asked.cache_salt, end=end)
+        job = _HttpRequest(asked=parsed, caller=caller, salt=asked.cache_salt, end=end, decoding=decoding)
         outcome = await self._outcome(job, source)
         if isinstance(outcome, FailedMedium):
             return MediumRefusal(
@@ -142,7 +154,7 @@ class EncodeRoute:
             )
         if outcome.handle is None or outcome.answer.tensor is None:
             return MediumRefusal(reason="overloaded", message="the model was reloaded meanwhile")
-        return MediumReply(handle=outcome.handle, tensor=outcome.answer.tensor)
+        return MediumReply(handle=outcome.handle, tensor=outcome.answer.tensor, decoding=decoding)
 
     async def _outcomes(self, job: _HttpRequest) -> AsyncGenerator[tuple[int, Outcome], None]:
         """(index, outcome) of each medium as it finishes. Closing the generator cancels the others."""
@@ -240,6 +252,7 @@ class EncodeRoute:
                 salt=job.salt,
                 deadline_s=left,
                 sampling=asked.sampling if source.modality == "video" else ENGINE_SAMPLING,
+                decoding=job.decoding,
             )
 
         with self._encoder.observer.preprocessing():
@@ -252,6 +265,16 @@ class EncodeRoute:
                 end_s=job.end,
                 budget_share=budget_share,
             )
+
+
+def _decoding(name: str) -> Decoding:
+    found = decodings.known(name)
+    if found is None:
+        raise EncoderRefused(
+            f"{decodings.HEADER}: {name[:100]!r}, want one of {', '.join(decodings.DECODINGS)}",
+            reason="bad_input",
+        )
+    return found
 
 
 def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:

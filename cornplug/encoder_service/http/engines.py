@@ -8,17 +8,18 @@ Engines without a tower send the medium itself, and get the handle with the rows
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Executor
-from typing import Any, Final, TypeVar
+from functools import partial
 
 import msgspec
 from fastapi import Request, Response
 
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
+from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.client_gone import unless_gone
 from cornplug.encoder_service.http.encode import EncodeRoute
+from cornplug.encoder_service.http.engine_scope import ENGINES, SEAL
 from cornplug.encoder_service.wire import messages
 from cornplug.encoder_service.wire.engine_seal import MEDIA_TYPE, EngineSeal, SealBroken
 from cornplug.encoder_service.wire.messages import (
@@ -32,20 +33,22 @@ from cornplug.encoder_service.wire.messages import (
 )
 from cornplug.errors import EncoderRefused
 
-T = TypeVar("T")
-SEAL: Final = "cornplug.engine_seal"
-"""Key of a request's ASGI scope: its seal, once its proof was checked."""
-
 
 class EngineRoute:
     """The route, for one event loop."""
 
     def __init__(
-        self, encoder: EncoderCore, door: MediaIntake, threads: Executor, encodes: EncodeRoute
+        self,
+        encoder: EncoderCore,
+        door: MediaIntake,
+        threads: Executor,
+        parser: BodyParser,
+        encodes: EncodeRoute,
     ) -> None:
         self._encoder = encoder
         self._door = door
         self._threads = threads
+        self._parser = parser
         self._encodes = encodes
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(messages.HttpRequest).decode
@@ -53,10 +56,7 @@ class EngineRoute:
     async def __call__(self, request: Request) -> Response:
         """The sealed answer. Raises EncoderRefused for a body that is not sealed, and ClientDisconnect."""
         seal: EngineSeal = request.scope[SEAL]
-        body = await request.body()
-        # Tens of megabytes of pixels: not on the loop.
-        asked = await self._in_thread(self._read, seal, body)
-        del body
+        asked = await self._parser.parse(request, partial(self._read, seal), ENGINES)
         reply: messages.HttpReply | None = None
         if isinstance(asked, EncodeRequest):
             reply = await unless_gone(request, self._encoded(asked))
@@ -66,7 +66,7 @@ class EngineRoute:
             reply = DescribeReply(version=PROTOCOL_VERSION, models=self._encoder.registry.served())
         elif asked is not None:
             reply = asked
-        sealed = await self._in_thread(self._write, seal, reply)
+        sealed = await asyncio.get_running_loop().run_in_executor(self._threads, self._write, seal, reply)
         return Response(sealed, media_type=MEDIA_TYPE)
 
     async def _encoded(self, request: EncodeRequest) -> messages.Reply:
@@ -86,11 +86,8 @@ class EngineRoute:
             raise EncoderRefused(f"body: {e}", reason="unauthorized") from e
         try:
             return None if message is None else self._decode(message)
-        except msgspec.MsgspecError as e:
+        except (msgspec.MsgspecError, RecursionError) as e:
             return EncodeRefusal(id=0, reason="bad_input", message=f"body: {e}")
 
     def _write(self, seal: EngineSeal, reply: messages.HttpReply | None) -> bytes:
         return seal.seal_answer(b"" if reply is None else self._encode(reply))
-
-    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, function, *args)

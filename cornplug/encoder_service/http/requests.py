@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -16,9 +14,12 @@ from starlette.datastructures import FormData, UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
 
 from cornplug.checkpoints.families import Modality
+from cornplug.encoder_service.http.body_limits import MAX_FRAMES
+from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.preprocess.preparer import medium_bytes
 from cornplug.encoder_service.preprocess.preprocessor import FrameSampling
 from cornplug.errors import EncoderRefused
+from cornplug.qos import ServiceClass
 
 MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
@@ -26,7 +27,6 @@ _MAX_FIELDS: Final = 16
 _MAX_FIELD_BYTES: Final = 16 << 10
 _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
-_MAX_FRAMES: Final = 4096
 _SHOWN: Final = 200
 """Characters of a client's value that a message repeats."""
 
@@ -81,7 +81,7 @@ class EncodeBody(Medium):
         }
     )
     model: str = pydantic.Field(min_length=1, max_length=1024)
-    items: list[Medium] = pydantic.Field(default_factory=list, min_length=1)
+    items: list[Medium] = pydantic.Field(default_factory=list, min_length=1, fail_fast=True)
     """Answered as each finishes, by `index`."""
     cache_salt: str | None = pydantic.Field(default=None, max_length=256)
     """Equal media of different salts never share a key."""
@@ -129,9 +129,9 @@ class RequestMedium:
     def frames(self) -> list[bytes]:
         """The encoded frames. Raises EncoderRefused("bad_input")."""
         assert isinstance(self.content, str)
-        each = self.content.removeprefix(_VIDEO_URL).split(",", _MAX_FRAMES)
-        if len(each) > _MAX_FRAMES:
-            raise _bad(f"{self.field}: over {_MAX_FRAMES} frames")
+        each = self.content.removeprefix(_VIDEO_URL).split(",", MAX_FRAMES)
+        if len(each) > MAX_FRAMES:
+            raise _bad(f"{self.field}: over {MAX_FRAMES} frames")
         return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
 
     def data(self) -> bytes:
@@ -153,15 +153,13 @@ class ParsedRequest:
     """Sampling of its videos."""
 
 
-async def read(request: Request, threads: Executor, *, max_items: int) -> ParsedRequest:
+async def read(request: Request, parser: BodyParser, qos: ServiceClass, *, max_items: int) -> ParsedRequest:
     """The parsed request. Raises EncoderRefused: "media_type", "too_many_items" or "bad_input"."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         asked = await _read_form(request, max_items)
     elif kind == "application/json":
-        text = await request.body()
-        # Tens of megabytes of base64 take tenths of a second: not on the event loop.
-        body = await asyncio.get_running_loop().run_in_executor(threads, _validate, text)
+        body = await parser.parse(request, _validate, qos)
         asked = _asked(body, body.sources(), many=bool(body.items))
     else:
         raise EncoderRefused(

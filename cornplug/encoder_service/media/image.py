@@ -1,16 +1,19 @@
 """Decoding of image files to the pixels that a processor receives, and their digest.
 
-The rule is that of vLLM 0.32 (vllm/multimodal/image.py), so that engines and the service compute one digest
-for the same image:
+The rules are those of the engines, so that an engine and the service compute one digest for the same image.
+Only the first frame of an animation counts, and colour profiles are ignored. The rules differ in two points:
 
-1. EXIF orientation is applied, and only the first frame of an animation counts.
-2. An image with mode "RGB" is unchanged, even if it names a transparent colour.
-3. An image with transparency (RGBA, LA, PA, or a palette or grey image that names a
-   transparent colour) becomes RGBA and is laid on white.
-4. Everything else goes through Pillow's `convert("RGB")`.
+| rule (`wire.decodings`) | EXIF orientation | images with transparency |
+|---|---|---|
+| `vllm-0.32` | applied | laid on white, unless the mode is "RGB" |
+| `vllm-0.33` | applied | laid on white |
+| `sglang-0.5.23` | ignored | the transparency is dropped |
+
+Transparency is an alpha channel (RGBA, LA, PA), or a transparent colour that a palette, grey or RGB image
+names. Everything else goes through Pillow's `convert("RGB")`.
 
 The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one image have the same digest,
-and so has an image that the caller flattened by this rule beforehand.
+and so has an image that the caller flattened by the rule beforehand.
 """
 
 from __future__ import annotations
@@ -26,11 +29,10 @@ from typing import Final
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import pixels_digest
 
-RULE: Final = "vllm-0.32"
-"""The rule's name: a change of what is decoded changes it."""
 FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
@@ -102,11 +104,10 @@ def decode(
     data: bytes,
     max_pixels: int,
     *,
-    upright: bool = True,
     before: Before = no_objection,
     formats: Sequence[str] = COMMON,
 ) -> Image.Image:
-    """One decoded still image, with its EXIF orientation applied unless `upright` is False.
+    """One decoded still image, as its file has it.
 
     Width times height is checked, and `before` called, before decoding, so a decompression bomb costs its
     header only.
@@ -143,7 +144,7 @@ def decode(
         raise MediaError(str(e), reason="too_many_pixels") from e
     except BROKEN as e:
         raise MediaError(f"the {image.format} image is truncated or damaged: {e}", reason="damaged") from e
-    return _upright(image) if upright else image
+    return image
 
 
 def check_scans(data: bytes) -> None:
@@ -171,39 +172,25 @@ def check_scans(data: bytes) -> None:
         )
 
 
-def as_received(image: Image.Image) -> Image.Image:
-    """The RGB image that an engine passes to its processor; see the module's rule."""
-    image = _upright(image)
-    if image.mode == "RGB":
-        return image
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        rgba = image if image.mode == "RGBA" else image.convert("RGBA")
-        flat = Image.new("RGB", rgba.size, _WHITE)
-        flat.paste(rgba, mask=rgba.getchannel("A"))
-        return flat
-    return image.convert("RGB")
-
-
-def as_sglang_receives(
-    data: bytes, max_pixels: int, *, before: Before = no_objection, formats: Sequence[str] = COMMON
-) -> Image.Image:
-    """The RGB image that SGLang 0.5.23 passes to its processor.
-
-    SGLang applies no EXIF orientation, and drops transparency instead of laying the image on white. For an
-    image with neither, the result is that of the module's rule. Raises MediaError as `decode`.
-    """
-    image = decode(data, max_pixels, upright=False, before=before, formats=formats)
+def as_received(image: Image.Image, decoding: Decoding = DEFAULT) -> Image.Image:
+    """The RGB image that an engine passes to its processor; see the module's rules."""
+    if decoding != "sglang-0.5.23":
+        image = _upright(image)
+        if _is_transparent(image) and not (image.mode == "RGB" and decoding == "vllm-0.32"):
+            rgba = image if image.mode == "RGBA" else image.convert("RGBA")
+            flat = Image.new("RGB", rgba.size, _WHITE)
+            flat.paste(rgba, mask=rgba.getchannel("A"))
+            return flat
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
 def digest_image(image: Image.Image) -> bytes:
-    """Media digest (32 bytes) of an image as the processor receives it by the rule."""
-    return digest_rgb(as_received(image))
+    """Media digest (32 bytes) of an image of mode "RGB"."""
+    return pixels_digest("RGB", image.width, image.height, image.tobytes())
 
 
-def digest_rgb(rgb: Image.Image) -> bytes:
-    """Media digest (32 bytes) of RGB pixels."""
-    return pixels_digest("RGB", rgb.width, rgb.height, rgb.tobytes())
+def _is_transparent(image: Image.Image) -> bool:
+    return image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from cornplug.encoder_service.media import image
 from cornplug.encoder_service.media.audio import BROKEN, announced_duration_s, frames, opened
+from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 from cornplug.errors import MediaError
 from cornplug.identity import frames_digest
 
@@ -109,6 +110,7 @@ def decode_frames(
     fps: float,
     limits: VideoLimits,
     *,
+    decoding: Decoding = DEFAULT,
     before: Callable[[VideoHeader], None] = _no_objection,
 ) -> VideoFrames:
     """All frames of a video that is sent as images of one size, `fps` of them a second.
@@ -129,9 +131,8 @@ def decode_frames(
 
     for encoded in images:
         before_frame: image.Before = image.no_objection if taken else first
-        frame = image.as_received(
-            image.decode(encoded, limits.max_pixels, before=before_frame, formats=limits.image_formats)
-        )
+        decoded = image.decode(encoded, limits.max_pixels, before=before_frame, formats=limits.image_formats)
+        frame = image.as_received(decoded, decoding)
         if taken and frame.size != (taken[0].shape[1], taken[0].shape[0]):
             raise MediaError(f"frame {len(taken)} has another size than the first", reason="frame_size")
         taken.append(np.asarray(frame))

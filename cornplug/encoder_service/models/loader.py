@@ -17,7 +17,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service import towers
 from cornplug.encoder_service.models import cpu_layers
-from cornplug.encoder_service.models.torch_compile import CompiledTower
+from cornplug.encoder_service.models.torch_compile import CompiledTower, let_pause
 from cornplug.encoder_service.towers.base import Projector, Tower
 from cornplug.encoder_service.towers.input_checks import float_dtype
 from cornplug.encoder_service.wire.messages import ServedModality, ServedModel
@@ -174,8 +174,10 @@ def _load_part(
         tower = architecture.load_tower(checkpoint, dtype, place.device)
         if place.compile:
             tower = CompiledTower(tower)
-        elif place.device.type == "cpu" and not checkpoint.family.generic:
-            cpu_layers.speed_up(tower)
+        else:
+            if place.device.type == "cpu" and not checkpoint.family.generic:
+                cpu_layers.speed_up(tower)
+            let_pause(tower)
     else:
         report(f"{served.name}: tower {short} is loaded already")
     projector_key = ids.projector_fp, ids.spec_fp

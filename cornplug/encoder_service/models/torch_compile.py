@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 
 from cornplug.encoder_service.towers.base import Tower, TowerInput, TowerItem
+from cornplug.encoder_service.towers.tower_turn import between_layers
 
 log = logging.getLogger(__name__)
 
@@ -31,6 +33,8 @@ class CompiledTower:
         """The compiled layers; empty once compiling has failed."""
         for layer in self.layers:
             layer.compile(dynamic=True)
+            # A hook would be compiled into the layer.
+            layer._compiled_call_impl = _after_pause(layer._compiled_call_impl)
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
         """As `Tower.prepare`."""
@@ -47,8 +51,23 @@ class CompiledTower:
             CompiledTower.failures += 1
             for layer in self.layers:
                 layer._compiled_call_impl = None
+                layer.register_forward_pre_hook(between_layers)
             self.layers = []
             return self.inner.encode(items)
+
+
+def let_pause(tower: Tower) -> None:
+    """Have passes of an uncompiled tower give way, or end, between its layers."""
+    for layer in layers_of(tower):
+        layer.register_forward_pre_hook(between_layers)
+
+
+def _after_pause(layer: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        between_layers()
+        return layer(*args, **kwargs)
+
+    return call
 
 
 def layers_of(tower: Tower) -> Iterator[nn.Module]:

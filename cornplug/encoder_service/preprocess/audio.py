@@ -19,6 +19,7 @@ from cornplug.encoder_service.preprocess.preprocessor import (
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
 from cornplug.encoder_service.towers.log_mel import LogMelFeatures
+from cornplug.encoder_service.wire.decodings import Decoding
 
 _MELS_BYTES_A_SECOND: Final = 128 * 100 * 4
 _PADDED_S: Final = 30.0
@@ -42,7 +43,12 @@ class AudioPreprocessor:
             self._features = towers.feature_extractor(loaded.checkpoint)
 
     def decode(
-        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+        self,
+        parts: Sequence[bytes],
+        form: MediumForm,
+        sampling: FrameSampling,
+        decoding: Decoding,
+        context: PreprocessContext,
     ) -> DecodedMedium:
         on_header = context.on_header(_prepared_bytes)
         audio = resampled(context.decoder.audio(parts[0], self._max_s, on_header), self._features.rate)
@@ -52,7 +58,7 @@ class AudioPreprocessor:
             preprocess=lambda: self._features.extract(audio.samples),
         )
 
-    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
         return {"modality": "audio", "max_s": self._max_s, "rate": self._features.rate}
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:

@@ -1,31 +1,37 @@
-"""Bounds the bytes of decoded and preprocessed media in memory, with a part reserved for each class.
+"""Bounds bytes in memory, with a part reserved for each class: bodies that come, and prepared media.
 
-Bytes are taken by a header's dimensions before anything is decoded, corrected once the true size is known,
-and given back with the answer.
+A medium's bytes are taken by its header's dimensions before anything is decoded, corrected once the true size
+is known, and given back with the answer.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Final, Self
 
 from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 
-class PreparedBudget:
-    """Thread-safe. A class may take unreserved bytes and its own, which are its share of all."""
+class ByteBudget:
+    """Thread-safe. A class may take unreserved bytes and its own, which are its fraction of all."""
 
-    def __init__(self, classes: Sequence[ServiceClass], max_bytes: int) -> None:
+    def __init__(self, fractions: Mapping[ServiceClass, float], max_bytes: int, *, purpose: str) -> None:
+        """`purpose` completes the sentence "it takes 5 bytes ..." of refusals.
+
+        With one class nothing is reserved: there is nobody to reserve it from.
+        """
         self.max_bytes: Final = max_bytes
-        self._reserved = {qos: int(qos.share * max_bytes) for qos in classes} if len(classes) > 1 else {}
+        self._purpose = purpose
+        several = len(fractions) > 1
+        self._reserved = {qos: int(part * max_bytes) for qos, part in fractions.items()} if several else {}
         self._lock = threading.Lock()
         self._held: Counter[ServiceClass] = Counter()
 
     def share(self, qos: ServiceClass) -> BudgetShare:
-        """The budget of one medium, of 0 bytes at first."""
+        """The budget of one medium or body, of 0 bytes at first."""
         return BudgetShare(self, qos)
 
     def held_bytes(self) -> int:
@@ -34,7 +40,7 @@ class PreparedBudget:
             return sum(self._held.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
-        """Take `more` bytes (or give back) for a medium of `total` bytes. Raises as `BudgetShare.need`."""
+        """Take `more` bytes (or give back) for something of `total` bytes. Raises as `BudgetShare.need`."""
         with self._lock:
             if more > 0:
                 set_aside = sum(
@@ -43,21 +49,22 @@ class PreparedBudget:
                 limit = self.max_bytes - sum(reserved for q, reserved in self._reserved.items() if q != qos)
                 if total > limit:
                     raise EncoderRefused(
-                        f"it takes {total} bytes to prepare, at most {limit} are held: send a smaller one",
+                        f"it takes {total} bytes {self._purpose}, and its class may hold {limit}: send a "
+                        "smaller one",
                         reason="too_large_prepared",
                     )
                 if sum(self._held.values()) + set_aside + more > self.max_bytes:
                     raise EncoderRefused(
-                        f"no room for the {total} bytes that it takes to prepare: ask again",
+                        f"no memory is free for the {total} bytes that it takes {self._purpose}: ask again",
                         reason="overloaded",
                     )
             self._held[qos] += more
 
 
 class BudgetShare:
-    """The bytes of one medium; a context manager that gives them back. Thread-safe."""
+    """The bytes of one medium or body; a context manager that gives them back. Thread-safe."""
 
-    def __init__(self, budget: PreparedBudget, qos: ServiceClass) -> None:
+    def __init__(self, budget: ByteBudget, qos: ServiceClass) -> None:
         self._budget = budget
         self._qos = qos
         self._lock = threading.Lock()

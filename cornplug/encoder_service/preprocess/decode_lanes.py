@@ -35,8 +35,9 @@ from cornplug.qos import ServiceClass
 STUCK_S: Final = 10.0
 """All lanes may be in one job each for so long before the service is not ready."""
 _MAX_WORK: Final = 1 << 40
-_END_S: Final = 5.0
+_END_S: Final = 1.0
 """Longest time that a stopping service waits for a running image processor."""
+_UNTIL_ANOTHER_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
 """Media of a modality before their times predict other sizes: the first ones load and compile."""
@@ -137,6 +138,10 @@ class DecodeLanes:
         `cost` is a guess of the header's `work_of`. The future has the result of `run`, or raises its error,
         or EncoderRefused("too_late") where the turn came too late.
         """
+        if self._closed:
+            return AdmissionRefusal(
+                reason="overloaded", message="the service is stopping", retry_after_s=_UNTIL_ANOTHER_S
+            )
         self._start()
         request = EncodeRequest(
             id=0,
@@ -201,8 +206,8 @@ class DecodeLanes:
         with ThreadPoolExecutor(len(wanted), "cornplug-start") as starting:
             list(starting.map(DecoderProcess.start, wanted))
 
-    def close(self) -> None:
-        """Stop all decoding, and end threads and processes."""
+    def close(self) -> bool:
+        """Stop all decoding, and end threads and processes. False where an image processor still runs."""
         self._closed = True
         for process in self._processes:
             process.stop()
@@ -210,10 +215,12 @@ class DecodeLanes:
         end = time.monotonic() + _END_S
         for thread in self._threads:
             thread.join(max(end - time.monotonic(), 0.0))
-        if not any(thread.is_alive() for thread in self._threads):
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if ended:
             for process in self._processes:
                 process.close()
         self._preprocessing.shutdown(wait=False, cancel_futures=True)
+        return ended
 
     def _start(self) -> None:
         with self._starting:

@@ -1,4 +1,4 @@
-"""Images: decoded by vLLM's rule (`media.image`), through the checkpoint's image processor."""
+"""Images: decoded by an engine's rule (`media.image`), through the checkpoint's image processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor
 
-from cornplug.encoder_service.media.image import RULE
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.preprocess.preprocessor import (
     DecodedMedium,
@@ -23,6 +22,7 @@ from cornplug.encoder_service.preprocess.preprocessor import (
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import CheckpointError, MediaError
 
 _SIDES: Final = (64, 1024)
@@ -51,20 +51,25 @@ class ImagePreprocessor:
             check_encodes(loaded, self._processor)
 
     def decode(
-        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+        self,
+        parts: Sequence[bytes],
+        form: MediumForm,
+        sampling: FrameSampling,
+        decoding: Decoding,
+        context: PreprocessContext,
     ) -> DecodedMedium:
-        decoder = context.decoder
-        decode = decoder.image_for_sglang if form == "for_sglang" else decoder.image
-        pixels = decode(parts[0], self._max_pixels, context.on_header(self._prepared_bytes), self._formats)
+        on_header = context.on_header(self._prepared_bytes)
+        pixels = context.decoder.image(
+            parts[0], self._max_pixels, on_header, self._formats, decoding=decoding
+        )
         return DecodedMedium(
             digest=pixels.digest(),
             shape=(pixels.height, pixels.width),
             preprocess=lambda: self._preprocess(pixels.image()),
         )
 
-    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
-        # "file": EXIF orientation applied, transparency on white; "for_sglang": neither (`media.image`).
-        rule = {"modality": "image", "form": form, "mode": "RGB", "rule": RULE}
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
+        rule = {"modality": "image", "form": form, "mode": "RGB", "rule": decoding}
         return {**rule, "max_pixels": self._max_pixels, "formats": list(self._formats)}
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:

@@ -29,9 +29,13 @@ from cornplug.encoder_service.preprocess.preprocessor import (
     PreprocessContext,
 )
 from cornplug.encoder_service.preprocess.video import VideoPreprocessor
+from cornplug.encoder_service.wire import decodings
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
+_BASE64_SLICE: Final = 1 << 20
+"""Characters, four to three bytes: the interpreter's lock is free between two slices."""
 APP: Final = "http"
 """App of the entries of media that come by HTTP."""
 SGLANG: Final = "sglang"
@@ -78,6 +82,10 @@ class MediumSource:
     deadline_s: float
     sampling: FrameSampling = ENGINE_SAMPLING
     """Of a video: its frames; the key follows from the frames and their times."""
+    decoding: Decoding = decodings.DEFAULT
+    """Of an image, and of the images of a video: the engine whose pixels are wanted."""
+    app: str = APP
+    """App of the entry."""
 
 
 class MediaPreparer:
@@ -183,7 +191,9 @@ class OpenMedium:
         `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor.
         """
         source = self._source
-        medium = self._preprocessor.decode(source.parts, source.form, source.sampling, context)
+        medium = self._preprocessor.decode(
+            source.parts, source.form, source.sampling, source.decoding, context
+        )
         decoded = DecodedFile(medium.digest, medium.shape)
         self._files.remember(source.salt, self._file_name(), decoded)
         if look_up is not None and (cached := self._cached(decoded, look_up)) is not None:
@@ -207,7 +217,7 @@ class OpenMedium:
             key=identity.embedding_key(self._secret, self._identity, decoded.digest, source.salt),
             cache_salt=source.salt,
             inputs={},
-            app=SGLANG if source.form == "for_sglang" else APP,
+            app=source.app,
             deadline_s=source.deadline_s,
         )
         return PreprocessedMedium(
@@ -220,7 +230,7 @@ class OpenMedium:
     def _file_name(self) -> bytes:
         if self._name is None:
             source = self._source
-            spec = self._preprocessor.decode_spec(source.form, source.sampling)
+            spec = self._preprocessor.decode_spec(source.form, source.sampling, source.decoding)
             self._name = file_name(spec, source.parts)
         return self._name
 
@@ -245,6 +255,13 @@ def medium_bytes(field: str, text: str) -> bytes:
     elif "://" in text[:32]:
         raise EncoderRefused(f"{field}: remote URLs are not fetched; send the bytes", reason="remote_url")
     try:
-        return base64.b64decode(text, validate=True)
+        return _from_base64(text)
     except (binascii.Error, ValueError) as e:
         raise EncoderRefused(f"{field}: not base64: {e}", reason="bad_input") from None
+
+
+def _from_base64(text: str) -> bytes:
+    if text.find("=", 0, len(text) - 2) >= 0:
+        raise binascii.Error("padding before its end")
+    slices = (text[at : at + _BASE64_SLICE] for at in range(0, len(text), _BASE64_SLICE))
+    return b"".join(base64.b64decode(piece, validate=True) for piece in slices)

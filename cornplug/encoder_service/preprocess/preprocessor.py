@@ -18,6 +18,7 @@ from cornplug.encoder_service.preprocess.sandbox.decoders import (
     MediumHeader,
     OnHeader,
 )
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import EncoderRefused
 
 
@@ -71,8 +72,8 @@ class FrameSampling:
 
 Inputs = Mapping[str, torch.Tensor]
 """A tower's inputs, by the processor's names."""
-MediumForm = Literal["file", "images", "for_sglang"]
-"""A file; a video given as its images; or an image file with the pixels that SGLang receives."""
+MediumForm = Literal["file", "images"]
+"""A file, or a video given as its images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +114,20 @@ class MediaPreprocessor(Protocol):
     """The preprocessor of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
     def decode(
-        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+        self,
+        parts: Sequence[bytes],
+        form: MediumForm,
+        sampling: FrameSampling,
+        decoding: Decoding,
+        context: PreprocessContext,
     ) -> DecodedMedium:
-        """The decoded medium. `parts` is one file, or a video's images. `sampling` is for videos.
+        """The decoded medium. `parts` is one file, or a video's images. `sampling` is for videos,
+        `decoding` for images and for the images of a video.
 
         Raises MediaError as the modality's `decode`, and errors of `context`.
         """
 
-    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
         """Everything but the bytes and the decoders' versions that decides what `decode` returns, or
         whether it refuses: JSON values."""
 

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from transformers import AutoVideoProcessor
 
-from cornplug.encoder_service.media.image import RULE
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.preprocess.preprocessor import (
@@ -26,6 +25,7 @@ from cornplug.encoder_service.preprocess.preprocessor import (
 )
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor, check_encodes
+from cornplug.encoder_service.wire.decodings import Decoding
 from cornplug.errors import CheckpointError, MediaError
 
 Sampler = Callable[[VideoHeader, FrameSampling], Sequence[int]]
@@ -71,12 +71,19 @@ class VideoPreprocessor:
             raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
 
     def decode(
-        self, parts: Sequence[bytes], form: MediumForm, sampling: FrameSampling, context: PreprocessContext
+        self,
+        parts: Sequence[bytes],
+        form: MediumForm,
+        sampling: FrameSampling,
+        decoding: Decoding,
+        context: PreprocessContext,
     ) -> DecodedMedium:
         """As `MediaPreprocessor.decode`; of a video given as its images, `sampling.fps` is their rate (1)."""
         on_header = context.on_header(_prepared_bytes)
         if form == "images":
-            video = context.decoder.frames(parts, sampling.fps or 1.0, self._limits, on_header)
+            video = context.decoder.frames(
+                parts, sampling.fps or 1.0, self._limits, on_header, decoding=decoding
+            )
         else:
             video = context.decoder.video(
                 parts[0], lambda s: self._sampler(s, sampling), self._limits, on_header
@@ -85,8 +92,8 @@ class VideoPreprocessor:
             digest=video.digest(), shape=video.frames.shape[:3], preprocess=lambda: self._preprocess(video)
         )
 
-    def decode_spec(self, form: MediumForm, sampling: FrameSampling) -> Mapping[str, Any]:
-        rule = {"modality": "video", "form": form, "mode": "RGB", "rule": RULE, "sampler": self._kind}
+    def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
+        rule = {"modality": "video", "form": form, "mode": "RGB", "rule": decoding, "sampler": self._kind}
         limits = asdict(self._limits) | {"image_formats": list(self._limits.image_formats)}
         return {**rule, "sampling": asdict(sampling), "limits": limits}
 

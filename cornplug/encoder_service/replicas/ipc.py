@@ -95,6 +95,8 @@ class RunBatch(msgspec.Struct, frozen=True, tag="run"):
     wanted: tuple[tuple[bytes, int], ...]
     """(identity, index in `media`)"""
     keep: bool
+    urgent: bool
+    share: float
 
 
 class BatchDone(msgspec.Struct, frozen=True, tag="done"):

@@ -47,7 +47,7 @@ class WorkerChannel:
             for i, item in enumerate(batch.items)
         )
         wanted = tuple((model.identity, index) for model, index in batch.wanted)
-        ipc.send(self._sock, ipc.RunBatch(media, wanted, batch.keep))
+        ipc.send(self._sock, ipc.RunBatch(media, wanted, batch.keep, batch.urgent, batch.share))
         answer: ipc.Computed = ipc.receive(self._sock, ipc.Computed)
         if isinstance(answer, ipc.ReplicaFailed):
             raise ReplicaLost(answer.message) if answer.kind == "absent" else RuntimeError(answer.message)

@@ -168,7 +168,8 @@ class ReplicaExecutor:
     def _run_process(self) -> str:
         """Start a process and wait for its end. Returns the reason of `ends`."""
         try:
-            process = ReplicaProcess(self.lanes)
+            # One more: an urgent batch comes between the layers of the others.
+            process = ReplicaProcess(self.lanes + 1)
         except OSError as e:
             self.problem = f"cannot start a process: {e}"
             return "not_started"

@@ -108,6 +108,8 @@ class WorkerLoop:
             features=tuple(None if m.features is None else view(m.features) for m in run.media),
             wanted=tuple((self._models.get(identity), index) for identity, index in run.wanted),
             keep=run.keep,
+            urgent=run.urgent,
+            share=run.share,
         )
 
 

@@ -158,7 +158,7 @@ class Batcher(Generic[PayloadT]):
                 return batch
 
     def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        """The best queued job, once all `lanes` run jobs of worse classes. Blocks; None once closed.
+        """The best queued job, once all `lanes` run batches of worse classes. Blocks; None once closed.
 
         For one lane more than `lanes`, so that a long job of a worse class never delays a better class.
         """
@@ -242,7 +242,7 @@ class Batcher(Generic[PayloadT]):
             return ServiceLoad.of(self._queue, self._running.values())
 
     def _most_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        if len(self._running) < lanes or not self._queue:
+        if len(set(self._running.values())) < lanes or not self._queue:
             return None
         first = min(self._queue, key=lambda f: (*(-part for part in f.qos.rank[:2]), f.due_s))
         return first if all(_better(first.qos, other.qos) for other in self._running) else None

@@ -28,7 +28,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -55,6 +55,9 @@ from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_is_pro
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, QosCaller
+
+if TYPE_CHECKING:
+    from cornplug.encoder_service.http.body_parsing import BodyParser
 
 SGLANG_FAMILIES: Final = ("qwen2_vl",)
 """Supported families that SGLang 0.5.23 runs without a tower."""
@@ -180,7 +183,8 @@ class SglangParts:
             return MediumSource(
                 model=model.served.name,
                 modality="image",
-                form="for_sglang",
+                decoding="sglang-0.5.23",
+                app=SGLANG,
                 parts=[medium_bytes("image", item.url)],
                 salt=item.cornplug_salt,
                 deadline_s=self._timeout_s,
@@ -232,7 +236,7 @@ class SglangParts:
         return [head, payload]
 
 
-def router(parts: SglangParts, encoder: EncoderCore, audit: AuditLog) -> APIRouter:
+def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: AuditLog) -> APIRouter:
     """The routes, at the root and below /sglang/NAME. Not in the OpenAPI page: SGLang defines them."""
     routes = APIRouter(include_in_schema=False)
 
@@ -240,7 +244,7 @@ def router(parts: SglangParts, encoder: EncoderCore, audit: AuditLog) -> APIRout
         try:
             # SGLang's servers send no app header: they count as the app of this name.
             caller = encoder.classes.of_headers({APP_HEADER: SGLANG, **request.headers})
-            part = parts.verify_claims(wire.read_part(await request.body()), caller)
+            part = parts.verify_claims(await parser.parse(request, wire.read_part, caller.qos), caller)
             named = model_named(encoder.registry, model)
             await parts.encode(named, part, caller=caller, asked_by=_peer(request))
         except (EncoderRefused, MediaError) as e:

@@ -77,7 +77,7 @@ def read_part(body: bytes) -> EncodePart:
     """The parsed request. Raises EncoderRefused("bad_input")."""
     try:
         part = msgspec.json.decode(body, type=EncodePart)
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise EncoderRefused(str(e), reason="bad_input") from None
     if part.part_idx >= part.num_parts:
         raise EncoderRefused(f"part_idx: {part.part_idx} of {part.num_parts} parts", reason="bad_input")
@@ -92,7 +92,7 @@ def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
     """The request and its (host, port). Raises EncoderRefused("bad_input")."""
     try:
         receiver = msgspec.json.decode(body, type=ReceiveAt)
-    except msgspec.DecodeError as e:
+    except (msgspec.DecodeError, RecursionError) as e:
         raise EncoderRefused(str(e), reason="bad_input") from None
     host, _, port = receiver.receive_url.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:

@@ -19,9 +19,13 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from cornplug.encoder_service.towers.tower_turn import between_layers
+
 _MAX_HEAD_DIM: Final = 256
 _HALVES: Final = (torch.float16, torch.bfloat16)
 _AMPERE: Final = (8, 0)
+_LONG_ROWS: Final = 8192
+_PART_ROWS: Final = 4096
 
 Kernel = Callable[..., torch.Tensor]
 
@@ -72,8 +76,22 @@ def batched_attention(
     for length, rows in segments.runs:
         # (rows of the run, heads, dim) -> (segments, heads, length, dim), without a copy
         parts = (x[rows].unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
-        made.append(scaled_dot_product_attention(*parts).transpose(1, 2).flatten(0, 1))
+        made.append(_interruptible(*parts).transpose(1, 2).flatten(0, 1))
     return made[0] if len(made) == 1 else torch.cat(made)
+
+
+def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """SDPA. On a CPU one of long segments is made of parts, so that another pass may come between: the one
+    layer of an image of 12 megapixels takes minutes there."""
+    rows = q.shape[-2]
+    if q.is_cuda or rows <= _LONG_ROWS:
+        return scaled_dot_product_attention(q, k, v)
+    made = torch.empty_like(q)
+    parts = -(-rows // _PART_ROWS)
+    for queries, out in zip(q.tensor_split(parts, -2), made.tensor_split(parts, -2), strict=True):
+        between_layers()
+        out.copy_(scaled_dot_product_attention(queries, k, v))
+    return made
 
 
 def suits_kernel(dtype: torch.dtype, head_dim: int, capability: tuple[int, int]) -> bool:

@@ -10,7 +10,7 @@ them. Other clients use HTTP, where the service computes every digest itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -19,17 +19,25 @@ from cornplug.checkpoints.families import Modality
 PROTOCOL_VERSION: Final = 3
 MAX_FRAME_BYTES: Final = 256 << 20
 _TRACE_MAX: Final = 512
+_Shape = Annotated[tuple[int, ...], msgspec.Meta(max_length=16)]
+_TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
+
+# In requests every list and map is bounded, and an unknown field is refused rather than skipped: a sender may
+# fill one with hundreds of millions of values. A new field needs a new PROTOCOL_VERSION.
 
 
-class WireTensor(msgspec.Struct, frozen=True, array_like=True):
+class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
 
     dtype: str
-    shape: tuple[int, ...]
+    shape: _Shape
     data: bytes
 
 
-class DescribeRequest(msgspec.Struct, frozen=True, tag="describe"):
+_Inputs = Annotated[dict[str, WireTensor], msgspec.Meta(max_length=64)]
+
+
+class DescribeRequest(msgspec.Struct, frozen=True, tag="describe", forbid_unknown_fields=True):
     """Ask for the list of served models."""
 
     version: int = PROTOCOL_VERSION
@@ -74,7 +82,7 @@ class DescribeReply(msgspec.Struct, frozen=True, tag="described"):
     models: tuple[ServedModel, ...]
 
 
-class EncodeRequest(msgspec.Struct, frozen=True, tag="encode"):
+class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fields=True):
     """Encode one medium from the inputs that the engine's own processor made."""
 
     id: int
@@ -82,13 +90,13 @@ class EncodeRequest(msgspec.Struct, frozen=True, tag="encode"):
     key: bytes
     """The embedding key under which the result is published."""
     cache_salt: str | None
-    inputs: dict[str, WireTensor]
+    inputs: _Inputs
     """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
     app: str
     deadline_s: float
     """Seconds from receipt after which the client no longer waits for the answer."""
-    trace: dict[str, str] | None = None
-    """W3C `traceparent` and `tracestate` of the client's request. An older peer omits or ignores it."""
+    trace: _TraceHeaders | None = None
+    """W3C `traceparent` and `tracestate` of the client's request; None: it has none."""
 
 
 class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
@@ -114,7 +122,7 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
     retry_after_s: float | None = None
 
 
-class MediumRequest(msgspec.Struct, frozen=True, tag="medium"):
+class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
     """Encode one medium of an engine without a tower, over HTTP: the service fetches and decodes it."""
 
     identity: bytes
@@ -128,6 +136,9 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium"):
     app: str
     deadline_s: float
     """As of `EncodeRequest`."""
+    decoding: str = "vllm-0.32"
+    """Name of the rule by which the image is decoded (`decodings`): that of the engine's release. The default
+    is what peers mean that do not have the field."""
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
@@ -136,6 +147,9 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
     handle: str
     """The text of an `embedding_handle.EmbeddingHandle`: identity, media digest, key and patch grid."""
     tensor: WireTensor
+    decoding: str = "vllm-0.32"
+    """Name of the rule by which the image was decoded. The default is the rule of services that do not have
+    the field."""
 
 
 class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):

@@ -14,10 +14,13 @@ from pydantic import BeforeValidator, ValidationError
 from cornplug.errors import ConfigError
 from cornplug.planner.inputs.field_types import (
     Flag,
+    Gib,
+    Host,
     InputTable,
     Name,
     NonNegative,
     Positive,
+    PositiveGib,
     Whole,
     wrong,
 )
@@ -38,7 +41,7 @@ class GpuSpec(InputTable):
 
     name: Name
     """As `gpu` of [[pool]] and of profiles says it; a known name replaces that row of the table."""
-    memory_gib: Positive
+    memory_gib: PositiveGib
     """Memory of one device, GiB."""
     bandwidth_gb_s: Positive
     """Of its memory, 10^9 bytes a second."""
@@ -75,7 +78,7 @@ class NodeClass(InputTable):
     """An instance shape of the price table: p5.48xlarge."""
     stock: Whole = 64
     """Machines that can be had at most."""
-    dram_gib: NonNegative = 512.0
+    dram_gib: Gib = 512.0
     """Memory of one machine that caches may take, GiB."""
     nic_gb_s: Positive | None = None
     """Of the whole machine's network card, 10^9 bytes a second. Left out: gpus times the GPU's part."""
@@ -85,7 +88,7 @@ class NodeClass(InputTable):
     weights_gb_s: Positive = 2.0
     """10^9 bytes a second at which a machine reads weights from its disk or the network, for
     `growth_per_minute` of requests."""
-    host: str | None = None
+    host: Host | None = None
     """Its address, for command lines. Left out: `cornplug launch --address HOST_n=...` sets it."""
 
 

@@ -3,7 +3,8 @@
 Only shapes and ranges are checked here, and the fields of one table against each other; checks across
 tables are in `cross_checks.py`. Reading the file, and finding the line of an error, is
 `toml_reader.py`; the meaning of a length is `length_distributions.py`.
-Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise. A docstring
+Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise;
+a size may have a unit: "64GiB". A docstring
 under a field is its description in `cornplug plan schema` and in docs/plan-input.md.
 """
 
@@ -27,11 +28,13 @@ from cornplug.planner.inputs.field_types import (
     Count,
     Engine,
     Flag,
+    Gib,
     Histogram,
     InputPath,
     InputTable,
     Kind,
     Length,
+    ListenHost,
     LogNormal,
     Name,
     NonNegative,
@@ -160,9 +163,9 @@ class Application(InputTable):
 class CacheOptions(InputTable):
     """Sizes among which the plan chooses, GiB of a node's DRAM in the store; 0: none."""
 
-    embedding_gib: list[NonNegative] = Field(default=[0.0])
+    embedding_gib: list[Gib] = Field(default=[0.0])
     """Sizes of the cache of encoder outputs."""
-    prefix_gib: list[NonNegative] = Field(default=[0.0])
+    prefix_gib: list[Gib] = Field(default=[0.0])
     """Sizes of the cache of prompts' KV."""
 
 
@@ -261,12 +264,17 @@ class ClassOfService(InputTable):
 class LaunchOptions(InputTable):
     """The host of a launch from this file."""
 
-    host: str = "127.0.0.1"
-    """Address that servers listen at."""
+    host: ListenHost = "127.0.0.1"
+    """Address that engines, encoder services and routers listen at; "0.0.0.0": every address of the host. Its
+    own processes and routes.json then use 127.0.0.1."""
+    allow_anonymous: Flag = False
+    """Encoder services that other hosts reach, as in a plan of several hosts, require no key. A launch of
+    such a service needs this, on a private network, or keys (`CORNPLUG_ENCODER_REQUIRE_KEY`)."""
     port: Annotated[int, Field(ge=1, le=60000, strict=True)] = 8000
     """Of the first engine; further ones follow. Encoder services begin 750 above it."""
-    store_gib: NonNegative = 1.0
-    """GiB of the host's store; 0: nothing is shared."""
+    store_gib: Gib | None = None
+    """GiB of the host's store; 0: nothing is shared. Left out: a quarter of the memory that the host has left
+    when the store starts."""
     store_flags: list[str] = Field(default_factory=list)
     """Further flags of the launched `cornplug serve-store`: `--far`, `--disk`, `--disk-size`, `--metrics`,
     `--quarantine-s`, `--clamp`. Other users of the host can read them: a far store's URL with a password is

@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from cornplug.encoder_service.client.endpoints import is_loopback
 from cornplug.errors import ConfigError
+from cornplug.planner.inputs.field_types import names_one_host
 from cornplug.planner.plan import Plan, ReplicaGroup
 
 ENGINE_PORT: Final = 8000
@@ -53,8 +55,25 @@ def hosts(plan: Plan) -> dict[tuple[str, int], str]:
     for nodes in plan.nodes:
         for number in range(nodes.count):
             named = nodes.hosts[number] if number < len(nodes.hosts) else ""
+            if named:
+                check_address(f"nodes[{nodes.name!r}].hosts", named)
             names[nodes.name, number] = named or f"${{HOST_{len(names) + 1}}}"
     return names
+
+
+def check_address(field: str, host: str) -> None:
+    """Raises ConfigError, in the name of `field`, for an address that names no one host."""
+    if not names_one_host(host):
+        raise ConfigError(
+            field,
+            f"{host!r} is no address of one host",
+            "Write the name or the IPv4 address by which other hosts reach it.",
+        )
+
+
+def serves_others(bound: str) -> bool:
+    """Whether a server that listens at this address is reached from beyond its host, or may be."""
+    return not is_loopback(bound)
 
 
 def sites(plan: Plan) -> list[ReplicaAddress]:

@@ -12,15 +12,15 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from string import Template
-from typing import Literal, assert_never
+from typing import Final, Literal, assert_never
 
+from cornplug.host import reachable
 from cornplug.planner.launch import kv_transfer as transfers
 from cornplug.planner.launch import sglang_flags, vllm_flags
-from cornplug.planner.launch.addresses import ReplicaAddress, sites
+from cornplug.planner.launch.addresses import ReplicaAddress, serves_others, sites
 from cornplug.planner.launch.common_secret import SECRET_ENV
 from cornplug.planner.launch.encoder_links import encoder_links, encoder_socket
 from cornplug.planner.launch.group_context import (
-    LEAST_STORE_GIB,
     STORE_SOCKET,
     GroupContext,
     bind_address,
@@ -28,13 +28,17 @@ from cornplug.planner.launch.group_context import (
     context_for,
     is_cpu,
     role_of,
-    store_gib,
+    store_size,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.routers import RouterCommand, entries, routers
 from cornplug.planner.launch.settings_files import has_namespaces, qos_toml, store_toml
 from cornplug.planner.plan import Plan
 
+_CLOSED: Final = (
+    "Other hosts reach this service: it starts only with --allow-anonymous (launch.allow_anonymous of the "
+    "plan's input), or with --require-key and keys."
+)
 Kind = Literal["store", "encoder", "engine", "router", "external"]
 
 
@@ -147,7 +151,6 @@ def _stores(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
     wanting = _storing(plan, placed, contexts)
-    size = max(store_gib(plan), LEAST_STORE_GIB)
     env = {"CORNPLUG_CONFIG": "${PLAN_DIR}/store.toml"} if has_namespaces(plan) else {}
     return [
         LaunchCommand(
@@ -159,8 +162,7 @@ def _stores(
                 "serve-store",
                 "--socket",
                 STORE_SOCKET,
-                "--size",
-                f"{size:g}GiB",
+                *store_size(plan),
                 *plan.store_flags,
             ),
             env,
@@ -244,8 +246,8 @@ def _encoder(
         "--port",
         str(site.port),
     ]
-    # SGLang's protocol and scrapes of /metrics have no keys: the plan's network is the operator's.
-    argv += ["--allow-anonymous", "--names", site.host]
+    argv += ["--allow-anonymous"] if plan.allow_anonymous else []
+    argv += ["--names", site.host]
     argv += ["--socket", encoder_socket(site)]
     argv += ["--replicas", str(len(devices))] if len(devices) > 1 else []
     argv += ["--threads", "1"] if cpu else []
@@ -257,6 +259,9 @@ def _encoder(
     argv += site.group.flags or ()
     env |= site.group.env
     shared = len(local) - len(devices)
+    bound = bind_address(plan, site.host)
+    # A host without a name is this one to `cornplug launch`.
+    closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
     remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
     return LaunchCommand(
         site.group.name,
@@ -272,7 +277,7 @@ def _encoder(
         share=site.group.share,
         settings=qos_toml(plan).partition("\n")[2] if plan.reservations else "",
         beside_others=site.group.share < 1,
-        remarks=(remark,) if shared else (),
+        remarks=(*([remark] if shared else []), *([_CLOSED] if closed else [])),
     )
 
 
@@ -335,11 +340,10 @@ def _router(router: RouterCommand) -> LaunchCommand:
         {},
         "router",
         router.port,
-        _health(router.port),
+        _health(router.port, router.bound),
         remarks=(f"Planned: {router.weights}",),
     )
 
 
-def _health(port: int, bound: str = "0.0.0.0", path: str = "/health") -> str:  # noqa: S104
-    host = "127.0.0.1" if bound == "0.0.0.0" else bound  # noqa: S104
-    return f"http://{host}:{port}{path}"
+def _health(port: int, bound: str = "127.0.0.1", path: str = "/health") -> str:
+    return f"http://{reachable(bound)}:{port}{path}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import shutil
+import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +20,7 @@ from cornplug.processes import ManagedProcess, answers
 _HOST_OF_URL: Final = re.compile(r"https?://([\w.-]+)")
 READY_S: Final = 1800.0
 """Longest time that a server may take to load: hundreds of gigabytes from a slow disk."""
+_LOOK_S: Final = 60.0
 
 
 class CommandProcess(ManagedProcess):
@@ -62,6 +65,13 @@ class CommandProcess(ManagedProcess):
             ) from e
 
 
+def check_programs(commands: Iterable[LaunchCommand]) -> None:
+    """Raises ConfigError for a program that is not installed, before any process is started."""
+    for command in commands:
+        if command.argv:
+            program(command.argv)
+
+
 def program(argv: Sequence[str]) -> list[str]:
     """The first words to execute for a command's. Raises ConfigError for a program that is not installed."""
     word = argv[0]
@@ -72,7 +82,12 @@ def program(argv: Sequence[str]) -> list[str]:
         return [_python_with(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
-    found = os.environ.get(variable) or shutil.which(word) or (str(beside) if beside.exists() else None)
+    named = os.environ.get(variable)
+    if named:
+        if shutil.which(named) is None:
+            raise ConfigError(variable, f"{named} is no program for {word}", "Name one that can be executed.")
+        return [named]
+    found = shutil.which(word) or (str(beside) if beside.exists() else None)
     if found is None:
         raise ConfigError(word, "not installed here", f"Run: pip install {word}, or name it in {variable}.")
     return [found]
@@ -80,14 +95,27 @@ def program(argv: Sequence[str]) -> list[str]:
 
 def _python_with(module: str) -> str:
     """The interpreter that has SGLang or its router: CORNPLUG_SGLANG_PYTHON, else this one."""
-    named = os.environ.get("CORNPLUG_SGLANG_PYTHON")
-    if named is None and importlib.util.find_spec(module) is None:
+    named = os.environ.get("CORNPLUG_SGLANG_PYTHON") or sys.executable
+    if not _has_module(named, module):
         raise ConfigError(
             module,
-            "not installed beside cornplug",
+            f"not installed in the environment of {named}",
             "Name the interpreter of its environment in CORNPLUG_SGLANG_PYTHON.",
         )
-    return named or sys.executable
+    return named
+
+
+@functools.cache
+def _has_module(interpreter: str, module: str) -> bool:
+    """Whether an interpreter finds a module; False where it cannot be run."""
+    if interpreter == sys.executable:
+        return importlib.util.find_spec(module) is not None
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    try:
+        done = subprocess.run([interpreter, "-P", "-c", look], timeout=_LOOK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
 
 
 def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:

@@ -99,6 +99,8 @@ def is_cpu(group: ReplicaGroup) -> bool:
 
 def bind_address(plan: Plan, host: str) -> str:
     """Address that a server on `host` listens at. A plan of one host serves that host only."""
+    if plan.listen is not None:
+        return plan.listen
     return host if sum(nodes.count for nodes in plan.nodes) == 1 else "0.0.0.0"  # noqa: S104
 
 
@@ -125,12 +127,15 @@ def pairs_of(plan: Plan, group: ReplicaGroup) -> set[str]:
 
 
 def caches_for(plan: Plan, kind: str, components: set[str]) -> list[CacheSize]:
-    return [c for c in plan.caches if c.kind == kind and c.gib > 0 and c.component in components]
+    return [c for c in plan.caches if c.kind == kind and c.gib != 0 and c.component in components]
 
 
-def store_gib(plan: Plan) -> float:
-    """GiB of each host's store; 0 where nothing is planned to be cached."""
-    return sum(cache.gib for cache in plan.caches)
+def store_size(plan: Plan) -> list[str]:
+    """`--size` of each host's store; without it, the store takes a share of the host's memory."""
+    planned = [cache.gib for cache in plan.caches]
+    if None in planned:
+        return []
+    return ["--size", f"{max(sum(gib or 0.0 for gib in planned), LEAST_STORE_GIB):g}GiB"]
 
 
 def context_for(
@@ -181,10 +186,10 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
 
 
 def _app(plan: Plan, group: ReplicaGroup) -> str:
-    """The application that an engine of several names: that of the most urgent class of service."""
-    urgent_first = sorted(plan.reservations, key=lambda one: (-one.priority, one.qos))
-    reserved = [app for one in urgent_first for app in one.apps if app in group.apps]
-    return [*reserved, *group.apps, group.components[0]][0]
+    """The application that an engine of several names: the first of the most urgent class of service. A class
+    that the plan does not have has priority 0, as in the encoder service."""
+    priority = {app: one.priority for one in plan.reservations for app in one.apps}
+    return max(group.apps, key=lambda app: priority.get(app, 0), default=group.components[0])
 
 
 def _admits(plan: Plan, group: ReplicaGroup) -> bool:

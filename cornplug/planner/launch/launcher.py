@@ -10,6 +10,7 @@ From Python:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,11 +18,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from cornplug.config import load
 from cornplug.errors import ConfigError
+from cornplug.planner.launch.addresses import check_address, serves_others
 from cornplug.planner.launch.addresses import hosts as addresses_of
 from cornplug.planner.launch.command_lines import LaunchCommand, commands, files, name_of
 from cornplug.planner.launch.command_list import hosts_in
-from cornplug.planner.launch.command_process import READY_S, CommandProcess
+from cornplug.planner.launch.command_process import READY_S, CommandProcess, check_programs
 from cornplug.planner.launch.common_secret import check_named, check_readable
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.supervisor import Event
@@ -56,6 +59,7 @@ def running(
     not installed, and for a common secret that is not there.
     """
     check_readable(command.env for command in to_start)
+    check_programs(to_start)
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, text in files(plan, transfer=transfer).items():
         (run_dir / name).write_text(text)
@@ -105,6 +109,8 @@ def local_commands(
         )
     values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
     values |= {"HOST_1": "127.0.0.1"} if _one_host(plan) else {}
+    for name, address in (addresses or {}).items():
+        check_address(f"--address: {name}={address}", address)
     values |= addresses or {}
     values |= {"SECRET_FILE": str(secret_file.absolute())} if secret_file else {}
     found = [c.resolved(values) for c in chosen if not only or c.group in only or c.kind == "store"]
@@ -112,7 +118,26 @@ def local_commands(
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
         raise ConfigError("--address", f"{', '.join(missing)} of the plan has no address", f"Add {remedy}.")
     check_named(command.env for command in found)
+    _check_callers(found)
     return found
+
+
+def _check_callers(found: Sequence[LaunchCommand]) -> None:
+    """Raises ConfigError for an encoder service that other hosts would reach without a decision about it."""
+    for command in found:
+        if command.kind != "encoder" or {"--allow-anonymous", "--require-key"} & {*command.argv}:
+            continue
+        bound = command.argv[command.argv.index("--host") + 1]
+        # A command's own CORNPLUG_CONFIG is qos.toml, which is not written yet.
+        own_file = {"CORNPLUG_CONFIG": ""} if "CORNPLUG_CONFIG" in command.env else {}
+        settings = load(environ={**os.environ, **command.env, **own_file}).encoder
+        if serves_others(bound) and not (settings.require_key or settings.allow_anonymous):
+            raise ConfigError(
+                "launch.allow_anonymous",
+                f"other hosts reach {name_of(command)} ({bound} of {command.host}), and it requires no key",
+                "On a private network, set it to true in the input, or CORNPLUG_ENCODER_ALLOW_ANONYMOUS=true "
+                "here; else require keys by CORNPLUG_ENCODER_REQUIRE_KEY.",
+            )
 
 
 def _one_host(plan: Plan) -> bool:

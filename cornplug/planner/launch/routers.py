@@ -16,6 +16,7 @@ from typing import Any, Final
 from cornplug.planner.launch.addresses import ROUTER_METRICS_PORT, ROUTER_PORT, ReplicaAddress
 from cornplug.planner.launch.group_context import (
     QUEUE_MARGIN,
+    bind_address,
     caches_for,
     classes_of,
     context_for,
@@ -54,6 +55,8 @@ class RouterCommand:
     name: str
     pool: RouterPool
     host: str
+    bound: str
+    """Address that it listens at."""
     port: int
     argv: tuple[str, ...]
     weights: str
@@ -95,14 +98,16 @@ def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer)
         host, number = placed[0].host, sum(bool(r.argv) for r in found)
         weights = _weights(pool, routes)
         if len(servers) == 1:
-            found.append(
-                RouterCommand(f"direct-{len(found) + 1}", pool, servers[0].host, servers[0].port, (), weights)
-            )
+            name, (server,) = f"direct-{len(found) + 1}", servers
+            found.append(RouterCommand(name, pool, server.host, "", server.port, (), weights))
             continue
         port = ROUTER_PORT + plan.router_ports + number
         metrics_port = ROUTER_METRICS_PORT + plan.router_ports + number
-        argv = _argv(plan, pool, servers, port, metrics_port, transfer)
-        found.append(RouterCommand(f"router-{number + 1}", pool, host, port, tuple(argv), weights))
+        bound = bind_address(plan, host)
+        listens = ["--host", bound, "--port", str(port)]
+        listens += ["--prometheus-host", bound, "--prometheus-port", str(metrics_port)]
+        argv = _argv(plan, pool, servers, listens, transfer)
+        found.append(RouterCommand(f"router-{number + 1}", pool, host, bound, port, tuple(argv), weights))
     return found
 
 
@@ -147,14 +152,13 @@ def _argv(
     plan: Plan,
     pool: RouterPool,
     servers: Sequence[ReplicaAddress],
-    port: int,
-    metrics_port: int,
+    listens: Sequence[str],
     transfer: Transfer,
 ) -> list[str]:
     first = servers[0].group
     policy = "cache_aware" if _counts_on_prefixes(plan, servers) else _POLICY[first.router]
     command = ["vllm-router"] if pool.engine == "vllm" else ["python", "-m", "sglang_router.launch_router"]
-    command += ["--host", "0.0.0.0", "--port", str(port), "--prometheus-port", str(metrics_port)]  # noqa: S104
+    command += listens
     if pool.serving:
         return [*command, "--worker-urls", *(s.url for s in servers), "--policy", policy]
     kind = ["--vllm-pd-disaggregation"] if pool.engine == "vllm" else ["--pd-disaggregation"]

@@ -9,7 +9,7 @@ from typing import Final
 
 from cornplug.errors import ProcessFailed
 from cornplug.planner.launch.command_lines import LaunchCommand, files, name_of
-from cornplug.planner.launch.command_process import CommandProcess
+from cornplug.planner.launch.command_process import CommandProcess, check_programs
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.launch.launcher import end, pending_with_routers_last, spawned, start_in_batches
 from cornplug.planner.launch.supervisor import Event, RestartPolicy, Supervisor
@@ -80,6 +80,7 @@ class LaunchSession:
             self._processes.remove(dead)
         running = [process.command for process in self.supervisor.processes]
         steps = transition(self.plan, new, self._render, running=running)
+        check_programs([*steps.first, *steps.in_turn])
         self._write_settings(steps.plan)
         fresh = self._started(steps.first, stop)
         waiting = {c.url for c in steps.in_turn}

@@ -51,6 +51,7 @@ def build_plan(problem: FormulatedProblem, solution: PoolSolution, *, digest: st
         latency_forecasts=[_forecast(problem, solution, c, plan_routes) for c in problem.classes.values()],
         caches=_caches(problem, solution),
         reservations=_reservations(problem, plan_routes),
+        allow_anonymous=problem.launch.allow_anonymous,
         proof=_proof(problem, solution),
         corrections=problem.corrections,
         input_digest=digest,

@@ -21,7 +21,15 @@ from cornplug.planner.candidates.services import Service
 from cornplug.planner.candidates.time_corrections import by_place
 from cornplug.planner.inputs import component_shapes, gpu_catalog
 from cornplug.planner.inputs.request_classes import RequestClass, request_classes
-from cornplug.planner.inputs.schema import Component, GpuSpec, NodeClass, PlanInput, PlanRules, SolverOptions
+from cornplug.planner.inputs.schema import (
+    Component,
+    GpuSpec,
+    LaunchOptions,
+    NodeClass,
+    PlanInput,
+    PlanRules,
+    SolverOptions,
+)
 from cornplug.planner.optimizer.optimization_problem import (
     MachineClass,
     OptimizationProblem,
@@ -54,6 +62,7 @@ class FormulatedProblem:
     samples: Samples
     nodes: tuple[NodeClass, ...]
     cell_builder: CellBuilder
+    launch: LaunchOptions
 
     @property
     def corrections(self) -> list[TimesCorrection]:
@@ -165,6 +174,7 @@ def formulate(
         samples=samples,
         nodes=nodes,
         cell_builder=cell_builder,
+        launch=plan_input.launch,
     )
 
 

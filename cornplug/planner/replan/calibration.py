@@ -174,7 +174,7 @@ def _station(spec: CellSpec, replicas: int, factors: Mapping[str, float]) -> Sta
 
 def _traffic(problem: FormulatedProblem, running: Plan, of: RequestClass) -> TrafficClass:
     """The class's observed load, with the hits of the plan's caches."""
-    gib = {c.name: c.gib for c in running.caches}
+    gib = {c.name: c.gib or 0.0 for c in running.caches}
     levels = {level.name for level in problem.levels if level.gib == gib.get(level.cache, 0.0)}
     base = problem.cell_builder.bases[of.name]
     known = [w.scenario for w in problem.request_paths.values() if w.of.name == of.name]

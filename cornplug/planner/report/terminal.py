@@ -129,7 +129,9 @@ def _caches(plan: Plan) -> Table:
     table = _table("cache", "of", "GiB", "hits", right=frozenset({"GiB"}))
     for c in plan.caches:
         hits = ", ".join(f"{name} {formatting.percent(h)}" for name, h in c.hit_rate.items())
-        table.add_row(Text(f"{c.name} ({c.kind})"), Text(c.component), f"{c.gib:g}", Text(hits))
+        table.add_row(
+            Text(f"{c.name} ({c.kind})"), Text(c.component), "" if c.gib is None else f"{c.gib:g}", Text(hits)
+        )
     return table
 
 

@@ -7,9 +7,10 @@ pages that it does not get. No call raises where the store fails, and every call
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -50,6 +51,9 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart
 
+_MOST_ERRORS: Final = 8
+"""Errors that nothing foresaw before sharing stops."""
+
 
 class CornplugStorage(FurtherPools):
     """One a rank. An exclusion is logged once; SGLang then runs with its host pool alone."""
@@ -64,6 +68,8 @@ class CornplugStorage(FurtherPools):
         super().__init__(activation.runtime(), activation.tally())
         self._config = storage_config
         self._off = "starting"
+        self._errors = 0
+        """Errors that nothing foresaw."""
         self._index: PageHashIndex | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
@@ -262,7 +268,7 @@ class CornplugStorage(FurtherPools):
         """
         found = 0
         if self._ahead is not None and self._may_share():
-            with miss(self._tally, self._run.app, KV_PAGE):
+            with self._fenced("lookup"), miss(self._tally, self._run.app, KV_PAGE):
                 found = self._ahead.worth(tokens, prefix, last_hash, space, in_pairs=in_pairs)
         return found
 
@@ -278,7 +284,7 @@ class CornplugStorage(FurtherPools):
         behind full attention alone no request goes on."""
         found = 0
         if self._may_share() and self._reader is not None and self._windows is None:
-            with miss(self._tally, self._run.app, KV_PAGE):
+            with self._fenced("lookup"), miss(self._tally, self._run.app, KV_PAGE):
                 found = self._reader.present(keys)
         return found
 
@@ -292,7 +298,8 @@ class CornplugStorage(FurtherPools):
         done = 0
         if self._may_share() and self._reader is not None:
             began = time.monotonic()
-            done = self._reader.load(keys, self._slots(host_indices))
+            with self._fenced("load"):
+                done = self._reader.load(keys, self._slots(host_indices))
             took_s = time.monotonic() - began
             self._tally.observe("cornplug_wait_seconds", took_s, self._run.app, KV_PAGE)
             if self.pace is not None and done:
@@ -319,6 +326,18 @@ class CornplugStorage(FurtherPools):
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         return not reason
 
+    @contextmanager
+    def _fenced(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw
+            self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "error")
+            self._errors += 1
+            if self._errors == 1:
+                logger.exception("cornplug: a %s of KV failed", what)
+            elif self._errors == _MOST_ERRORS:
+                self._stop("error", f"{self._errors} errors, the last in a {what}")
+
     def _may_save(self) -> bool:
         may = self._run.config.engine.save != "never" and not self._off and not self.lacks_draft
         return may and not weights_guard.replaced()
@@ -341,7 +360,8 @@ class CornplugStorage(FurtherPools):
         ever, and does nothing else with the answer. The metrics count the outcomes.
         """
         if self._writer is not None and self._may_save():
-            self._writer.save(keys, self._slots(host_indices))
+            with self._fenced("save"):
+                self._writer.save(keys, self._slots(host_indices))
         return [True] * len(keys)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -83,6 +84,11 @@ class FurtherPools(PagesOnly):
     @abstractmethod
     def _may_save(self) -> bool: ...
 
+    @abstractmethod
+    def _fenced(self, what: str) -> AbstractContextManager[None]:
+        """Count an error that nothing foresaw, of a "lookup", "load" or "save": it would end a thread of
+        SGLang."""
+
     def batch_exists_v2(
         self,
         keys: list[str],
@@ -98,7 +104,9 @@ class FurtherPools(PagesOnly):
             return self._with_windows(self._windows, keys, pool_transfers, at_start=at_start)
         if self._draft is None or {transfer.name for transfer in pool_transfers} != {PoolName.DRAFT}:
             return PoolTransferResult.empty()
-        found = self._draft.present(keys[: self.batch_exists(keys, extra_info)])
+        found, whole = 0, self.batch_exists(keys, extra_info)
+        with self._fenced("lookup"):
+            found = self._draft.present(keys[:whole])
         return PoolTransferResult(found, {PoolName.DRAFT: found})
 
     def _with_windows(
@@ -106,7 +114,7 @@ class FurtherPools(PagesOnly):
     ) -> PoolTransferResult:
         ends = list[int]()
         if self._reader is not None and self._may_share():
-            with miss(self._tally, self._run.app, KV_PAGE):
+            with self._fenced("lookup"), miss(self._tally, self._run.app, KV_PAGE):
                 ends = windows.hits(self._reader, keys, transfers, at_start=at_start)
         if not ends:
             return PoolTransferResult.empty()
@@ -119,10 +127,12 @@ class FurtherPools(PagesOnly):
         done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
         if self._windows is not None and self._may_share():
             began = time.monotonic()
-            done |= self._windows.fetch(transfers)
+            with self._fenced("load"):
+                done |= self._windows.fetch(transfers)
             self._tally.observe("cornplug_wait_seconds", time.monotonic() - began, self._run.app, KV_PAGE)
         if self._draft is not None and self._may_share():
-            done |= self._draft.get(transfers)
+            with self._fenced("load"):
+                done |= self._draft.get(transfers)
         return done
 
     def batch_set_v2(
@@ -131,7 +141,9 @@ class FurtherPools(PagesOnly):
         """Offer pages of a further pool to the store. True for each of them, as in `batch_set_v1`."""
         kept = self._windows is not None
         if self._windows is not None and self._may_save():
-            self._windows.offer(transfers)
+            with self._fenced("save"):
+                self._windows.offer(transfers)
         if self._draft is not None and self._may_save():
-            return self._draft.set(transfers)
+            with self._fenced("save"):
+                return self._draft.set(transfers)
         return {str(transfer.name): [kept] * len(transfer.keys or ()) for transfer in transfers}

@@ -217,6 +217,15 @@ class PageWriter:
                 reserved.append(answer)
             elif answer is ReserveRefusal.GROWING:
                 refused.append(key)
+        try:
+            self._fill(wanted, reserved)
+        except BaseException:
+            self._publisher.give_up(reserved, "error")
+            raise
+        return refused
+
+    def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
+        """Write this rank's heads into reserved pages, and commit."""
         pages = [(one, self._at_hand(wanted[one.key])) for one in reserved]
         broken = [one for one, parts in pages if parts is None]
         whole = [(one, parts) for one, parts in pages if parts is not None]
@@ -235,7 +244,6 @@ class PageWriter:
         self._publisher.give_up(late, "late")
         self._publisher.give_up(broken, "write_failed")
         self._publisher.commit(written)
-        return refused
 
     def _has_to_stop(self) -> bool:
         """Whether SGLang has waited for this thread's end for `_STOP_S`."""

@@ -39,6 +39,7 @@ from cornplug.errors import (
     StoreUnavailable,
 )
 from cornplug.metrics import Tally
+from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.store.base import Tier
 from cornplug.store.payload import put_payload
@@ -100,6 +101,10 @@ class EmbeddingPrefetcher:
             return await self._encoded(key, item, tower, salt, began)
         except CornplugError as e:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
+            return ""
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine encodes it
+            logger.exception("cornplug: the question for an embedding failed")
+            self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
             return ""
         finally:
             seconds = time.monotonic() - began

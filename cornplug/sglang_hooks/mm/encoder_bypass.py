@@ -78,10 +78,13 @@ class EmbeddingSource:
 
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
         """Offer the embeddings of this engine's tower to the store. Returns at once."""
-        for item, tensor in zip(items, made, strict=True):
-            key = key_of(item) if publish and self._first and is_current(item) else None
-            if key is not None and dtype_name(tensor.dtype) == self._dtype:
-                self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
+        try:
+            for item, tensor in zip(items, made, strict=True):
+                key = key_of(item) if publish and self._first and is_current(item) else None
+                if key is not None and dtype_name(tensor.dtype) == self._dtype:
+                    self._publisher.offer(key, tensor, cost_s=self._rule.encode_s(len(tensor)) or 0.0)
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine has its embeddings
+            self._log_error("offer")
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
         """The model's own embeddings of `items`. Notes the measured time for the tokenizer process."""
@@ -118,15 +121,22 @@ class EmbeddingSource:
             header, payload = found
             expected = ExpectedEmbedding(key, rows_of(item), width, self._dtype)
             expected.check(header.dtype, header.shape, len(payload))
+            dtype = getattr(torch, header.dtype)
+            tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
+            # The copy with it: from memory that is not pinned, CUDA returns when the host is done.
+            self._rule.read(len(payload), time.perf_counter() - began)
+            self._row_bytes = width * dtype.itemsize
         except CornplugError as e:
             self._miss(e.reason)
             return None
-        dtype = getattr(torch, header.dtype)
-        tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
-        # The copy with it: from memory that is not pinned, CUDA returns when the host is done.
-        self._rule.read(len(payload), time.perf_counter() - began)
-        self._row_bytes = width * dtype.itemsize
+        except Exception:  # noqa: BLE001 - whatever nobody foresaw: the tower computes it
+            self._log_error("load")
+            return None
         return tensor
+
+    def _log_error(self, what: str) -> None:
+        compat.logger.exception("cornplug: the %s of an embedding failed", what)
+        self._miss("error")
 
     def _miss(self, reason: str) -> None:
         if self._first:

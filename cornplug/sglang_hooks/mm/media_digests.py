@@ -148,8 +148,8 @@ def _llava_task(
     from sglang.srt.utils import load_image
 
     image, frames = load_image(image_input, False)
-    processor = kwargs.get("processor", args[2] if len(args) > 2 else None)
-    media = None if frames is not None else image_digest(image, converts=converts_to_rgb(processor))
+    # SGLang pads or resizes an image of another mode before it converts it to RGB.
+    media = None if frames is not None else image_digest(image, converts=False)
     return pixels, media, size
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
-_files: Final = LoraDigests()
+_files: Final = LaterAdapters()
 _paths: dict[str, str | None] = {}
 """LoRA id -> folder, of every adapter that this process ever loaded; None: it came as tensors."""
 _managers: dict[str, Any] = {}
@@ -31,8 +31,9 @@ the adapter's."""
 def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
     """(the user's own extra_key, digest of the weights that are applied of the adapter; None without one).
 
-    Asks the file system about the adapter. Raises CheckpointError: "lora" where the applied weights are
-    unknown, "lora_changed" where the adapter's files have changed.
+    Waits only a moment for the file system. Raises CheckpointError: "lora" where the applied weights are
+    unknown, "identifying" where the file system does not answer, "lora_changed" where the files have
+    changed.
     """
     if extra_key is None or not _paths:
         return extra_key, None
@@ -46,7 +47,7 @@ def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
     path = _paths[name]
     if path is None:
         raise CheckpointError("an adapter that came as tensors has no files", reason="lora")
-    whole = _files.digest(path)
+    whole = _files.digest(path, name)
     left_out = _not_applied(name)
     applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
     # SGLang makes "" of no extra_key when it appends.
@@ -77,7 +78,7 @@ def _adapter_loads(manager: Any, lora_ref: Any) -> None:
     _managers[lora_ref.lora_id] = manager
     _paths[lora_ref.lora_id] = lora_ref.lora_path
     try:
-        _files.digest(lora_ref.lora_path)
+        _files.read(lora_ref.lora_path, lora_ref.lora_id)
     except CheckpointError as e:
         logger.warning("cornplug: KV under LoRA %s is not shared: %s", lora_ref.lora_name, e)
 

@@ -10,7 +10,6 @@ import argparse
 import gc
 import logging
 import os
-import re
 import resource
 import signal
 import sys
@@ -22,6 +21,7 @@ from cornplug import config
 from cornplug.errors import ConfigError, SocketTaken
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
+from cornplug.settings.byte_size import parse_size
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.autostart import LOG_BYTES
 from cornplug.store.daemon.bounded_log import BoundedLog
@@ -36,21 +36,8 @@ EXIT_TAKEN: Final = 3
 """Another store serves this socket."""
 _LOCK_WAIT_S: Final = 2.0
 _DESCRIPTORS: Final = 65536
-_UNITS: Final = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
-}  # fmt: skip
 
 _log = logging.getLogger("cornplug.store")
-
-
-def parse_size(text: str) -> int:
-    """Bytes of "4GiB", "512 MiB", "1.5GB" or "1048576". Raises ConfigError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", text.upper())
-    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size_bytes < 1:
-        raise ConfigError("store.size_bytes", f"{text!r} is no size", "Write it as 4GiB, 512MiB or bytes.")
-    return size_bytes
 
 
 def main(argv: list[str]) -> int:

@@ -212,7 +212,9 @@ def _media_digest(item: object) -> bytes | None:
     import torch
 
     if isinstance(item, Image.Image):
-        return digest_image(item)
+        # vLLM converts images to RGB, unless `image_mode` (media_io_kwargs) names another mode. The model's
+        # processor converts such an image by rules of its own, so it has no digest.
+        return digest_image(item) if item.mode == "RGB" else None
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu().numpy() if item.dtype != torch.bfloat16 else None
     if isinstance(item, np.ndarray):

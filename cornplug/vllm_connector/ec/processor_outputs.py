@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -11,9 +11,23 @@ from cornplug.checkpoints.families import FAMILIES, Modality
 from cornplug.encoder_service.wire.messages import WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import EncoderRefused
+from cornplug.vllm_connector import compat
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+
+IN_WORKERS_ONLY: Final = (
+    "with --mm-processor-cache-type shm only vLLM's workers can read processed media. "
+    "Leave it out, or set it to lru"
+)
+
+
+def in_workers_only(config: VllmConfig) -> bool:
+    """Whether vLLM keeps processed media from its engine core."""
+    from vllm.multimodal.cache.factories import _get_cache_type
+
+    return _get_cache_type(config) == "shm"
 
 
 class MediaInputs:
@@ -30,11 +44,19 @@ class MediaInputs:
 
         with set_current_vllm_config(config):
             self._norm: Any = build_mm_input_norm(config.model_config)
+        self._in_workers_only = in_workers_only(config)
+        if self._in_workers_only:
+            compat.logger.warning("cornplug: no encoder service is asked: %s", IN_WORKERS_ONLY)
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
     def of(self, feature: Any) -> dict[str, WireTensor]:
-        """Name -> tensor of one item. Raises EncoderRefused("no_inputs") where vLLM kept none."""
+        """Name -> tensor of one item.
+
+        Raises EncoderRefused: "no_inputs" where vLLM kept none, "shm_cache" where only its workers have them.
+        """
+        if self._in_workers_only:
+            raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
         if feature.data is None:
             raise EncoderRefused("the engine holds no processed inputs for this medium", reason="no_inputs")
         wanted = self._wanted.get(feature.modality, ())

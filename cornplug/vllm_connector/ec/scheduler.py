@@ -138,11 +138,12 @@ class ECScheduler:
     def allocated(self, identifier: str) -> None:
         """The engine made room for an embedding, which has arrived or which it encodes itself."""
         self._allocated.add(identifier)
-        item = self._drop(identifier)
+        item = self._items.get(identifier)
         if item is not None and item.usable:
             self._to_load.append(item)
         elif item is not None:
             self._arrivals.drop(item.arrived)
+        self._drop(identifier)
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
         """The embeddings that this step's forward needs."""
@@ -152,21 +153,33 @@ class ECScheduler:
         self._allocated.clear()
         if not output.total_num_scheduled_tokens:
             self._idle_wait()
-        items, self._to_load = self._to_load, []
         app = self._run.app
-        for item in items:
+        for item in self._to_load:
             assert item.arrived is not None
             self._tally.count("cornplug_hits_total", app, EMBEDDING, item.source)
             self._tally.count("cornplug_saved_tower_passes_total", app)
             self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=item.size)
             self._arrivals.send(item.arrived)
-        return CornplugECMetadata(
-            arrived=[item.arrived for item in items if item.arrived is not None],
+        moves = CornplugECMetadata(
+            arrived=[item.arrived for item in self._to_load if item.arrived is not None],
             again=[] if self._lost is None else self._lost.drain(),
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
             epoch=weights_guard.epoch(),
             row_memory=self._arrivals.address,
         )
+        self._to_load.clear()
+        return moves
+
+    def stop(self) -> list[ArrivedEmbedding]:
+        """Wait for nothing more. Returns the embeddings that the engine expects with the next step, as it has
+        made room for them."""
+        self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
+        return [item.arrived for item in self._to_load if item.arrived is not None]
+
+    def in_hand(self, identifier: str) -> ArrivedEmbedding | None:
+        """An embedding that has arrived, for which the engine has not made room yet."""
+        item = self._items.get(identifier)
+        return item.arrived if item is not None and item.usable else None
 
     def finished(self, request: Request) -> None:
         """Drop the items that only this request was waiting for."""

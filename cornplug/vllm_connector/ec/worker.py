@@ -97,6 +97,10 @@ class ECWorker:
         self._publisher.offer(key, embedding, cost_s=cost_s, patience_s=self._patience_s)
         self._offered = True
 
+    def stop_publishing(self) -> None:
+        """Offer nothing more. What the scheduler half has promised is loaded still."""
+        self._publishes = False
+
     def acks(self) -> CornplugECWorkerMetadata | None:
         """Outcomes of earlier offers and new measurements; None where there are none."""
         if self._offered and self._patience_s:

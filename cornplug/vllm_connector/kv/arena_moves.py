@@ -69,6 +69,8 @@ class ArenaMoves:
     def reaches_load(self, load: PageLoad) -> bool:
         """Whether the device reaches all pages of a load, and each has segments that it can sum."""
         pages = load.pages
+        if not self._mover.works:
+            return False
         places = np.frombuffer(pages.places, np.uint64).reshape(-1, 3)
         if not pages or not self.memory.reaches(pages.arena_id, int((places[:, 0] + places[:, 1]).max())):
             return False
@@ -79,6 +81,8 @@ class ArenaMoves:
         """(saves of the pages that the device reaches, saves of the others)"""
         reached: list[PageSave] = []
         others: list[PageSave] = []
+        if not self._mover.works:
+            return reached, [*saves]
         for save in saves:
             places = [page.location for page in save.pages]
             end, arenas = max([at.offset + at.size for at in places]), {at.arena_id for at in places}
@@ -201,7 +205,7 @@ class ArenaMoves:
             try:
                 self._pages.store.view(page.target.location, writable=True)
             except CornplugError as e:
-                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.request_id, e)
+                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
                 self._reports.page_over(page, {})
             else:
                 yield page

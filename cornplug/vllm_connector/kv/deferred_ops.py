@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -15,23 +16,32 @@ from cornplug.store.base import Reservation
 from cornplug.store.posted import Answered, Posted
 
 if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
-    from cornplug.vllm_connector.kv_events.page_events import KeptRequest
+    from cornplug.vllm_connector.kv_events.page_events import PageSpan
 
 
 class OpenSave(msgspec.Struct, eq=False):
     """A reserved page that the worker halves are filling."""
 
     reservation: Reservation
-    request_id: str
+    name: str
+    """Of the `PageSave` that holds it."""
     index: int
     """Of the page, in its request."""
+    tracked: TrackedRequest | None = None
+    """Its request; None if the request was over before the save began."""
+    blocks: Sequence[KVCacheBlock] = ()
+    """The blocks that hold the page, once they are pinned or its request is over."""
+    pinned: bool = False
+    """Whether its blocks hold a reference for it."""
     checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
     given_up: bool = False
-    """Its request was preempted."""
-    announced: tuple[TrackedRequest | KeptRequest, int] | None = None
-    """Request and page that KV events name once it is stored; None without events."""
+    """Its blocks were given away."""
+    announced: PageSpan | None = None
+    """What KV events name once it is stored, if `tracked` is None."""
 
 
 class DeferredStoreOps:

@@ -1,4 +1,4 @@
-"""The worker half of a rank that shares no KV: every load and save fails at once.
+"""The worker half of a rank that shares no KV, or no more: every load and save fails at once.
 
 The scheduler half may have promised a load before it learns of this; without an answer that request would
 wait for ever.
@@ -7,13 +7,16 @@ wait for ever.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from cornplug.kv_page import MAX_SEGMENTS
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 
 if TYPE_CHECKING:
     import torch
+
+    from cornplug.vllm_connector.kv.worker import KVWorker
+    from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
 
 
 class DisabledKVWorker:
@@ -24,9 +27,19 @@ class DisabledKVWorker:
         self._reason = reason
         self._acks = CornplugKVWorkerMetadata(unusable=reason)
         self._loaded: set[str] = set()
-        self._finishing: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._failed: set[str] = set()
+
+    @classmethod
+    def in_place_of(cls, worker: KVWorker | GroupsWorker, block_size: int, reason: str) -> Self:
+        """Replace a worker in which something failed, with what has become of its loads and saves."""
+        stopped = cls(block_size, reason)
+        worker.drain()
+        stopped._loaded, stopped._bad_blocks = worker.finished(), worker.bad_blocks()
+        if (acks := worker.acks()) is not None:
+            acks.unusable = acks.unusable or reason
+            stopped._acks = acks
+        return stopped
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
         """Nothing to learn."""
@@ -35,16 +48,19 @@ class DisabledKVWorker:
         """Nothing is copied."""
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Every load fails whole."""
+        """Every load fails whole, but those that the worker before this one has ended."""
         for load in loads:
+            if load.request_id in self._loaded and load.request_id not in self._acks.failed_loads:
+                continue
             self._bad_blocks |= load.blocks_from(load.start, self._block_size)
             self._acks.failed_loads[load.request_id] = self._reason
             self._loaded.add(load.request_id)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Every save fails whole."""
+        """Every page fails, but those that the worker before this one has written."""
         for save in saves:
-            self._acks.failed_writes |= {page.token: MAX_SEGMENTS for page in save.pages}
+            left = [page.token for page in save.pages if page.token not in self._acks.written]
+            self._acks.failed_writes |= dict.fromkeys(left, MAX_SEGMENTS)
 
     def drain(self) -> None:
         """Nothing is copied."""
@@ -52,22 +68,16 @@ class DisabledKVWorker:
     def stepped(self, number: int) -> None:
         """Nothing is loaded: no measurement is needed."""
 
-    def finishing(self, request_ids: Sequence[str]) -> None:
-        """Nothing is read here: they are sent."""
-        self._finishing.update(request_ids)
-
-    def give_up_saves(self, request_ids: Collection[str]) -> None:
+    def give_up_saves(self, names: Collection[str]) -> None:
         """Nothing is saved."""
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """(sent, received) request ids since the last call."""
-        sent, self._finishing = self._finishing, set()
-        received, self._loaded = self._loaded, set()
-        self._failed = received
-        return sent, received
+    def finished(self) -> set[str]:
+        """Ids of the requests whose load ended since the last call."""
+        self._failed, self._loaded = self._loaded, set()
+        return self._failed
 
     def failed(self) -> set[str]:
-        """The requests that `finished` last named as received."""
+        """The requests that `finished` last named."""
         return self._failed
 
     def bad_blocks(self) -> set[int]:

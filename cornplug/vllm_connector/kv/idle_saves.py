@@ -2,15 +2,12 @@
 
 With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would
 be computed again by the next app. An engine without work copies such pages, if the store has free room for
-them: they evict no page that was used twice. Their blocks count as free all the while, so no request and no
-`reset_prefix_cache` waits for a copy. vLLM's pool names a block that it gives away before the copy has ended
-(`BlockPool.unpin_blocks`); the page is given up then, as those of a preempted request.
+them: they evict no page that was used twice. Their blocks count as free all the while (`FreedBlocks`).
 """
 
 from __future__ import annotations
 
 import math
-import secrets
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +21,7 @@ from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.vllm_connector.engine_alarm import ALARM, EngineAlarm
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
-from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests
+from cornplug.vllm_connector.kv.page_saves import PageSaves, SavingRequests, save_name
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
@@ -32,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from cornplug.vllm_connector.kv_events.page_events import KeptRequest, PageEvents
+    from cornplug.vllm_connector.kv_events.page_events import PageEvents, PageSpan
 
 _SETTLE_S: Final = 0.05
 """Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
@@ -44,19 +41,6 @@ _BATCH_BYTES: Final = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class _Finished:
-    """A finished request with pages that were not saved."""
-
-    pages: dict[int, bytes]
-    """Page index -> key."""
-    blocks: list[KVCacheBlock]
-    hashes: list[BlockHashWithGroupId | None]
-    """Of `blocks`, at the request's end."""
-    announced: KeptRequest | None = None
-    """For KV events; None without."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Page:
     """A page that is to be copied."""
 
@@ -65,8 +49,8 @@ class _Page:
     """Of the page in `blocks`."""
     blocks: Sequence[KVCacheBlock]
     hashes: Sequence[BlockHashWithGroupId | None]
-    announced: tuple[KeptRequest, int] | None = None
-    """Its request, and its place there, for KV events; None without."""
+    announced: PageSpan | None = None
+    """For KV events; None without."""
 
     def cached(self) -> bool:
         """Whether its blocks have held it ever since.
@@ -96,21 +80,18 @@ class IdleSaves:
         self._run, self._page = runtime, page
         self._requests, self._saves, self._publisher = requests, saves, publisher
         self._batch_pages = max(1, _BATCH_BYTES // page.page_bytes)
-        self._name = f"idle-{secrets.token_hex(8)}"
-        """Of these saves, in place of a request's: no client can guess it."""
         self.events: PageEvents | None = None
         self._pool: BlockPool | None = None
         self._unit_tokens = self._unit_blocks = self._most_pages = 0
-        self._finished: deque[_Finished] = deque()
-        """Oldest first."""
+        self._finished: deque[dict[int, _Page]] = deque()
+        """Pages of finished requests that were not saved, by their index in the request. Oldest first."""
+        self._asking: list[tuple[TrackedRequest, dict[int, _Page]]] = []
+        """Finished requests, until the store has answered for all pages that it was asked for."""
         self._pages = 0
         """In `_finished`."""
         self._growing: list[_Page] = []
         """Pages for which the store is making room."""
         self._open: dict[int, OpenSave] = {}
-        self._reading: dict[int, list[OpenSave]] = {}
-        """Block -> saves that read it, or have read it."""
-        self._reused: list[str] = []
         self._idle_since: float | None = None
         self._woken = False
         """The alarm ends this pause, so the engine need not step through it."""
@@ -138,20 +119,35 @@ class IdleSaves:
 
     def remember(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
         """Take the pages of a request that is over, and has these blocks still."""
-        # While it loads, its blocks hold nothing yet.
-        if self._pool is None or not tracked.unsaved or tracked.loading is not None:
+        if self._pool is None or not (tracked.unsaved or tracked.asked):
             return
-        blocks = [self._pool.blocks[block] for block in block_ids]
-        pages, hashes = dict(sorted(tracked.unsaved.items())), [block.block_hash for block in blocks]
-        announced = self.events.kept(tracked) if self.events is not None else None
-        finished = _Finished(pages, blocks, hashes, announced)
-        self._finished.append(finished)
-        self._pages += len(finished.pages)
+        keys = tracked.unsaved | {asked.index: asked.key for asked in tracked.asked}
+        kept = self.events.kept(tracked, keys) if self.events is not None else {}
+        pages = {i: self._page_of(block_ids, i, keys[i], kept.get(i)) for i in sorted(keys)}
+        if tracked.asked:
+            self._asking.append((tracked, pages))
+        else:
+            self._add(pages)
+
+    def _add(self, pages: dict[int, _Page]) -> None:
+        self._finished.append(pages)
+        self._pages += len(pages)
         while self._pages > self._most_pages:
-            self._pages -= len(self._finished.popleft().pages)
+            self._pages -= len(self._finished.popleft())
+
+    def _add_answered(self) -> None:
+        """Add the pages of finished requests that got no room."""
+        asking, self._asking = self._asking, []
+        for tracked, pages in asking:
+            if tracked.asked:
+                self._asking.append((tracked, pages))
+            elif tracked.unsaved:
+                self._add({index: page for index, page in pages.items() if index in tracked.unsaved})
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
         """Pages that the worker halves are to copy in this step; none while a token is computed."""
+        if self._asking:
+            self._add_answered()
         if output.num_scheduled_tokens or not (self._finished or self._growing):
             self._idle_since, self._unanswered = None, False
             return []
@@ -165,20 +161,14 @@ class IdleSaves:
             self.forget()
             return []
         self._open = {token: save for token, save in self._open.items() if self._saves.is_open(token)}
-        if not self._open:
-            self._reading.clear()
         room = self._batch_pages - len(self._open)
         pages = self._take(min(room, self._free_pages())) if room > 0 else []
         return self._reserve(pages) if pages else []
 
-    def reused(self) -> list[str]:
-        """Names of saves whose blocks were given away since the last call."""
-        reused, self._reused = self._reused, []
-        return reused
-
     def forget(self) -> None:
         """Save none of the pages that are known now."""
         self._finished.clear()
+        self._asking.clear()
         self._growing.clear()
         self._pages = 0
 
@@ -201,22 +191,23 @@ class IdleSaves:
         del self._growing[:count]
         while self._finished and len(pages) < count:
             newest = self._finished[-1]
-            while newest.pages and len(pages) < count:
-                index = next(iter(newest.pages))
-                page = self._page_of(newest, index, newest.pages.pop(index))
+            while newest and len(pages) < count:
+                page = newest.pop(next(iter(newest)))
                 self._pages -= 1
                 if page.cached():
                     pages.append(page)
-            if not newest.pages:
+            if not newest:
                 self._finished.pop()
         return pages
 
-    def _page_of(self, finished: _Finished, index: int, key: bytes) -> _Page:
+    def _page_of(self, ids: Sequence[int], index: int, key: bytes, announced: PageSpan | None) -> _Page:
+        """A page of a request with these blocks. Only the blocks that hold the page are kept."""
+        assert self._pool is not None
         unit, place = divmod(index * self._page.page_tokens, self._unit_tokens)
         span = slice(unit * self._unit_blocks, (unit + 1) * self._unit_blocks)
-        hashes = finished.hashes[span] if len(finished.blocks) >= span.stop else [None]
-        announced = (finished.announced, index) if finished.announced is not None else None
-        return _Page(key, place // self._page.page_tokens, finished.blocks[span], hashes, announced)
+        blocks = [self._pool.blocks[block] for block in ids[span]]
+        hashes = [block.block_hash for block in blocks] if len(blocks) == self._unit_blocks else [None]
+        return _Page(key, place // self._page.page_tokens, blocks, hashes, announced)
 
     def _reserve(self, pages: list[_Page]) -> list[PageSave]:
         answers = self._publisher.reserve([page.key for page in pages])
@@ -231,21 +222,12 @@ class IdleSaves:
 
     def _begin(self, page: _Page, reservation: Reservation) -> PageSave:
         assert self._pool is not None
-        name = f"{self._name}-{reservation.token}"
-        save = self._saves.begin(reservation, name, page.index)
-        save.announced = page.announced
+        save = self._saves.begin(reservation, page.index, None)
+        save.name, save.announced = save_name("idle", reservation), page.announced
         self._open[reservation.token] = save
-        for block in page.blocks:
-            self._reading.setdefault(block.block_id, []).append(save)
         # The blocks stay free, as the last ones that the engine gives away.
         self._pool.touch(page.blocks)
-        self._pool.unpin_blocks(reversed(page.blocks), self._given_away)
+        save.blocks = page.blocks
+        self._saves.freed.release(self._pool, save)
         write = PageWrite(page.index, reservation.token, reservation.location)
-        return PageSave(name, (write,), tuple(block.block_id for block in page.blocks))
-
-    def _given_away(self, block: KVCacheBlock) -> None:
-        """vLLM gives a block to a request, or forgets what it holds."""
-        for save in self._reading.pop(block.block_id, ()):
-            if self._saves.is_open(save.reservation.token) and not save.given_up:
-                save.given_up = True
-                self._reused.append(save.request_id)
+        return PageSave(save.name, (write,), tuple(block.block_id for block in page.blocks))

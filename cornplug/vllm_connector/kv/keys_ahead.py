@@ -6,11 +6,10 @@ vLLM hashes a request's blocks there too: in the thread that receives requests, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 from weakref import ref
 
-from cornplug.errors import CornplugError
+from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 
 if TYPE_CHECKING:
@@ -42,12 +41,14 @@ def received(request: Request) -> None:
     maker = _maker() if _maker is not None else None
     if maker is None or request.num_tokens < _LONG_TOKENS:
         return
-    # An error here would end the thread, and the engine: the lookup meets it again, and counts it.
-    with suppress(CornplugError):
+    try:
         keys = maker.keys_of(request)
         if keys is not None:
             keys.upto(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
+    except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+        # An error here would end the thread, and the engine: the lookup meets it again, and counts it.
+        compat.logger.debug("cornplug: no keys ahead: %r", e)
 
 
 def made_for(request: Request) -> PageKeys | None:

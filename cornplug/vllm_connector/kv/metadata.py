@@ -48,7 +48,8 @@ class PageLoad:
 class PageSave(msgspec.Struct, frozen=True):
     """Copy whole pages of a request out, once this step's forward has computed them."""
 
-    request_id: str
+    name: str
+    """Unique: a later request may have the id of an earlier request."""
     pages: tuple[PageWrite, ...]
     blocks: tuple[int, ...]
     group: int = 0
@@ -61,10 +62,8 @@ class CornplugKVMetadata(KVConnectorMetadata):
 
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
-    finishing: list[str] = field(default_factory=list)
-    """Finished requests whose blocks stay until their saves are done."""
-    preempted: list[str] = field(default_factory=list)
-    """Requests, and saves in idle steps, whose blocks were given away, and may have been overwritten."""
+    given_up: list[str] = field(default_factory=list)
+    """Names of saves whose blocks were given away, and may have been overwritten."""
     timed: int = 0
     """Number of this step where its end is to be told, else 0."""
     computes: bool = True
@@ -73,7 +72,7 @@ class CornplugKVMetadata(KVConnectorMetadata):
     @property
     def begins(self) -> bool:
         """Whether the worker halves have something new to do."""
-        return bool(self.loads or self.saves or self.finishing or self.preempted)
+        return bool(self.loads or self.saves or self.given_up)
 
 
 @dataclass(slots=True)

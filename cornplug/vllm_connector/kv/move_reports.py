@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from cornplug.engine_common.rank_pages import RankPages
@@ -55,11 +55,11 @@ class MoveReports:
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
-        """Reservation token -> request, of the pages in `_acks.written`."""
+        """Reservation token -> name of its save, of the pages in `_acks.written`."""
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
-        self._saving: dict[str, list[OngoingSave]] = {}
-        self._finishing: set[str] = set()
+        self._saving: dict[str, OngoingSave] = {}
+        """By name."""
 
     # -- the engine's thread ----------------------------------------------------------------------
 
@@ -72,7 +72,7 @@ class MoveReports:
         begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
         with self._lock:
             for ongoing in begun:
-                self._saving.setdefault(ongoing.save.request_id, []).append(ongoing)
+                self._saving[ongoing.save.name] = ongoing
         return begun
 
     def staged(self, pages: int) -> None:
@@ -85,31 +85,25 @@ class MoveReports:
         with self._lock:
             self._acks.steps.append(number)
 
-    def finishing(self, request_ids: Sequence[str]) -> None:
-        """These requests' blocks stay until `finished` names them as sent."""
-        self._finishing.update(request_ids)
-
-    def give_up_saves(self, request_ids: Collection[str]) -> None:
-        """Count pages of these requests that are not acknowledged yet as not written. Does not wait.
+    def give_up_saves(self, names: Collection[str]) -> None:
+        """Count pages of these saves that are not acknowledged yet as not written. Does not wait.
 
         Their blocks belong to other requests now, and may have done so before they were read.
         """
+        wanted = set(names)
         with self._lock:
-            for request_id in request_ids:
-                for ongoing in self._saving.get(request_id, ()):
-                    ongoing.given_up = True
-            late = [token for token, request_id in self._unsent.items() if request_id in request_ids]
+            for name in wanted & self._saving.keys():
+                self._saving[name].given_up = True
+            late = [token for token, name in self._unsent.items() if name in wanted]
             for token in late:
                 del self._unsent[token], self._acks.written[token]
                 self._acks.failed_writes[token] = self._pages.segments
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """(sent, received) request ids since the last call."""
+    def finished(self) -> set[str]:
+        """Ids of the requests whose load ended since the last call."""
         with self._lock:
-            sent = {r for r in self._finishing if not self._saving.get(r)}
-            self._finishing -= sent
             received, self._loaded = self._loaded, set()
-        return sent, received
+        return received
 
     def bad_blocks(self) -> set[int]:
         """Blocks whose load failed; a request is never `finished` before its bad blocks are here."""
@@ -146,7 +140,7 @@ class MoveReports:
         with self._lock:
             if checksums and not ongoing.given_up:
                 self._acks.written[token] = dict(checksums)
-                self._unsent[token] = ongoing.save.request_id
+                self._unsent[token] = ongoing.save.name
             else:
                 self._failed([token])
             ongoing.left.discard(token)
@@ -166,11 +160,7 @@ class MoveReports:
 
     def _over(self, ongoing: OngoingSave) -> None:
         """Its blocks are not read any more."""
-        of_request = self._saving.get(ongoing.save.request_id, [])
-        if ongoing in of_request:
-            of_request.remove(ongoing)
-            if not of_request:
-                del self._saving[ongoing.save.request_id]
+        self._saving.pop(ongoing.save.name, None)
 
 
 def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:

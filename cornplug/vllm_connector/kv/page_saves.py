@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
@@ -15,11 +16,14 @@ from cornplug.kv_page import PageGeometry
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.posted import Answered, Posted
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps, OpenSave
+from cornplug.vllm_connector.kv.freed_blocks import FreedBlocks
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageSave, PageWrite
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from cornplug.vllm_connector.kv_events.page_events import PageEvents
@@ -32,7 +36,11 @@ class AskedPage(msgspec.Struct, eq=False):
     index: int
     key: bytes
     given_up: bool = False
-    """Its request was preempted."""
+    """Its blocks were given away, or the weights that computed it were replaced."""
+    blocks: Sequence[KVCacheBlock] = ()
+    """The blocks that hold the page, once they are pinned or its request is over."""
+    pinned: bool = False
+    """Whether its blocks hold a reference for it."""
 
 
 class SavingRequests(Protocol):
@@ -41,19 +49,23 @@ class SavingRequests(Protocol):
     @property
     def sharing(self) -> bool: ...
     def unfinished(self) -> bool: ...
-    def get(self, request_id: str) -> TrackedRequest | None: ...
     def completing(
         self, scheduled_tokens: Mapping[str, int], total: int
     ) -> list[tuple[TrackedRequest, int]]: ...
     def look_at(self, tracked: TrackedRequest) -> None: ...
-    def forget_if_over(self, tracked: TrackedRequest) -> None: ...
+
+
+def save_name(request_id: str, room: Reservation) -> str:
+    """The name of a save whose first page has this reservation."""
+    return f"{request_id}#{room.token}"
 
 
 class PageSaves:
     """One per scheduler half; used by the engine's thread.
 
     A request offers each of its pages once: also those that it has from the engine's own prefix cache, as
-    their blocks are valid while it runs, so a prefix that only this engine serves is stored too.
+    their blocks are valid while it runs, so a prefix that only this engine serves is stored too. A request
+    that is over gives its blocks back at once (`FreedBlocks`).
     """
 
     def __init__(
@@ -80,7 +92,9 @@ class PageSaves:
         self._ready: list[PageSave] = []
         """Saves for the next step."""
         self._given_up: set[bytes] = set()
-        """Keys of preempted pages whose room is not given back yet."""
+        """Keys of given-up pages whose room is not given back yet."""
+        self.freed = FreedBlocks[AskedPage | OpenSave]()
+        """Of requests that are over."""
         self.events: PageEvents | None = None
         self.manager: KVCacheManager | None = None
         self._block_size, self._group = 1, 0
@@ -92,10 +106,16 @@ class PageSaves:
         """Take the engine's manager of blocks, which knows the blocks of a request in this cache group."""
         self.manager, self._block_size, self._group = manager, block_size, group
 
-    def give_up(self, tracked: TrackedRequest) -> None:
+    @property
+    def _pool(self) -> BlockPool:
+        assert self.manager is not None
+        return self.manager.block_pool
+
+    def give_up(self, tracked: TrackedRequest) -> list[str]:
         """A preempted request's blocks are gone: pages that no worker has acknowledged are not
-        written, and are offered again when they are computed again."""
+        written, and are offered again when they are computed again. Returns the names of its open saves."""
         tracked.unsaved.clear()
+        names = []
         for asked in tracked.asked:
             asked.given_up = True
             self._given_up.add(asked.key)
@@ -105,15 +125,52 @@ class PageSaves:
             save.given_up = True
             self._given_up.add(save.reservation.key)
             tracked.save_again_from(save.index)
+            names.append(save.name)
         self._requests.look_at(tracked)
+        return names
 
-    def drop(self, tracked: TrackedRequest) -> None:
-        """The weights that computed a request's pages are being replaced: no more of them are saved. Those
-        that worker halves are writing are whole, and keep their keys."""
-        tracked.keys = None
-        tracked.refused.clear()
-        tracked.unsaved.clear()
-        for asked in tracked.asked:
+    def let_go(self, tracked: TrackedRequest) -> None:
+        """A request is over: the engine frees its blocks now. Pages that are not stored yet stay in them
+        until the engine gives the blocks to another request."""
+        readers: list[AskedPage | OpenSave] = [*tracked.asked]
+        readers += [self._open[token] for token in tracked.open_saves]
+        assert self.manager is not None
+        table = self.manager.get_blocks(tracked.request.request_id).blocks[self._group] if readers else ()
+        for reader in readers:
+            if not reader.pinned:
+                start, end = self._span(reader.index, reader.index)
+                reader.blocks = table[start:end]
+                if len(reader.blocks) < end - start or any(block.is_null for block in reader.blocks):
+                    # It was preempted since the last step, or its window has moved on.
+                    self.freed.lose(reader)
+                if reader.given_up:
+                    reader.blocks = ()
+                    continue
+                self._pool.touch(reader.blocks)
+            reader.pinned = False
+            self.freed.release(self._pool, reader)
+
+    def abandon(self) -> None:
+        """Hold no block any more: sharing has stopped."""
+
+    def lost(self) -> list[str]:
+        """Names of the saves whose blocks were given away since the last call."""
+        names = []
+        for reader in self.freed.take_lost():
+            if isinstance(reader, AskedPage):
+                self._given_up.add(reader.key)
+            else:
+                names.append(reader.name)
+        return names
+
+    def drop(self, tracked: Iterable[TrackedRequest]) -> None:
+        """The weights that computed these requests' pages are being replaced: no more of them are saved, nor
+        of requests that are over. Those that worker halves are writing are whole, and keep their keys."""
+        for one in tracked:
+            one.keys = None
+            one.refused.clear()
+            one.unsaved.clear()
+        for asked in itertools.chain(self._last, *(pages for pages, _ in self._posted)):
             asked.given_up = True
             self._given_up.add(asked.key)
 
@@ -129,14 +186,12 @@ class PageSaves:
         return saves
 
     def take_answers(self) -> None:
-        """Take the answers that are there: before the room of preempted pages is given back, and before a
-        request that is over is forgotten."""
+        """Take the answers that are there, before the room of preempted pages is given back."""
         if self._posted:
             self._ready += self._answered()
 
     def offer_last(self, tracked: TrackedRequest, end: int) -> None:
-        """Offer the other pages within the `end` computed tokens of a request that is over in the next step.
-        Its blocks must stay until then."""
+        """Offer the other pages within the `end` computed tokens of a request that is over."""
         if self._saves and self._requests.sharing:
             pages = self._offered(tracked, end)
             tracked.asked += pages
@@ -195,12 +250,13 @@ class PageSaves:
         return isinstance(posted, Answered)
 
     def _drop(self, page: AskedPage) -> None:
-        """No room is asked for the page."""
-        self._requests.forget_if_over(page.tracked)
+        """The page is not saved."""
+        if page.blocks:
+            self.freed.forget(page)
 
     def _answered(self) -> list[PageSave]:
         """Saves of the pages for which the store has given room."""
-        given: dict[str, list[tuple[int, Reservation]]] = {}
+        given: dict[int, list[tuple[AskedPage, Reservation]]] = {}
         while self._posted:
             pages, posted = self._posted[0]
             answers = posted.take()
@@ -209,8 +265,12 @@ class PageSaves:
             self._posted.popleft()
             for page, answer in zip(pages, answers, strict=True):
                 if self._take(page, answer) and isinstance(answer, Reservation):
-                    given.setdefault(page.tracked.request.request_id, []).append((page.index, answer))
-        return [self._save(request_id, pages) for request_id, pages in given.items()]
+                    given.setdefault(id(page.tracked), []).append((page, answer))
+        saves = []
+        for found in given.values():
+            # A request that is over has no table of blocks.
+            saves += [self._save(found)] if not found[0][0].blocks else self._saves_of_blocks(found)
+        return saves
 
     def _take(self, page: AskedPage, answer: RoomAnswer) -> bool:
         """Whether the page is to be written into the room that the answer gives."""
@@ -222,9 +282,9 @@ class PageSaves:
                 self.store_ops.release([answer.token])
                 self._publisher.count_outcome("preempted")
         elif isinstance(answer, Reservation):
-            save = self.begin(answer, tracked.request.request_id, index)
-            if self.events is not None:
-                save.announced = tracked, index
+            save = self.begin(answer, index, tracked)
+            if page.blocks:
+                self._hand_over(page, save)
             tracked.open_saves.add(answer.token)
             return True
         elif answer is ReserveRefusal.GROWING:
@@ -235,8 +295,13 @@ class PageSaves:
             tracked.unsaved[index] = page.key
         elif self.events is not None and answer is ReserveRefusal.PRESENT:
             self.events.found(tracked, index)
-        self._requests.forget_if_over(tracked)
+        self._drop(page)
         return False
+
+    def _hand_over(self, page: AskedPage, save: OpenSave) -> None:
+        save.blocks, save.pinned, page.pinned = page.blocks, page.pinned, False
+        if not save.pinned:
+            self.freed.replace(page, save)
 
     def _offer_again(self, tracked: TrackedRequest, index: int, key: bytes) -> None:
         """Offer this page in the next step."""
@@ -244,26 +309,46 @@ class PageSaves:
         tracked.unsaved[index] = key
         self._requests.look_at(tracked)
 
-    def _save(self, request_id: str, pages: list[tuple[int, Reservation]]) -> PageSave:
+    def _save(self, pages: list[tuple[AskedPage, Reservation]]) -> PageSave:
         """The save of a request's pages, with those of its blocks that hold them: it may have thousands."""
         assert self.manager is not None
+        request_id, first, last = pages[0][0].tracked.request.request_id, pages[0][0].index, 0
+        for page, _ in pages:
+            first, last = min(first, page.index), max(last, page.index)
+        start, end = self._span(first, last)
+        table = self.manager.get_blocks(request_id).blocks[self._group]
+        blocks, writes = [], []
+        name = save_name(request_id, pages[0][1])
+        first_page = start * self._block_size // self._page.page_tokens
+        # Most saves are of one page: no comprehension, which is a Python call.
+        for block in table[start:end]:
+            blocks.append(block.block_id)
+        for page, room in pages:
+            writes.append(PageWrite(page.index - first_page, room.token, room.location))
+            self._open[room.token].name = name
+        return PageSave(name, tuple(writes), tuple(blocks))
+
+    def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
+        """A save for each page, whose blocks may be given away by themselves."""
+        saves = []
+        for page, room in pages:
+            start, _ = self._span(page.index, page.index)
+            name = self._open[room.token].name = save_name(page.tracked.request.request_id, room)
+            index = page.index - start * self._block_size // self._page.page_tokens
+            write = PageWrite(index, room.token, room.location)
+            saves.append(PageSave(name, (write,), tuple([block.block_id for block in page.blocks])))
+        return saves
+
+    def _span(self, first: int, last: int) -> tuple[int, int]:
+        """The places of the blocks that hold these pages of a request. The first block begins with a page."""
         size = self._page.page_tokens
         # A page and a block both begin at a multiple of it.
         unit = math.lcm(size, self._block_size)
-        start = min(pages)[0] * size // unit * unit
-        end = max(pages)[0] * size + size
-        table = self.manager.get_blocks(request_id).blocks[self._group]
-        blocks, writes = [], []
-        # Most saves are of one page: no comprehension, which is a Python call.
-        for block in table[start // self._block_size : -(-end // self._block_size)]:
-            blocks.append(block.block_id)
-        for index, room in pages:
-            writes.append(PageWrite(index - start // size, room.token, room.location))
-        return PageSave(request_id, tuple(writes), tuple(blocks))
+        return first * size // unit * unit // self._block_size, -(-(last + 1) * size // self._block_size)
 
-    def begin(self, reservation: Reservation, name: str, index: int) -> OpenSave:
-        """The save of a page, of this request or under a name that stands for none."""
-        save = self._open[reservation.token] = OpenSave(reservation, name, index)
+    def begin(self, reservation: Reservation, index: int, tracked: TrackedRequest | None) -> OpenSave:
+        """Open the save of a page of this request, or of a request that is over."""
+        save = self._open[reservation.token] = OpenSave(reservation, "", index, tracked)
         return save
 
     def is_open(self, token: int) -> bool:
@@ -293,9 +378,10 @@ class PageSaves:
             self.store_ops.commit(written)
             if self.events is not None:
                 for save in written:
-                    if save.announced is not None:
-                        request, page = save.announced
-                        self.events.note(request, range(page, page + 1))
+                    if save.tracked is not None:
+                        self.events.note(save.tracked, range(save.index, save.index + 1))
+                    elif save.announced is not None:
+                        self.events.note_span(save.announced)
 
     def _close(self, token: int, save: OpenSave) -> None:
         """A save is over. Its room is given back here where a rank could not write it."""
@@ -304,7 +390,7 @@ class PageSaves:
         if save.failed_segments:
             self.store_ops.release([token])
             self._publisher.count_outcome("preempted" if save.given_up else "write_failed")
-        tracked = self._requests.get(save.request_id)
-        if tracked is not None:
-            tracked.open_saves.discard(token)
-            self._requests.forget_if_over(tracked)
+        if save.tracked is not None:
+            save.tracked.open_saves.discard(token)
+        if save.blocks:
+            self.freed.forget(save)

@@ -14,7 +14,7 @@ from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
-from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata
+from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 from cornplug.vllm_connector.kv_events.page_events import page_events
@@ -52,6 +52,8 @@ class SchedulerHalf:
         """None where the engine publishes no KV events."""
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
+        self._detached: dict[str, TrackedRequest] = {}
+        """Requests that are over and load, by ids that other requests may have."""
 
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
@@ -110,7 +112,8 @@ class SchedulerHalf:
         self._costs.acknowledged(acks)
         self._requests.unusable = self._requests.unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
-            tracked = self._requests.get(request_id)
+            detached = self._detached.get(request_id)
+            tracked = detached or self._requests.get(request_id)
             self._offers.failed(tracked, reason)
             if tracked is not None:
                 self._computes_again(tracked)
@@ -125,15 +128,44 @@ class SchedulerHalf:
         """The pages that it computes after a failed load may be those that the store has lost."""
         self._requests.look_at(tracked)
 
+    def detach_load(self, request: Request) -> bool:
+        """Let the load of a request that is over go on without it. Returns False if it has none."""
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request or tracked.loading is None:
+            return False
+        self._detached[request.request_id] = tracked
+        self._forget(tracked)
+        return True
+
+    def _may_load(self, tracked: TrackedRequest) -> bool:
+        """Whether the end of a load under this request's id would be the end of its own load."""
+        if tracked.request.request_id not in self._detached:
+            return True
+        if not tracked.load_failed:
+            tracked.load_failed = True
+            self._tally.count("cornplug_misses_total", self._app, KV_PAGE, "id_in_use")
+        return False
+
     def loaded(self, request_id: str) -> None:
         """The worker halves have ended a load, whole or failed."""
+        if request_id in self._detached:
+            self._offers.ended(self._detached.pop(request_id))
+            return
         tracked = self._requests.get(request_id)
         if tracked is not None:
             self._offers.ended(tracked)
-            self._forget_if_over(tracked)
+            if tracked.request.is_finished():
+                self._forget(tracked)
 
-    def _forget_if_over(self, tracked: TrackedRequest) -> None:
-        self._requests.forget_if_over(tracked)
+    def _forget(self, tracked: TrackedRequest) -> None:
+        self._requests.forget(tracked)
+
+    def abandon(self) -> list[PageLoad]:
+        """Hold no block any more: sharing has stopped. Returns the loads that the engine waits for and that
+        the worker halves do not know yet."""
+        for saves in self._all_saves:
+            saves.abandon()
+        return self._offers.new_loads()
 
     def step_ended(self) -> None:
         """The engine has read the output of a step."""
@@ -147,8 +179,6 @@ class KVScheduler(SchedulerHalf):
         self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
     ) -> None:
         super().__init__(config, runtime, geometry, tally)
-        self._finishing: list[tuple[TrackedRequest, Sequence[int]]] = []
-        """Requests that are over with their blocks, until all their pages have room or none."""
         seen = self._publisher(runtime, geometry, only_seen=runtime.config.engine.save == "second")
         self._offers = LoadOffers(runtime, geometry, tally, self._costs, self._store_ops)
         self._saves = PageSaves(runtime, geometry, self._requests, seen, self._store_ops)
@@ -169,14 +199,15 @@ class KVScheduler(SchedulerHalf):
             self._begin_epoch()
         tracked = self._requests.track(request)
         if tracked.own is not None:
-            tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
+            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
         if tracked.keys is None or request.skip_reading_prefix_cache or not self._requests.sharing:
+            return 0
+        if not self._may_load(tracked):
             return 0
         return self._offers.tokens(tracked, computed)
 
     def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
-        for tracked in before:
-            self._saves.drop(tracked)
+        self._saves.drop(before)
         self._idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[int], external: int) -> None:
@@ -189,58 +220,38 @@ class KVScheduler(SchedulerHalf):
         """The moves of the step that was just scheduled."""
         if self._epoch_word[0] != self._requests.epoch:
             self._begin_epoch()
-        moves = CornplugKVMetadata(
-            loads=self._offers.new_loads(),
-            preempted=[*(output.preempted_req_ids or ()), *self._idle.reused()],
-        )
-        for request_id in moves.preempted:
+        moves = CornplugKVMetadata(loads=self._offers.new_loads(), given_up=self._saves.lost())
+        for request_id in output.preempted_req_ids or ():
             tracked = self._requests.get(request_id)
             if tracked is not None:
-                self._saves.give_up(tracked)
+                moves.given_up += self._saves.give_up(tracked)
         self._saves.take_answers()
         if self._store_ops:
             self._store_ops.run()
         moves.computes = output.total_num_scheduled_tokens > 0
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
         moves.saves = self._saves.of_step(output) + self._idle.of_step(output)
-        moves.finishing = self._finished_asking() if self._finishing else []
         return moves
 
-    def _finished_asking(self) -> list[str]:
-        """The finished requests, once the worker halves have heard of all their pages."""
-        told = [(tracked, blocks) for tracked, blocks in self._finishing if not tracked.asked]
-        self._finishing = [(tracked, blocks) for tracked, blocks in self._finishing if tracked.asked]
-        for tracked, blocks in told:
-            self._idle.remember(tracked, blocks)
-        return [tracked.request.request_id for tracked, _ in told]
-
-    def finished(self, request: Request, blocks: Sequence[int]) -> bool:
-        """True when its `blocks` must stay until the worker halves have read them."""
+    def finished(self, request: Request, blocks: Sequence[int]) -> None:
+        """The request is over. The engine frees these blocks next, or once its load has ended."""
         if self._epoch_word[0] != self._requests.epoch:
             self._begin_epoch()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            return False
+            return
         self._offers.withdraw(tracked)
-        # While it loads, vLLM itself keeps the blocks until the load has ended, and frees them
-        # then: it must not hear of them twice. Saves that are still open were begun before the
-        # request was preempted, and given up.
-        loads = tracked.loading is not None
-        if not loads:
+        # While it loads, its blocks hold nothing yet, and vLLM keeps them until the load has ended. Saves
+        # that are still open were begun before the request was preempted, and given up.
+        if tracked.loading is None:
             self._saves.offer_last(tracked, self._requests.last_end(tracked))
-        if tracked.asked:
-            self._saves.take_answers()
-        stay = not loads and bool(tracked.open_saves or tracked.asked)
-        if stay:
-            self._finishing.append((tracked, blocks))
-        elif not loads:
             self._idle.remember(tracked, blocks)
-        self._requests.forget_if_over(tracked)
-        return stay
+            self._saves.let_go(tracked)
+            self._forget(tracked)
 
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         gathering = self._requests.gathering
-        if self._saves or gathering or self._finishing or self._store_ops or self._idle:
+        if self._saves or gathering or self._store_ops or self._idle:
             return True
         return self.events is not None and self.events.waits

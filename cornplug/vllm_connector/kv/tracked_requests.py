@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 from cornplug.engine_common import weights_guard
 from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
-from cornplug.engine_common.lora_digests import LaterAdapters
+from cornplug.engine_common.lora_digests import LaterAdapters, was_rewritten
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
@@ -38,7 +38,7 @@ _GATHER_REQUESTS: Final = 32
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request of the engine, from its first lookup until it is over and no save of it is open."""
+    """A request of the engine, from its first lookup until it is over and loads nothing."""
 
     request: Request
     keys: PageKeys | None = None
@@ -183,6 +183,11 @@ class TrackedRequests:
             tracked.keys, tracked.identifying = None, False
         return found
 
+    def trusts_cache(self, request: Request) -> bool:
+        """Whether the engine's own prefix cache holds only KV that this request's model computed."""
+        lora = request.lora_request
+        return not self.other_loads.possible and (lora is None or not was_rewritten(lora.lora_path))
+
     def get(self, request_id: str) -> TrackedRequest | None:
         """The request of this id; None if it is not tracked."""
         return self._tracked.get(request_id)
@@ -204,7 +209,8 @@ class TrackedRequests:
 
     def look_at(self, tracked: TrackedRequest) -> None:
         """The request may complete a page in the next step that computes tokens of it."""
-        self._looked_at.add(tracked.request.request_id)
+        if self._follows(tracked):
+            self._looked_at.add(tracked.request.request_id)
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
         """Requests that may have completed a page by the end of a step, each with its computed tokens then.
@@ -278,13 +284,17 @@ class TrackedRequests:
         name = tracked.request.request_id
         return tracked.computed_after(0) if name in self._gathered or name in self._looked_at else 0
 
-    def forget_if_over(self, tracked: TrackedRequest) -> None:
-        """Track it no longer if it is over and no worker half holds its blocks."""
-        open_saves = tracked.open_saves or tracked.asked
-        if tracked.request.is_finished() and not open_saves and tracked.loading is None:
-            self._tracked.pop(tracked.request.request_id, None)
+    def forget(self, tracked: TrackedRequest) -> None:
+        """Track it no longer: a later request may have its id."""
+        if self._follows(tracked):
+            del self._tracked[tracked.request.request_id]
             self._looked_at.discard(tracked.request.request_id)
             self._gathered.discard(tracked.request.request_id)
+
+    def _follows(self, tracked: TrackedRequest) -> bool:
+        """Whether the request is tracked, and not another request with its id."""
+        held = self._tracked.get(tracked.request.request_id)
+        return held is not None and held.request is tracked.request
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
         """Make a request's keys. Returns the reason why it has none; "" if it has."""
@@ -296,6 +306,8 @@ class TrackedRequests:
                 tracked.keys = ahead if current else self._keys(request)
             except CornplugError as e:
                 reason = e.reason
+        if request.lora_request is not None and was_rewritten(request.lora_request.lora_path):
+            tracked.own = tracked.own or OwnTokens()
         # A checkpoint that is still being read may be identified by the time of the first save.
         tracked.identifying = reason == "identifying"
         return reason
@@ -334,6 +346,6 @@ class TrackedRequests:
         """(epoch of the weights, root)"""
         epoch, identified = self._current
         lora = request.lora_request
-        adapter = self._adapters.digest(lora.lora_path) if lora is not None else None
+        adapter = self._adapters.digest(lora.lora_path, lora.lora_int_id) if lora is not None else None
         salt = request.cache_salt
         return epoch, page_root(self._run.secret, identified.get(), page, adapter=adapter, salt=salt)

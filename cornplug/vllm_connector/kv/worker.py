@@ -2,10 +2,9 @@
 
 Copies run on a separate thread (and, on an accelerator, on two separate streams, the loads' before the
 saves'), so the forward pass does not wait. All pages that a step saves are one job, whichever requests they
-belong to. A block is stable while it is read: full blocks of a running request never change, and a finished
-request's blocks stay until `finished_sending`. Those of a preempted request are given away at once, and
-vLLM's second model runner overwrites them before it reports the preemption: saves of them that are not
-acknowledged by then are given up, as their bytes may be wrong.
+belong to. Full blocks of a running request never change. Those of a preempted request are given away at once,
+and those of a finished request may be. vLLM's second model runner overwrites them before the worker hears of
+it: saves of them that are not acknowledged by then are given up, as their bytes may be wrong.
 """
 
 from __future__ import annotations
@@ -147,7 +146,10 @@ class KVWorker:
         """Begin loads; their requests run once `finished` names them."""
         mark = self._side.mark() if loads else None
         for load in loads:
-            if self._arena is not None and self._arena.reaches_load(load):
+            if not load.pages:
+                # Its scheduler half failed after the engine took the offer.
+                self._reports.load_over(load, 0, "load_error", 0.0)
+            elif self._arena is not None and self._arena.reaches_load(load):
                 self._arena.load(load, mark)
             else:
                 if self._on_gpu:
@@ -173,13 +175,9 @@ class KVWorker:
         """Acknowledge the end of a timed step, with the next acknowledgements."""
         self._reports.stepped(number)
 
-    def finishing(self, request_ids: Sequence[str]) -> None:
-        """These requests' blocks stay until `finished` names them as sent."""
-        self._reports.finishing(request_ids)
-
-    def give_up_saves(self, request_ids: Collection[str]) -> None:
-        """Count pages of these requests that are not acknowledged yet as not written. Does not wait."""
-        self._reports.give_up_saves(request_ids)
+    def give_up_saves(self, names: Collection[str]) -> None:
+        """Count pages of these saves that are not acknowledged yet as not written. Does not wait."""
+        self._reports.give_up_saves(names)
 
     def drain(self) -> None:
         """Wait until no block is being read or written."""
@@ -187,8 +185,8 @@ class KVWorker:
             self._arena.drain()
         self._mover.wait()
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """(sent, received) request ids since the last call."""
+    def finished(self) -> set[str]:
+        """Ids of the requests whose load ended since the last call."""
         if self._arena is not None:
             self._arena.poll()
         return self._reports.finished()
@@ -293,7 +291,7 @@ class KVWorker:
             if not page.ongoing.given_up:
                 sums = self._pages.write(source, page.target.location)
         except CornplugError as e:
-            compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.request_id, e)
+            compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
         self._reports.page_over(page, sums)
 
     def _mapped(self, copies: BlockCopies | None) -> BlockCopies:

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final, Protocol
 
 from cornplug.vllm_connector import compat
@@ -23,6 +22,9 @@ STEP_SHARE: Final = 0.05
 """The same as a share of the step before, so that saves of long prefill steps keep up."""
 _PAUSE_S: Final = 0.05
 """Time without a step after which work has begun anew."""
+
+
+_MOST_FAILURES: Final = 8
 
 
 class StepBudget:
@@ -65,12 +67,14 @@ class KVMover:
     """A thread. Jobs of one urgency run in the order in which they came.
 
     A job that is not urgent stands aside at its next `yield` while an urgent one is there, and when it has
-    used the time that a step leaves it.
+    used the time that a step leaves it. A daemon thread: a program's last copies are made when it ends
+    (`kv/in_process.py`), and threads of the standard library's pools are over by then.
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
         """`enter_thread` is called on the thread, before any job."""
-        self._thread = ThreadPoolExecutor(1, "cornplug-kv", initializer=enter_thread)
+        self._enter_thread = enter_thread
+        self._thread: threading.Thread | None = None
         self._clock = clock
         self._urgent: deque[Job] = deque()
         self._others: deque[Job] = deque()
@@ -78,8 +82,6 @@ class KVMover:
         self._closed = False
         self._budget = StepBudget(clock)
         """Of jobs that are not urgent."""
-        self._held = 0
-        """Slabs that wait for a step that leaves them time."""
         self._waiting = 0
         """Threads in `wait`, for which no step holds a job up."""
 
@@ -89,7 +91,10 @@ class KVMover:
             if self._closed:
                 return
             (self._urgent if urgent else self._others).append(job)
-            self._one_more()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="cornplug-kv", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
 
     def begin_step(self, *, computes: bool) -> None:
         """Bound the copies beside a step of the engine.
@@ -99,7 +104,8 @@ class KVMover:
         """
         with self._changed:
             self._budget.begin_step(computes=computes)
-            self._resume_held()
+            if self._budget and self._others:
+                self._changed.notify_all()
 
     def end_step(self) -> None:
         """Note the end of a step's forward pass."""
@@ -109,7 +115,7 @@ class KVMover:
         """Whether every job was done inside the time."""
         with self._changed:
             self._waiting += 1
-            self._resume_held()
+            self._changed.notify_all()
             try:
                 return self._changed.wait_for(lambda: not (self._urgent or self._others), timeout_s)
             finally:
@@ -119,42 +125,42 @@ class KVMover:
         """Let the slab end that is moving, and forget the rest."""
         with self._changed:
             self._closed = True
-        self._thread.shutdown(wait=True, cancel_futures=True)
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
 
-    def _one_more(self) -> None:
-        # As many slabs are under way or held as there are jobs: each ends its job or asks for one more.
-        self._thread.submit(self._slab).add_done_callback(_log_failure)
+    def _run(self) -> None:
+        try:
+            self._enter_thread()
+        except Exception:  # noqa: BLE001 - torch's and CUDA's; the jobs fail and report it
+            compat.logger.exception("cornplug: the thread that moves KV is not on its device")
+        while (queue := self._next_queue()) is not None:
+            self._slab(queue)
 
-    def _resume_held(self) -> None:
-        if self._closed or not self._may_run_others():
-            return
-        held, self._held = self._held, 0
-        for _ in range(held):
-            self._one_more()
+    def _next_queue(self) -> deque[Job] | None:
+        """Wait for work. Returns the queue whose first job is to move a slab; None after `close`."""
 
-    def _may_run_others(self) -> bool:
-        return bool(self._budget) or self._waiting > 0
+        def next_queue() -> deque[Job] | None:
+            may_run_others = bool(self._budget) or self._waiting > 0
+            return self._urgent or (self._others if may_run_others else None) or None
 
-    def _slab(self) -> None:
-        """Move one slab of the job that is to go first."""
         with self._changed:
-            if not self._urgent and not self._may_run_others():
-                self._held += 1
-                return
-            queue = self._urgent or self._others
-            job = queue[0]
-        over, began = True, self._clock()
+            self._changed.wait_for(lambda: self._closed or next_queue() is not None)
+            return None if self._closed else next_queue()
+
+    def _slab(self, queue: deque[Job]) -> None:
+        """Move one slab of a queue's first job."""
+        job, over, began = queue[0], True, self._clock()
         try:
             over = next(job, job) is job
-        finally:
-            with self._changed:
-                if queue is self._others:
-                    self._budget.spend(self._clock() - began)
-                if over:
-                    queue.popleft()
-                    self._changed.notify_all()
-                elif not self._closed:
-                    self._one_more()
+        except Exception:  # noqa: BLE001 - the other jobs go on
+            compat.logger.exception("cornplug: moving KV failed")
+        with self._changed:
+            if queue is self._others:
+                self._budget.spend(self._clock() - began)
+            if over:
+                queue.popleft()
+                self._changed.notify_all()
 
 
 class Crossing(Protocol):
@@ -177,6 +183,13 @@ class PolledMover:
 
     def __init__(self) -> None:
         self._jobs: list[tuple[PolledJob, Crossing]] = []
+        self._failures = 0
+        """Jobs that failed one after the other."""
+
+    @property
+    def works(self) -> bool:
+        """Whether a job may succeed: the last `_MOST_FAILURES` jobs did not all fail."""
+        return self._failures < _MOST_FAILURES
 
     def submit(self, job: PolledJob) -> None:
         """Begin a job's first copies."""
@@ -186,7 +199,12 @@ class PolledMover:
         """Carry on the jobs whose copies have happened."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
-            if crossing.done():
+            try:
+                done = crossing.done()
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+                self._end(job, e)
+                continue
+            if done:
                 self._resume(job)
             else:
                 self._jobs.append((job, crossing))
@@ -199,27 +217,46 @@ class PolledMover:
         """Wait until every job is done."""
         while self._jobs:
             job, crossing = self._jobs.pop(0)
-            crossing.wait()
+            try:
+                crossing.wait()
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+                self._end(job, e)
+                continue
             self._resume(job)
 
     def close(self) -> None:
         """Wait for the copies that are under way, and forget the rest."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
-            crossing.wait()
-            job.close()
+            try:
+                crossing.wait()
+                job.close()
+            except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+                self._failed(e)
 
     def _resume(self, job: PolledJob) -> None:
         try:
             crossing = next(job, None)
-        except RuntimeError:  # torch's and CUDA's; the job has reported its end
-            compat.logger.exception("cornplug: moving KV failed")
+        except Exception as e:  # noqa: BLE001 - torch's and CUDA's too; the job has reported its end
+            self._failed(e)
             return
         if crossing is not None:
             self._jobs.append((job, crossing))
+        else:
+            self._failures = 0
 
+    def _end(self, job: PolledJob, error: Exception) -> None:
+        """End a job whose copies failed: it reports that."""
+        self._failed(error)
+        try:
+            job.close()
+        except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
+            self._failed(e)
 
-def _log_failure(future: Future[None]) -> None:
-    error = None if future.cancelled() else future.exception()
-    if error is not None:
-        compat.logger.error("cornplug: moving KV failed", exc_info=error)
+    def _failed(self, error: Exception) -> None:
+        """A job has failed: the engine and the other jobs go on. A fault that stays is logged once."""
+        self._failures += 1
+        if self._failures == 1:
+            compat.logger.error("cornplug: moving KV failed", exc_info=error)
+        elif self._failures == _MOST_FAILURES:
+            compat.logger.warning("cornplug: KV pages pass staging memory from now on: %s", error)

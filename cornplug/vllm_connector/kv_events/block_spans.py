@@ -6,11 +6,9 @@ be longer or shorter than a block, so an event is of spans: the fewest whole pag
 
 from __future__ import annotations
 
-import copy
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -126,10 +124,3 @@ def joined(tail: BlockStored, event: BlockStored) -> bool:
     if getattr(event, "lookahead_token_ids", None):
         tail.lookahead_token_ids += event.lookahead_token_ids
     return True
-
-
-def without_media(request: Request) -> Request:
-    """The request as events need it once it is over: it keeps the bytes of no medium."""
-    kept = copy.copy(request)
-    kept.mm_features = [replace(feature, data=None) for feature in request.mm_features or ()]
-    return kept

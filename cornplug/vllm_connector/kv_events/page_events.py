@@ -8,7 +8,7 @@ vLLM takes events in a step: an engine without requests tells of an eviction in 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -18,15 +18,13 @@ from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PeekableStore, Tier
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv_events.block_spans import BlockSpans, NamedSpan, joined, without_media
+from cornplug.vllm_connector.kv_events.block_spans import BlockSpans, NamedSpan, joined
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheSpec
-    from vllm.v1.request import Request
 
-    from cornplug.vllm_connector.kv.page_keys import PageKeys
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 _LOOK_S: Final = 0.05
@@ -44,16 +42,10 @@ _MOST: Final = 1 << 16
 _MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 
 
-@dataclass(frozen=True, slots=True)
-class KeptRequest:
-    """The part of a finished request that its later events need."""
-
-    request: Request
-    keys: PageKeys | None
-
-
 @dataclass(slots=True)
-class _Span:
+class PageSpan:
+    """The content of the events of a page, and of the pages that vLLM's blocks tie to it."""
+
     named: NamedSpan
     keys: Sequence[bytes]
     """Of its pages in the store. They leave this process in no event."""
@@ -81,9 +73,9 @@ class PageEvents:
     def __init__(self, store: PeekableStore, requests: TrackedRequests) -> None:
         self._store, self._requests = store, requests
         self._spans: BlockSpans | None = None
-        self._noted: dict[bytes, _Span] = {}
+        self._noted: dict[bytes, PageSpan] = {}
         """Last page's key -> span that the store may have."""
-        self._announced: dict[bytes, _Span] = {}
+        self._announced: dict[bytes, PageSpan] = {}
         self._round: list[bytes] = []
         """Of `_announced`, those to be looked at before the others again."""
         self._next_s = 0.0
@@ -113,26 +105,45 @@ class PageEvents:
         """Whether noted pages are not looked at yet: the engine should go on stepping."""
         return bool(self._noted or self._queue or (self._cleared and self._announced))
 
-    def note(self, tracked: TrackedRequest | KeptRequest, pages: range) -> None:
+    def note(self, tracked: TrackedRequest, pages: range) -> None:
         """The store has these pages of a request, or gets them in the next step."""
+        for span in self._spans_of(tracked, pages, known=False):
+            self._noted[span.keys[-1]] = span
+
+    def _spans_of(self, tracked: TrackedRequest, pages: range, *, known: bool) -> list[PageSpan]:
+        """The spans of these pages of a request, without those that are `known` already unless asked for."""
         spans, keys = self._spans, tracked.keys
         if spans is None or keys is None or not pages:
-            return
+            return []
         request, many, now_s = tracked.request, spans.pages, time.monotonic()
         first, end = pages.start // many, min(-(-pages.stop // many), keys.pages(request.num_tokens) // many)
         held = keys.of(request.all_token_ids, range(first * many, end * many))
         lasts = held[many - 1 :: many]
-        new = [i for i, last in enumerate(lasts) if last not in self._announced and last not in self._noted]
-        for last in lasts:
-            if last in self._noted:
-                self._noted[last].noted_s = now_s
-        if not new or len(self._announced) + len(self._noted) + len(new) > _MOST:
-            return
+        new = [i for i, last in enumerate(lasts) if known or not self._knows(last, now_s)]
+        if not new or (not known and self._is_full(len(new))):
+            return []
         named = spans.named(request, first + new[0], new[-1] - new[0] + 1)
-        for i in new:
-            if i - new[0] < len(named):
-                keys_of_span = held[i * many : (i + 1) * many]
-                self._noted[lasts[i]] = _Span(named[i - new[0]], keys_of_span, now_s)
+        return [
+            PageSpan(named[i - new[0]], held[i * many : (i + 1) * many], now_s)
+            for i in new
+            if i - new[0] < len(named)
+        ]
+
+    def _knows(self, last: bytes, now_s: float) -> bool:
+        """Whether the span with this last key is announced, or noted: it is noted anew then."""
+        if last in self._noted:
+            self._noted[last].noted_s = now_s
+        return last in self._announced or last in self._noted
+
+    def _is_full(self, more: int) -> bool:
+        return len(self._announced) + len(self._noted) + more > _MOST
+
+    def note_span(self, span: PageSpan) -> None:
+        """The store has a page of a request that is over, or gets it in the next step."""
+        now_s = time.monotonic()
+        if not self._knows(span.keys[-1], now_s) and not self._is_full(1):
+            span.noted_s = now_s
+            self._noted[span.keys[-1]] = span
 
     def found(self, tracked: TrackedRequest, page: int) -> None:
         """The store says that it has a page which this engine has computed."""
@@ -140,9 +151,15 @@ class PageEvents:
         if not self._reset:
             self.note(tracked, range(page, page + 1))
 
-    def kept(self, tracked: TrackedRequest) -> KeptRequest:
-        """A request that is over, for `note`, without the bytes of its media."""
-        return KeptRequest(without_media(tracked.request), tracked.keys)
+    def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
+        """What `note_span` needs of these pages of a request that is over: no more than their tokens."""
+        wanted = sorted(pages)
+        if self._spans is None or not wanted:
+            return {}
+        many = self._spans.pages
+        found = self._spans_of(tracked, range(wanted[0], wanted[-1] + 1), known=True)
+        first = wanted[0] // many
+        return {i: found[i // many - first] for i in wanted if i // many - first < len(found)}
 
     def forget_stored(self) -> None:
         """To this engine the pages that are stored now are absent from now on."""
@@ -194,7 +211,7 @@ class PageEvents:
         self._remove(changes.removed)
         self._next_s = now_s + (_SOON_S if self._noted else _LOOK_S)
 
-    def _due(self) -> list[tuple[bytes, _Span]]:
+    def _due(self) -> list[tuple[bytes, PageSpan]]:
         """Announced spans that are looked at now; in about 3 s it is the turn of each."""
         if not self._round:
             self._round = list(self._announced)
@@ -202,7 +219,7 @@ class PageEvents:
         due, self._round = self._round[:count], self._round[count:]
         return [(key, self._announced[key]) for key in due if key in self._announced]
 
-    def _is_on(self, key: bytes, span: _Span, tier: int, now_s: float, changes: _Changes) -> None:
+    def _is_on(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
         """A look has found the span there."""
         if tier == span.tier:
             if not tier and now_s - span.noted_s > _NOTED_S:

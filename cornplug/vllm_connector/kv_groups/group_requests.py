@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from cornplug.errors import CornplugError
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class GroupRequests:
@@ -27,14 +31,15 @@ class GroupRequests:
         """Whether a tracked request is not over."""
         return self._requests.unfinished()
 
-    def get(self, request_id: str) -> TrackedRequest | None:
-        """The request of this id; None if this group has none."""
-        return self._tracked.get(request_id)
+    def get(self, request: Request) -> TrackedRequest | None:
+        """A request's pages of this group; None if this group has none."""
+        found = self._tracked.get(request.request_id)
+        return found if found is not None and found.request is request else None
 
     def of(self, tracked: TrackedRequest) -> TrackedRequest:
         """A request's pages of this group."""
         request = tracked.request
-        found = self._tracked.get(request.request_id)
+        found = self.get(request)
         if found is None:
             found = self._tracked[request.request_id] = TrackedRequest(request, own=tracked.own)
         if found.keys is None and tracked.keys is not None:
@@ -53,10 +58,9 @@ class GroupRequests:
 
     def look_at(self, tracked: TrackedRequest) -> None:
         """The request may complete a page in the next step that computes tokens of it."""
-        if self._requests.get(tracked.request.request_id) is not None:
-            self._requests.look_at(tracked)
+        self._requests.look_at(tracked)
 
-    def forget_if_over(self, tracked: TrackedRequest) -> None:
-        """Forget its pages of this group if it is over and no worker half holds its blocks."""
-        if tracked.request.is_finished() and not (tracked.open_saves or tracked.asked):
-            self._tracked.pop(tracked.request.request_id, None)
+    def forget(self, request: Request) -> None:
+        """Forget a request's pages of this group."""
+        if self.get(request) is not None:
+            del self._tracked[request.request_id]

@@ -55,8 +55,6 @@ class GroupsScheduler(SchedulerHalf):
     ) -> None:
         first = next(kind for kind in kinds if kind.whole)
         super().__init__(config, runtime, first.geometry, tally, whole=whole_page(kinds))
-        self._finishing: list[tuple[str, list[tuple[_Group, TrackedRequest]], Sequence[Sequence[int]]]] = []
-        """Requests that are over, with their pages and blocks, until all pages have room or none."""
         size = sum(kind.geometry.page_bytes for kind in kinds)
         self._groups = [self._group(runtime, kind, kind.geometry.page_bytes / size) for kind in kinds]
         self._all_saves = [group.saves for group in self._groups]
@@ -92,7 +90,7 @@ class GroupsScheduler(SchedulerHalf):
             self._begin_epoch()
         tracked = self._requests.track(request)
         if tracked.own is not None:
-            tracked.own.admitted(0 if self._requests.other_loads.possible else computed)
+            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
         if tracked.keys is None:
             return 0
         end = computed // self._page_tokens * self._page_tokens
@@ -101,15 +99,14 @@ class GroupsScheduler(SchedulerHalf):
             # before the end: the pages before it are not worth a save.
             if not group.kind.whole:
                 group.requests.of(tracked).saved_until(group.kind.needed_from(end) // self._page_tokens)
-        if request.skip_reading_prefix_cache or not self._requests.sharing:
+        if request.skip_reading_prefix_cache or not self._requests.sharing or not self._may_load(tracked):
             return 0
         return self._offers.tokens(tracked, computed)
 
     def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
-        for tracked in before:
-            for group, pages in self._pages_of(tracked.request.request_id):
-                group.saves.drop(pages)
         for group in self._groups:
+            found = [group.requests.get(tracked.request) for tracked in before]
+            group.saves.drop([pages for pages in found if pages is not None])
             group.idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external: int) -> None:
@@ -122,21 +119,19 @@ class GroupsScheduler(SchedulerHalf):
         """The moves of the step that was just scheduled."""
         if self._epoch_word[0] != self._requests.epoch:
             self._begin_epoch()
-        preempted = list(output.preempted_req_ids or ())
+        moves = CornplugKVMetadata(loads=self._offers.new_loads())
+        preempted = [self._requests.get(request_id) for request_id in output.preempted_req_ids or ()]
         for group in self._groups:
-            for request_id in preempted:
-                tracked = group.requests.get(request_id)
-                if tracked is not None:
-                    group.saves.give_up(tracked)
+            moves.given_up += group.saves.lost()
+            for tracked in preempted:
+                pages = group.requests.get(tracked.request) if tracked is not None else None
+                if pages is not None:
+                    moves.given_up += group.saves.give_up(pages)
             group.saves.take_answers()
-        moves = CornplugKVMetadata(loads=self._offers.new_loads(), preempted=preempted)
-        for group in self._groups:
-            moves.preempted += group.idle.reused()
         self._run_store_ops()
         moves.computes = output.total_num_scheduled_tokens > 0
         moves.timed = self._costs.time_step(output) if not self._requests.off else 0
         moves.saves = self._new_saves(output)
-        moves.finishing = self._finished_asking() if self._finishing else []
         return moves
 
     def _run_store_ops(self) -> None:
@@ -153,73 +148,49 @@ class GroupsScheduler(SchedulerHalf):
             found += [msgspec.structs.replace(save, group=i) for save in saves]
         return found
 
-    def _finished_asking(self) -> list[str]:
-        """The finished requests, once the worker halves have heard of all their pages."""
-        asking, self._finishing, told = self._finishing, [], []
-        for request_id, saving, blocks in asking:
-            if any(pages.asked for _, pages in saving):
-                self._finishing.append((request_id, saving, blocks))
-            else:
-                told.append(request_id)
-                self._remember(saving, blocks)
-        return told
-
-    def _pages_of(self, request_id: str) -> list[tuple[_Group, TrackedRequest]]:
+    def _pages_of(self, request: Request) -> list[tuple[_Group, TrackedRequest]]:
         """A request's pages of each group that has some."""
-        found = [(group, group.requests.get(request_id)) for group in self._groups]
+        found = [(group, group.requests.get(request)) for group in self._groups]
         return [(group, tracked) for group, tracked in found if tracked is not None]
 
     def _computes_again(self, tracked: TrackedRequest) -> None:
         super()._computes_again(tracked)
         if tracked.loading is not None:
-            for _, pages in self._pages_of(tracked.request.request_id):
+            for _, pages in self._pages_of(tracked.request):
                 pages.save_again_from(tracked.loading.computed // self._page_tokens)
 
-    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> bool:
-        """True when its `blocks` of each group must stay until the worker halves have read them."""
+    def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
+        """The request is over. The engine frees these blocks of each group next, or after its load."""
         if self._epoch_word[0] != self._requests.epoch:
             self._begin_epoch()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
-            return False
+            return
         self._offers.withdraw(tracked)
-        loads, end = tracked.loading is not None, self._requests.last_end(tracked)
-        for group in self._groups if end and not loads else ():
+        if tracked.loading is not None:
+            return
+        end = self._requests.last_end(tracked)
+        for group in self._groups if end else ():
             group.saves.offer_last(group.requests.of(tracked), end)
-        saving = self._pages_of(request.request_id)
-        for group, pages in saving:
-            if pages.asked:
-                group.saves.take_answers()
-        stay = not loads and any(pages.open_saves or pages.asked for _, pages in saving)
-        if stay:
-            self._finishing.append((request.request_id, saving, blocks))
-        elif not loads:
-            self._remember(saving, blocks)
-        self._forget_if_over(tracked)
-        return stay
-
-    def _remember(
-        self, saving: Sequence[tuple[_Group, TrackedRequest]], blocks: Sequence[Sequence[int]]
-    ) -> None:
-        """Let an idle engine save the other pages of a request that is over and has these blocks."""
-        for group, pages in saving:
+        for group, pages in self._pages_of(request):
             group.idle.remember(pages, self._kept(group, pages, blocks))
+            group.saves.let_go(pages)
+        self._forget(tracked)
 
     def _kept(self, group: _Group, pages: TrackedRequest, blocks: Sequence[Sequence[int]]) -> Sequence[int]:
         """A request's blocks of a group, with those that it has given back and that vLLM still caches."""
         held = blocks[self._groups.index(group)]
         return group.saves.kept(pages, held) if isinstance(group.saves, WindowSaves) else held
 
-    def _forget_if_over(self, tracked: TrackedRequest) -> None:
-        for group, pages in self._pages_of(tracked.request.request_id):
-            group.requests.forget_if_over(pages)
-        super()._forget_if_over(tracked)
+    def _forget(self, tracked: TrackedRequest) -> None:
+        for group in self._groups:
+            group.requests.forget(tracked.request)
+        super()._forget(tracked)
 
     def saves_open(self) -> bool:
         """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         return bool(
-            self._finishing
-            or self._requests.gathering
+            self._requests.gathering
             or self._store_ops
             or any(group.saves or group.saves.store_ops or group.idle for group in self._groups)
             or (self.events is not None and self.events.waits)

@@ -23,8 +23,6 @@ class GroupsWorker:
         self._acks = CornplugKVWorkerMetadata()
         self._loading: dict[str, int] = {}
         """Request -> groups that have not ended its load."""
-        self._sending: dict[str, int] = {}
-        """Finished request -> groups that still read its blocks."""
         self._failed: set[str] = set()
         self._failed_now: set[str] = set()
 
@@ -64,35 +62,26 @@ class GroupsWorker:
         """Acknowledge the end of a timed step, with the next acknowledgements."""
         self._workers[0].stepped(number)
 
-    def finishing(self, request_ids: Sequence[str]) -> None:
-        """These requests' blocks stay until `finished` names them as sent."""
-        self._sending |= dict.fromkeys(request_ids, len(self._workers))
+    def give_up_saves(self, names: Collection[str]) -> None:
+        """Count pages of these saves that are not acknowledged yet as not written. Does not wait."""
         for worker in self._workers:
-            worker.finishing(request_ids)
-
-    def give_up_saves(self, request_ids: Collection[str]) -> None:
-        """Count pages of these requests that are not acknowledged yet as not written. Does not wait."""
-        for worker in self._workers:
-            worker.give_up_saves(request_ids)
+            worker.give_up_saves(names)
 
     def drain(self) -> None:
         """Wait until no block is being read or written."""
         for worker in self._workers:
             worker.drain()
 
-    def finished(self) -> tuple[set[str], set[str]]:
-        """(sent, received) request ids since the last call."""
-        sent: set[str] = set()
+    def finished(self) -> set[str]:
+        """Ids of the requests whose load ended since the last call."""
         received: set[str] = set()
         for worker in self._workers:
-            sent_one, received_one = worker.finished()
-            sent |= _over(self._sending, sent_one)
-            received |= _over(self._loading, received_one)
+            received |= _over(self._loading, worker.finished())
             worker.bad_blocks()
             self._acknowledge(worker.acks())
         self._failed_now = self._failed & received
         self._failed -= received
-        return sent, received
+        return received
 
     def _acknowledge(self, acks: CornplugKVWorkerMetadata | None) -> None:
         if acks is None:
@@ -104,7 +93,7 @@ class GroupsWorker:
         self._acks.loading_s = seconds
 
     def failed(self) -> set[str]:
-        """Those of the requests which `finished` last named as received whose load failed."""
+        """Those of the requests which `finished` last named whose load failed."""
         return self._failed_now
 
     def bad_blocks(self) -> set[int]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cornplug.store.base import Reservation
 from cornplug.vllm_connector.kv.deferred_ops import OpenSave
 from cornplug.vllm_connector.kv.metadata import PageSave, PageWrite
-from cornplug.vllm_connector.kv.page_saves import AskedPage, PageSaves
+from cornplug.vllm_connector.kv.page_saves import AskedPage, PageSaves, save_name
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 Blocks = Sequence["KVCacheBlock"]
@@ -21,26 +21,21 @@ Blocks = Sequence["KVCacheBlock"]
 class WindowSaves(PageSaves):
     """One per cache group with a window.
 
-    The blocks of a page are pinned from the step that asks for its room until every rank has read them.
+    The blocks of a page are pinned from the step that asks for its room until every rank has read them, or
+    until the request is over.
     A block that its request has given back is still the right one while vLLM's prefix cache names it by the
     hash of the request's tokens. Pages without blocks are not offered: no request needs most of them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._asked: dict[AskedPage, Blocks] = {}
-        self._held: dict[int, Blocks] = {}
-        """By the token of a reservation."""
+        self._pins = 0
+        """Pages whose blocks hold a reference for them."""
 
     @property
     def pinned(self) -> bool:
         """Whether blocks will be free once the worker halves have read them."""
-        return bool(self._asked or self._held)
-
-    @property
-    def _pool(self) -> BlockPool:
-        assert self.manager is not None
-        return self.manager.block_pool
+        return bool(self._pins)
 
     def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
         """The blocks that hold a page of a request with these blocks; None if one of them is gone."""
@@ -78,7 +73,8 @@ class WindowSaves(PageSaves):
             blocks = self.blocks_of(tracked, page.index, table)
             if blocks is not None:
                 self._pool.touch(blocks)
-                self._asked[page] = blocks
+                page.blocks, page.pinned = blocks, True
+                self._pins += 1
                 found.append(page)
         return found
 
@@ -86,30 +82,39 @@ class WindowSaves(PageSaves):
         assert self.manager is not None
         return self.manager.get_blocks(tracked.request.request_id).blocks[self._group]
 
+    def let_go(self, tracked: TrackedRequest) -> None:
+        self._pins -= sum(page.pinned for page in tracked.asked)
+        self._pins -= sum(self._open[token].pinned for token in tracked.open_saves)
+        super().let_go(tracked)
+
+    def abandon(self) -> None:
+        asked = itertools.chain(self._last, *(pages for pages, _ in self._posted))
+        for reader in itertools.chain[AskedPage | OpenSave](asked, self._open.values()):
+            self._unpin(reader)
+
     def _drop(self, page: AskedPage) -> None:
         super()._drop(page)
-        self._unpin(self._asked.pop(page))
+        self._unpin(page)
 
-    def _take(self, page: AskedPage, answer: Any) -> bool:
-        given, blocks = super()._take(page, answer), self._asked.pop(page)
-        if given:
-            self._held[answer.token] = blocks
-        else:
-            self._unpin(blocks)
-        return given
-
-    def _save(self, request_id: str, pages: list[tuple[int, Reservation]]) -> PageSave:
+    def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
+        if not self._open[pages[0][1].token].pinned:
+            return super()._saves_of_blocks(pages)
         # Of a page and a block, the longer begins at a multiple of the shorter.
         per_unit = max(1, self._block_size // self._page.page_tokens)
         writes, blocks = [], []
-        for place, (index, room) in enumerate(pages):
-            writes.append(PageWrite(place * per_unit + index % per_unit, room.token, room.location))
-            blocks += [block.block_id for block in self._held[room.token]]
-        return PageSave(request_id, tuple(writes), tuple(blocks))
+        name = save_name(pages[0][0].tracked.request.request_id, pages[0][1])
+        for place, (page, room) in enumerate(pages):
+            writes.append(PageWrite(place * per_unit + page.index % per_unit, room.token, room.location))
+            blocks += [block.block_id for block in page.blocks]
+            self._open[room.token].name = name
+        return [PageSave(name, tuple(writes), tuple(blocks))]
 
     def _close(self, token: int, save: OpenSave) -> None:
         super()._close(token, save)
-        self._unpin(self._held.pop(token, ()))
+        self._unpin(save)
 
-    def _unpin(self, blocks: Blocks) -> None:
-        self._pool.free_blocks(reversed(blocks))
+    def _unpin(self, reader: AskedPage | OpenSave) -> None:
+        if reader.pinned:
+            reader.pinned = False
+            self._pins -= 1
+            self._pool.free_blocks(reversed(reader.blocks))

@@ -132,9 +132,12 @@ SPECULATIVE: Final = FieldTables(
     ),
 )
 
+HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
+"""Which hub a model comes from. It says nothing of one in a local folder."""
+
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
     "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the safetensors that were fingerprinted",
-    "VLLM_USE_MODELSCOPE": "weights come from another hub than the one that is looked up",
+    HUB_VARIABLE: "weights come from another hub than the one that is looked up",
     "VLLM_MODEL_REDIRECT_PATH": "the model is another one than it is called",
 }
 """Environment variables under which nothing is shared, with the reason."""
@@ -150,7 +153,7 @@ HARMLESS_VARIABLES: Final = re.compile(
     "|CPU_OMP_THREADS_BIND|CUSTOM_SCOPES_FOR_PROFILING|DISABLE_COMPILE_CACHE|DISABLE_LOG_LOGO"
     "|DISABLE_REQUEST_ID_RANDOMIZATION|DO_NOT_TRACK|ENABLE_RESPONSES_API_STORE|ENABLE_V1_MULTIPROCESSING"
     "|ENFORCE_STRICT_TOOL_CALLING|FASTSAFETENSORS_QUEUE_SIZE|GC_DEBUG|KEEP_ALIVE_ON_ENGINE_DEATH"
-    "|KV_CACHE_LAYOUT|KV_EVENTS_USE_INT_BLOCK_HASHES|NO_USAGE_STATS|PLUGINS|PORT|PP_LAYER_PARTITION"
+    "|KV_CACHE_LAYOUT|KV_EVENTS_USE_INT_BLOCK_HASHES|NO_USAGE_STATS|OBJECT_STORAGE_SHM_BUFFER_NAME|PLUGINS|PORT|PP_LAYER_PARTITION"
     "|PROCESS_NAME_PREFIX|RPC_BASE_PATH|SERVER_DEV_MODE|SKIP_MODEL_NAME_VALIDATION|SKIP_P2P_CHECK"
     "|SYSTEM_START_DATE|TARGET_DEVICE|TRACE_FUNCTION|USE_FASTOKENS|USE_RUST_BENCH|USE_SPINLOOP_EXT|USE_BREAKABLE_CUDAGRAPH"
     # Both runners call the same layers; tests/integration/test_vllm_beds.py compares their answers.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cornplug.engine_common.allow_lists import FieldTables, SettingsVerdict, defaults_of, judge, plain
@@ -13,6 +14,7 @@ from cornplug.host import PRECISION_VARIABLES
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.engine_fields import (
     HARMLESS_VARIABLES,
+    HUB_VARIABLE,
     LORA,
     PARALLEL,
     REFUSED_VARIABLES,
@@ -57,7 +59,7 @@ def of_everything(config: VllmConfig) -> SettingsVerdict:
     found |= _judged(LOAD, LoadConfig, config.load_config) | _loader(config.load_config)
     found |= _parallel(ParallelConfig, getattr(config, "parallel_config", None))
     found |= _runtime(config) | _compilation(getattr(config, "compilation_config", None))
-    return found | code_in_use.verdict(config.model_config) | _environment()
+    return found | code_in_use.verdict(config.model_config) | _environment(config)
 
 
 def of_embeddings(config: VllmConfig) -> SettingsVerdict:
@@ -177,12 +179,21 @@ def _compilation(compilation: Any) -> SettingsVerdict:
         return found | SettingsVerdict({}, {name: f"its value cannot be identified: {e}"})
 
 
-def _environment() -> SettingsVerdict:
+def _environment(config: Any) -> SettingsVerdict:
     from vllm import envs
 
     known = sorted(name for name in envs.environment_variables if name.startswith("VLLM_"))
     known += PRECISION_VARIABLES
     given = {name: os.environ[name] for name in known if name in os.environ}
     counted = {n: v for n, v in given.items() if v and not HARMLESS_VARIABLES.fullmatch(n)}
+    if _in_folders(config):
+        counted.pop(HUB_VARIABLE, None)
     refusals = {f"environment {n}": REFUSED_VARIABLES[n] for n in counted if n in REFUSED_VARIABLES}
     return SettingsVerdict({f"environment {n}": v for n, v in counted.items()}, refusals)
+
+
+def _in_folders(config: Any) -> bool:
+    """Whether the model, and a draft's, are in local folders."""
+    draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
+    models = [config.model_config.model, *([draft.model] if draft is not None else [])]
+    return all(Path(model).is_dir() for model in models)

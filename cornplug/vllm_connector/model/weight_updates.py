@@ -8,11 +8,9 @@ named (`weight_transfers`).
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 from cornplug.engine_common import lora_digests, weights_guard
-from cornplug.errors import CheckpointError
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.model import reloads, weight_transfers
 
@@ -83,8 +81,7 @@ def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any,
 
 def _add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
     """Before its workers read an adapter's files."""
-    with suppress(CheckpointError):  # Said again, and counted, when a request asks for it.
-        lora_digests.note(lora_request.lora_path)
+    lora_digests.note_in_time(lora_request.lora_path, lora_request.lora_int_id)
     return original(core, lora_request)
 
 

@@ -183,6 +183,7 @@ class ServedImages:
             cache_salt=salt,
             app=self._config.engine.app,
             deadline_s=self._config.encoder.language_only_timeout_s,
+            decoding=compat.decoding(),
         )
 
     def _served(self) -> bytes:
@@ -201,6 +202,12 @@ class ServedImages:
         except CodecError as e:
             raise ServiceUnavailable(str(e), None) from e
         identity, tensor = self._served(), reply.tensor
+        if reply.decoding != compat.decoding():
+            raise ServiceUnavailable(
+                f"it decodes images as {reply.decoding} does, not as {compat.decoding()}; update cornplug "
+                "there",
+                None,
+            )
         key = embedding_key(self._secret, identity, claims.media, salt)
         told = (claims.identity, claims.key, claims.modality, claims.dtype, tensor.dtype, len(tensor.shape))
         if told != (identity, key, "image", self._dtype, self._dtype, 2):

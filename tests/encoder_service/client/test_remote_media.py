@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from cornplug.config import Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.media.image import as_received, digest_image
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import MediumRequest
 from cornplug.errors import EncoderRefused
@@ -22,6 +25,7 @@ from cornplug.store.memory import MemoryStore
 
 from ..conftest import SECRET, MakeEncoder, Requests, png, sample_image
 from ..execution.test_encoder import passes
+from ..hostile_images import clear_rgb
 from ..services import Served
 
 
@@ -70,12 +74,30 @@ def test_submit_medium_of_a_file_brings_the_rows_of_the_engines_tower_under_its_
     assert passes(encoder) == before
 
 
+def test_submit_medium_is_decoded_as_its_engine_does(
+    stack: ExitStack, config: Config, make_encoder: MakeEncoder, qwen: Path
+) -> None:
+    encoder = make_encoder()
+    url = stack.enter_context(Served(create_app(encoder, config.encoder, secret=SECRET))).url
+    client = stack.enter_context(RemoteEncoder([url], SECRET))
+    loaded = encoder.registry.by_name(str(qwen))
+    assert loaded is not None
+    data = clear_rgb()
+    opened = Image.open(io.BytesIO(data))
+    for rule in ("vllm-0.32", "vllm-0.33"):
+        got = client.submit_medium(medium(loaded.served.identity, data, decoding=rule)).result(60)
+        claims = EmbeddingHandle.checked(got.handle, SECRET, now=time.time())
+        assert got.decoding == rule
+        assert claims.media == digest_image(as_received(opened, rule))
+
+
 @pytest.mark.parametrize(
     ("changes", "want"),
     [
         ({"data": b"no image"}, "unknown_format"),
         ({"url": "http://127.0.0.1:1/a.png"}, "remote_url"),
         ({"identity": b"?" * 32, "data": b"x"}, "unknown_model"),
+        ({"data": b"x", "decoding": "vllm-9"}, "unknown_model"),
     ],
 )
 def test_submit_medium_that_is_refused_fails_with_the_services_reason(

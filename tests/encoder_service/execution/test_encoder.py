@@ -18,6 +18,7 @@ from cornplug import identity
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution import dispatcher as dispatcher_module
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.execution.executor import BatchResult
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.scheduling.batcher import Answer
 from cornplug.encoder_service.towers import base as tower_base
@@ -506,11 +507,11 @@ def test_encoder_batch_behind_another_on_one_executor_costs_its_own_time(
     monkeypatch.setattr(dispatcher_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     class Executor:
-        def run(self, batch: float) -> float:
+        def run(self, batch: float) -> BatchResult:
             now[0] = batch
-            return batch
+            return BatchResult(features={}, embeddings=())
 
     one: Any = Executor()
-    assert dispatcher._timed(one, 3.0) == (3.0, 3.0)  # type: ignore[arg-type, comparison-overlap]
+    assert dispatcher._timed(one, 3.0)[1] == 3.0  # type: ignore[arg-type]
     now[0] = 1.0  # handed over while the first one ran
     assert dispatcher._timed(one, 5.0)[1] == 2.0  # type: ignore[arg-type]

@@ -16,9 +16,11 @@ from cornplug import identity
 from cornplug.config import Config, QosConfig
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.towers.tiles import TileTower
+from cornplug.encoder_service.wire.decodings import DECODINGS
 from cornplug.qos import QosClasses
 
 from ..conftest import SECRET, MakeEncoder, inputs_of, png, sample_image
+from ..hostile_images import clear_rgb
 from ..http_service import Service
 from ..media.test_image import bomb
 
@@ -78,6 +80,25 @@ def test_encode_cache_salt_changes_key(service: Service, llava: str) -> None:
         for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"})
     }
     assert len(keys) == 3
+
+
+def test_encode_decoding_header_chooses_the_engines_pixels(service: Service, llava: str) -> None:
+    def keyed(rule: str | None) -> str:
+        headers = {} if rule is None else {"x-cornplug-decoding": rule}
+        answer = service.post(data={"model": llava}, files={"image": clear_rgb()}, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["key"])
+
+    keys = {rule: keyed(rule) for rule in (*DECODINGS, None)}
+    assert keys[None] == keys["vllm-0.33"] != keys["vllm-0.32"] == keys["sglang-0.5.23"]
+    plain = service.post(data={"model": llava}, files={"image": png(sample_image(1))})
+    assert plain.json()["key"] == keys["vllm-0.32"]
+    refused = service.post(
+        data={"model": llava}, files={"image": clear_rgb()}, headers={"x-cornplug-decoding": "vllm-9"}
+    )
+    assert (refused.status_code, refused.json()["error"]["reason"]) == (422, "bad_input")
+    assert "x-cornplug-decoding" in refused.json()["error"]["message"]
+    assert "vllm-0.33" in refused.json()["error"]["message"]
 
 
 def image64(data: bytes) -> str:

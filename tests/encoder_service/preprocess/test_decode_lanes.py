@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cornplug.encoder_service.preprocess import decode_lanes
-from cornplug.encoder_service.preprocess.byte_budget import PreparedBudget
+from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits, QueueTurn, work_of
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
@@ -24,7 +24,7 @@ PREMIUM = ServiceClass(name="premium", share=0.5, priority=10)
 STANDARD = ServiceClass(name="standard", share=0.3)
 NIGHTLY = ServiceClass(name="nightly", share=0.02, priority=-1)
 CLASSES = (PREMIUM, STANDARD, NIGHTLY)
-BUDGET = PreparedBudget(CLASSES, 1 << 30)
+BUDGET = ByteBudget({qos: qos.share for qos in CLASSES}, 1 << 30, purpose="to prepare it")
 LARGE, SMALL = (
     work_of(MediumHeader(held_bytes=0, work=25e6)),
     work_of(MediumHeader(held_bytes=0, work=1e5)),
@@ -106,6 +106,7 @@ def test_decode_lanes_extra_lane_takes_better_class_only(rig: Rig) -> None:
         each.future.result(60)
 
 
+@pytest.mark.more
 def test_decode_lanes_overloaded_premium_keeps_deadlines(rig: Rig) -> None:
     """Nightly offers three times the capacity of the lanes. Before: p50 went from 10 ms to 4 s."""
     for _ in range(10):  # so that it is known what media take

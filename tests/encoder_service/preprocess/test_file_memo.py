@@ -91,7 +91,7 @@ def test_file_name_depends_on_rule_bytes_and_boundaries(monkeypatch: pytest.Monk
         file_name(RULE, [b"a", b"b"]),
         file_name(RULE, [b"ba"]),
         file_name({**RULE, "max_pixels": 11}, [b"ab"]),
-        file_name({**RULE, "form": "for_sglang"}, [b"ab"]),
+        file_name({**RULE, "rule": "sglang-0.5.23"}, [b"ab"]),
     ]
     monkeypatch.setattr(file_memo, "pillow_version", "0.0")
     file_memo._versions.cache_clear()

@@ -101,7 +101,7 @@ def test_preparer_modality_of_other_models_is_refused(preparer: MediaPreparer, o
         preparer.prepare(source(on_header, "image", png(sample_image(1))))
     assert e.value.reason == "modality"
     with pytest.raises(EncoderRefused) as e:
-        preparer.prepare(source(on_header, "image", png(sample_image(1)), form="for_sglang"))
+        preparer.prepare(source(on_header, "image", png(sample_image(1)), decoding="sglang-0.5.23"))
     assert e.value.reason == "modality"
 
 
@@ -179,8 +179,8 @@ def test_preparer_remembered_file_for_another_engine_is_decoded_anew(
     image.putalpha(100)
     data = png(image)
     keys = []
-    for form in ("file", "for_sglang"):
-        medium = source(qwen, "image", data, form=form)
+    for rule in ("vllm-0.33", "sglang-0.5.23"):
+        medium = source(qwen, "image", data, decoding=rule)
         assert preparer.open(medium).recall(answered) is None
         keys.append(preparer.prepare(medium).request.key)
         known = preparer.open(medium).recall(answered)

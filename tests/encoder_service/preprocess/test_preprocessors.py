@@ -13,6 +13,7 @@ from transformers import AutoProcessor
 from cornplug.encoder_service.models.registry import ModelRegistry
 from cornplug.encoder_service.preprocess.image import ImagePreprocessor
 from cornplug.encoder_service.preprocess.preprocessor import IN_PROCESS, FrameSampling, MediumLimits
+from cornplug.encoder_service.wire.decodings import DEFAULT
 from devkit import checkpoints
 
 from ..conftest import png, sample_image
@@ -39,7 +40,7 @@ def test_preprocessors_inputs_equal_whole_processor(name: str, tmp_path: Path) -
     for seed, size in enumerate([(70, 60), (200, 90)]):
         image = sample_image(seed, *size)
         wanted = whole(images=[image], text=[token], return_tensors="pt")
-        decoded = preprocessor.decode([png(image)], "file", FrameSampling(), IN_PROCESS)
+        decoded = preprocessor.decode([png(image)], "file", FrameSampling(), DEFAULT, IN_PROCESS)
         found = decoded.preprocess()
         grid = dict(preprocessor.shape_inputs(decoded.shape) or {})
         for field in loaded.checkpoint.family.inputs["image"]:

@@ -24,7 +24,7 @@ from cornplug import identity
 from cornplug.config import Config, load
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http.app import create_app
-from cornplug.encoder_service.media.image import digest_image, digest_rgb
+from cornplug.encoder_service.media.image import digest_image
 from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
 from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_proof
 from cornplug.errors import ConfigError, EncoderRefused
@@ -281,7 +281,7 @@ def test_epd_server_pixels_equal_sglang(run: Run) -> None:
         glass.putalpha(90)
         assert (await service.encode([url(glass)])).status_code == 200
         frames = await service.received()
-        assert digest_rgb(glass.convert("RGB")).hex().encode() in frames[0]
+        assert digest_image(glass.convert("RGB")).hex().encode() in frames[0]
 
     run(scenario)
 

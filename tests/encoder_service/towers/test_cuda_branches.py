@@ -106,7 +106,7 @@ def test_executor_cuda_results_are_copied_while_next_batch_computes(tmp_path: Pa
         executor = InProcessExecutor(SECOND)
 
         def next_batch() -> None:
-            assert not executor._computing.locked()
+            assert not executor._turn._busy
             cuda.on_synchronize = lambda: None
             begun_meanwhile.append(len(executor.run(task(there, items[1:])).embeddings))
 

@@ -144,3 +144,17 @@ def test_packed_attention_compiled_is_not_recompiled_per_batch() -> None:
             counts.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert counts[0] > 0
     assert len(set(counts)) == 1
+
+
+@pytest.mark.parametrize("lengths", [(100,), (100, 100), (33, 100), (17,)])
+def test_attention_of_long_segments_by_parts_is_the_same(
+    lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(varlen_attention, "_LONG_ROWS", 32)
+    monkeypatch.setattr(varlen_attention, "_PART_ROWS", 16)
+    pauses: list[None] = []
+    monkeypatch.setattr(varlen_attention, "between_layers", lambda: pauses.append(None))
+    q, k, v = random(sum(lengths))
+    made = varlen_attention.attention(q, k, v, SegmentOffsets(lengths, CPU))
+    torch.testing.assert_close(made, looped(q, k, v, lengths))
+    assert bool(pauses) == (max(lengths) > 32)

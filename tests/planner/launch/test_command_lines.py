@@ -117,7 +117,12 @@ def test_commands_engine_far_from_its_encoder_asks_it_by_url(engine: Literal["vl
     assert server.remarks == ()
     (encoder,) = only("encoder", found)
     args = encoder_parser("").parse_args(list(encoder.argv[2:]))
-    assert (args.host, args.allow_anonymous) == ("0.0.0.0", True)
+    assert (args.host, args.allow_anonymous) == ("0.0.0.0", None)
+    assert "--allow-anonymous" in encoder.remarks[0]
+    decided = plan(Case("E+PD", engine, hosts=2)).model_copy(update={"allow_anonymous": True})
+    (encoder,) = only("encoder", commands(decided))
+    assert "--allow-anonymous" in encoder.argv
+    assert encoder.remarks == ()
 
 
 def test_commands_engine_far_from_its_encoder_gives_all_hosts_one_secret() -> None:

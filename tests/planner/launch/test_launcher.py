@@ -98,6 +98,73 @@ def test_launched_process_that_fails_shows_log_and_ends_all(
     assert not (tmp_path / "run" / "store.sock").exists()
 
 
+@pytest.mark.parametrize("how", ["absent", "named"])
+def test_launched_missing_program_is_found_before_any_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """The router starts last: engines that have loaded for an hour would be ended for it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CORNPLUG_VLLM_ROUTER")
+    if how == "named":
+        monkeypatch.setenv("CORNPLUG_VLLM_ROUTER", str(tmp_path / "moved" / "vllm-router"))
+    seen: list[str] = []
+    with (
+        pytest.raises(ConfigError, match="vllm-router"),
+        launched(small(Case(replicas=2)), tmp_path / "run", event=lambda process, what: seen.append(what)),
+    ):
+        pytest.fail("there is no router")
+    assert seen == []
+
+
+def test_launched_interpreter_without_the_module_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment that CORNPLUG_SGLANG_PYTHON names has SGLang, and not its router."""
+    lacking = tmp_path / "python"
+    lacking.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -I -S "$@"\n')
+    lacking.chmod(0o755)
+    monkeypatch.setenv("CORNPLUG_SGLANG_PYTHON", str(lacking))
+    with (
+        pytest.raises(ConfigError, match=r"sglang.*not installed.*python"),
+        launched(small(Case(engine="sglang")), tmp_path / "run"),
+    ):
+        pytest.fail("it has no SGLang")
+
+
+def test_local_commands_encoder_beyond_this_host_needs_a_decision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = plan(Case("E+PD", hosts=2))
+    here = {"HOST_1": "10.0.0.1", "HOST_2": "10.0.0.2"}
+
+    def found(decided: Plan) -> list[str]:
+        to_start = local_commands(
+            decided, run_dir=tmp_path, host="HOST_1", addresses=here, secret_file=tmp_path / "secret"
+        )
+        return [word for c in to_start for word in c.argv]
+
+    with pytest.raises(
+        ConfigError, match=r"launch.allow_anonymous: .*10.0.0.1.*CORNPLUG_ENCODER_REQUIRE_KEY"
+    ):
+        found(made)
+    assert "--allow-anonymous" in found(made.model_copy(update={"allow_anonymous": True}))
+    monkeypatch.setenv("CORNPLUG_ENCODER_REQUIRE_KEY", "true")
+    assert "--allow-anonymous" not in found(made)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", ""])
+def test_local_commands_address_of_every_interface_is_refused(tmp_path: Path, address: str) -> None:
+    made = plan(Case("P+D", hosts=2))
+    with pytest.raises(ConfigError, match=r"--address: .*HOST_2.*no address of one host"):
+        local_commands(
+            made, run_dir=tmp_path, host="HOST_1", addresses={"HOST_1": "10.0.0.1", "HOST_2": address}
+        )
+    named = made.nodes[0].model_copy(update={"hosts": ["10.0.0.1", address]})
+    if address:
+        with pytest.raises(ConfigError, match=r"hosts: .*no address of one host"):
+            local_commands(made.model_copy(update={"nodes": [named]}), run_dir=tmp_path, host="10.0.0.1")
+
+
 def test_launched_only_one_group_starts(tmp_path: Path) -> None:
     made = plan(Case("P+D"))
     name = made.groups[0].name

@@ -84,6 +84,29 @@ def test_draft_pages_load_with_the_models_after_restart() -> None:
         assert torch.equal(kv_of(pool, slots), expected)
 
 
+@pytest.mark.parametrize("what", ["present", "get", "set"])
+def test_draft_pages_error_that_nothing_foresaw_is_a_miss(
+    process: Tally,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    what: str,
+) -> None:
+    """It would end one of SGLang's threads."""
+
+    def fails(*args: object) -> None:
+        raise RuntimeError("a lost device")
+
+    backend, host, _ = drafting()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    monkeypatch.setattr(backend._draft, what, fails)
+    backend.batch_set_v1(hashes, slots)
+    assert backend.batch_set_v2(transfer(hashes, slots)) == {"draft": [what != "set"] * 8}
+    assert backend.batch_exists_v2(hashes, transfer(hashes, slots)).kv_hit_pages == (
+        8 if what == "get" else 0
+    )
+    assert backend.batch_get_v2(transfer(hashes, slots)) == {"draft": [what == "present"] * 8}
+    assert (("test", "kv_page", "error"), [1]) in process.drain()["cornplug_misses_total"]
+
+
 def test_draft_pages_lacking_are_no_hit_and_counted_once(process: Tally) -> None:  # noqa: F811
     """The pages of a plain server are half of what a drafting one needs; the other way round they are all."""
     backend, host = attach()

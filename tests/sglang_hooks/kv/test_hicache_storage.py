@@ -85,6 +85,47 @@ def test_storage_pages_load_after_restart() -> None:
     assert torch.equal(after, torch.cat(before, dim=3))
 
 
+@pytest.mark.parametrize("error", [RuntimeError("a lost device"), MemoryError(), KeyError("lost")])
+def test_storage_error_in_a_copy_costs_its_pages_only(
+    store: FaultyStore, process: Tally, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """It would end SGLang's backup thread, and its host memory would never be free again."""
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    copies: Any = backend._writer._copies  # type: ignore[union-attr]
+    write, errors = copies.write, [error]
+
+    def fails_once(*args: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return write(*args)
+
+    monkeypatch.setattr(copies, "write", fails_once)
+    assert backend.batch_set_v1(hashes[:4], slots[:256]) == [True] * 4
+    assert store.stat(deadline_s=1).reservations == 0
+    assert backend.batch_set_v1(hashes, slots) == [True] * 8
+    assert backend.batch_exists(hashes) == 8
+    counted = {
+        (name, *labels[1:]): sum(values) for name, rows in process.drain().items() for labels, values in rows
+    }
+    assert counted["cornplug_misses_total", "kv_page", "error"] == 1
+    assert counted["cornplug_saves_total", "kv_page", "error"] == 4
+
+
+def test_storage_that_goes_on_failing_stops_sharing(process: Tally, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, host = attach()
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("a lost device")
+
+    monkeypatch.setattr(backend._reader, "load", fails)
+    for _ in range(8):
+        assert backend.batch_get_v1(hashes, slots) == [False] * 8
+    assert backend._off == "error"
+    assert backend.batch_get_v1(hashes, slots) == [False] * 8
+
+
 @pytest.mark.parametrize(
     ("save", "write_policy", "stored"),
     [

@@ -137,6 +137,25 @@ def test_window_pool_prefix_and_its_window_load_after_restart(layout: str) -> No
         assert torch.equal(window, saved[end])
 
 
+@pytest.mark.parametrize("what", ["hits", "fetch", "offer"])
+def test_window_pool_error_that_nothing_foresaw_is_a_miss(
+    process: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """It would end one of SGLang's threads."""
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("a lost device")
+
+    server = Server()
+    monkeypatch.setattr(server.storage._windows, what, fails)
+    server.save(TOKENS, slice(5, 7))
+    hashes = server.names(TOKENS)
+    assert (server.found(hashes).kv_hit_pages > 0) is (what == "fetch")
+    assert (server.fetch(hashes[5:7]) is not None) is (what == "hits")
+    counted = process.tally.drain()["cornplug_misses_total"]
+    assert (("test", "kv_page", "error"), [1]) in counted
+
+
 def test_window_pool_full_attention_without_window_is_absent(process: SimpleNamespace) -> None:
     server = Server()
     server.save(TOKENS)

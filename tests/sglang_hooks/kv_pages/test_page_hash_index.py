@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.utils import get_hash_str, get_storage_hash_str
 
-from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.engine_common import lora_digests
+from cornplug.engine_common.lora_digests import LaterAdapters, LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.identity import LINK_TOKENS, chain, kv_root, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
@@ -197,7 +198,8 @@ def test_namespace_roots_failed_identity_keeps_reason() -> None:
 def adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lora_adapters, "_paths", {})
     monkeypatch.setattr(lora_adapters, "_disputed", set())
-    monkeypatch.setattr(lora_adapters, "_files", LoraDigests())
+    monkeypatch.setattr(lora_adapters, "_files", LaterAdapters())
+    monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
     monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 

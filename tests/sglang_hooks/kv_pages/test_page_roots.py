@@ -11,7 +11,8 @@ from typing import Any
 import page_root_vectors as vectors
 import pytest
 
-from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.engine_common import lora_digests
+from cornplug.engine_common.lora_digests import LaterAdapters
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace
 from cornplug.sglang_hooks.model import lora_adapters
@@ -21,7 +22,8 @@ from cornplug.sglang_hooks.model import lora_adapters
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
         monkeypatch.setattr(lora_adapters, name, empty)
-    monkeypatch.setattr(lora_adapters, "_files", LoraDigests())
+    monkeypatch.setattr(lora_adapters, "_files", LaterAdapters())
+    monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
     monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 

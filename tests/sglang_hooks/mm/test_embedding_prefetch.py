@@ -225,6 +225,15 @@ def test_prefetch_with_store_down_asks_no_encoder(here: Stage) -> None:
     assert not here.service.asked
 
 
+def test_prefetch_error_that_nothing_foresaw_is_miss(here: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("nothing foresaw this")
+
+    monkeypatch.setattr(embedding_prefetch, "recalled", fails)
+    assert here.prepare(KEYS[0]) == [None]
+    assert here.missed() == {"error": 1}
+
+
 def test_prefetch_from_slow_store_leaves_event_loop_free(here: Stage, within: TimeLimits) -> None:
     here.store.slow_s = 30
     turns = 0

@@ -239,6 +239,29 @@ def test_encoder_bypass_store_down_is_miss(engine: Callable[..., EncoderBypass],
     assert ("saves", "embedding", "store_down", 1) in counted
 
 
+def fails(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("nothing foresaw this")
+
+
+def test_encoder_bypass_error_in_a_load_is_miss(
+    engine: Callable[..., EncoderBypass], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(store.connect(), 5, value(5))
+    monkeypatch.setattr(encoder_bypass, "get_payload", fails)
+    encoding = engine()
+    assert same(encoding([sample_image(5)]), value(5))
+    assert ("misses", "embedding", "error", 1) in published(encoding)
+
+
+def test_encoder_bypass_error_in_an_offer_is_miss(
+    engine: Callable[..., EncoderBypass], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoding = engine()
+    monkeypatch.setattr(encoding._here._publisher, "offer", fails)  # type: ignore[union-attr]
+    assert same(encoding([sample_image(5)]), value(5))
+    assert ("misses", "embedding", "error", 1) in published(encoding)
+
+
 def test_encoder_bypass_earlier_miss_is_not_counted_again(engine: Callable[..., EncoderBypass]) -> None:
     encoding = engine()
     encoding([sample_image(5, None)])

@@ -19,7 +19,7 @@ from sglang.srt.utils import ImageData
 from time_limits import TimeLimits
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.media.image import digest_image
+from cornplug.encoder_service.media.image import as_received, digest_image
 from cornplug.engine_common import background_identity
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.engine_common.shared_flags import settings
@@ -54,21 +54,23 @@ def request(**fields: Any) -> GenerateReqInput:
 
 def test_media_digests_of_image_equal_vllm_and_encoder() -> None:
     assert media_digests.image_digest(sample_image(1)) == digest_image(sample_image(1))
-    assert media_digests.image_digest(sample_image(1, mode="L")) == digest_image(sample_image(1, mode="L"))
+    grey = sample_image(1, mode="L")
+    assert media_digests.image_digest(grey) == digest_image(as_received(grey))
     assert media_digests.image_digest(sample_image(1)) != media_digests.image_digest(sample_image(2))
 
 
 def test_media_digests_of_transparent_image_differ_from_vllm() -> None:
     clear = sample_image(1, mode="RGBA")
     assert media_digests.image_digest(clear) == media_digests.image_digest(clear.convert("RGB"))
-    assert media_digests.image_digest(clear) != digest_image(clear)
+    assert media_digests.image_digest(clear) == digest_image(as_received(clear, "sglang-0.5.23"))
+    assert media_digests.image_digest(clear) != digest_image(as_received(clear))
 
 
 def test_media_digests_ignore_exif_orientation() -> None:
     turned = sample_image(1)
     turned.getexif()[0x0112] = 6
     assert media_digests.image_digest(turned) == digest_image(sample_image(1))
-    assert media_digests.image_digest(turned) != digest_image(turned)
+    assert media_digests.image_digest(turned) != digest_image(as_received(turned))
 
 
 def test_media_digests_of_other_objects_are_none() -> None:

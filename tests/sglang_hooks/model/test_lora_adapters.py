@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from sglang.srt.lora.utils import get_target_module_name
 
-from cornplug.engine_common.lora_digests import LoraDigests
+from cornplug.engine_common import lora_digests
+from cornplug.engine_common.lora_digests import LaterAdapters, LoraDigests
 from cornplug.errors import CheckpointError
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots, RootsOfCall
@@ -28,7 +29,8 @@ WEIGHTS = ("q_proj", "k_proj", "o_proj", "down_proj")
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, empty in (("_paths", {}), ("_managers", {}), ("_left_out", {}), ("_disputed", set())):
         monkeypatch.setattr(lora_adapters, name, empty)
-    monkeypatch.setattr(lora_adapters, "_files", LoraDigests())
+    monkeypatch.setattr(lora_adapters, "_files", LaterAdapters())
+    monkeypatch.setattr(lora_digests, "_CHECK_S", 10)  # a busy machine
     monkeypatch.setattr(lora_adapters.activation, "is_on", lambda: True)
 
 

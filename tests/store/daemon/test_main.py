@@ -19,14 +19,13 @@ import pytest
 from time_limits import TimeLimits
 
 from cornplug.config import StoreConfig
-from cornplug.errors import ConfigError
 from cornplug.private_paths import read_secret
 from cornplug.store import autostart, messages
 from cornplug.store.base import WriterPart
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import main as daemon
 from cornplug.store.daemon import server
-from cornplug.store.daemon.main import EXIT_TAKEN, parse_size
+from cornplug.store.daemon.main import EXIT_TAKEN
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.host_memory import host_memory
 from cornplug.testing.store import fill, present
@@ -94,20 +93,6 @@ def test_daemon_path_too_long_is_explained(short_path: Path, start_daemon: Start
     _, log = process.communicate(timeout=10)
     assert process.returncode == 2
     assert "shorter path" in log
-
-
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("4GiB", 4 << 30), ("512 MiB", 512 << 20), ("1.5kb", 1500), ("65536", 65536), ("7 b", 7)],
-)
-def test_parse_size_units_give_bytes(text: str, size_bytes: int) -> None:
-    assert parse_size(text) == size_bytes
-
-
-@pytest.mark.parametrize("text", ["", "4 gigs", "-1", "0", "GiB", "4IB"])
-def test_parse_size_other_text_is_an_error(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"store\.size_bytes"):
-        parse_size(text)
 
 
 def _raw(config: StoreConfig, *, hello: bool) -> socket.socket:
@@ -313,8 +298,10 @@ def test_daemon_auto_started_runs_on_all_cores(store_config: StoreConfig) -> Non
 
 
 def test_daemon_wrong_arguments_exit_with_2(capsys: pytest.CaptureFixture[str]) -> None:
-    assert daemon.main(["--size", "none"]) == 2
-    assert "store.size_bytes" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        daemon.main(["--size", "none"])
+    assert ended.value.code == 2
+    assert "argument --size: 'none' is no size: write 64GiB" in capsys.readouterr().err
 
 
 def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:

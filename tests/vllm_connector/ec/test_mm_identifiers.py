@@ -145,6 +145,16 @@ def test_mm_identifiers_image_format_and_exif_are_ignored(active: MmIdentifiers)
     assert not found & set(names({"image": Image.open(out)})["image"])
 
 
+def test_mm_identifiers_image_in_another_mode_has_no_key(active: MmIdentifiers) -> None:
+    """With `image_mode` null, vLLM leaves the conversion to the model's processor."""
+    for mode in ("RGBA", "LA", "P", "L"):
+        image = sample_image(1).convert(mode)
+        [name] = names({"image": MediaWithBytes(image, b"")})["image"]
+        assert not name.startswith("cp1-"), mode
+    [name] = names({"image": sample_image(1).convert("RGBA")})["image"]  # vLLM itself converts it
+    assert name.startswith("cp1-")
+
+
 @pytest.mark.parametrize(
     "uuid", ["unshared-video_frames-x", "cp1-" + "0" * 64, "local-" + "0" * 64, "cp1-", "cp1-xyz"]
 )

@@ -133,7 +133,7 @@ def test_ec_connector_for_text_model_does_nothing() -> None:
     assert connector.ensure_cache_available(request, 0)
     assert not connector.has_cache_item(NAME)
     connector.update_state_after_alloc(request, 0)
-    assert connector.build_connector_meta(output) == CornplugECMetadata()
+    assert connector.build_connector_meta(output) == CornplugECMetadata(publish=False)
     connector.update_connector_output(output)
     assert connector.request_finished(request) == (False, None)
     assert connector.get_ec_connector_stats() is None
@@ -184,7 +184,7 @@ def facade(store: MemoryStore | None, role: ECConnectorRole, *, consumer: bool =
 
 def inputs(norm: Any) -> MediaInputs:
     made = object.__new__(MediaInputs)
-    made._norm = norm
+    made._norm, made._in_workers_only = norm, False
     made._wanted = {"image": ("pixel_values", "image_grid_thw")}
     return made
 
@@ -231,7 +231,9 @@ def test_media_inputs_hold_only_fields_of_family(model_type: str, sent: set[str]
 
     config = VllmConfig()
     config.model_config = SimpleNamespace(
-        hf_config=SimpleNamespace(model_type=model_type), multimodal_config=None
+        hf_config=SimpleNamespace(model_type=model_type),
+        multimodal_config=None,
+        supports_multimodal_inputs=False,
     )
     made = MediaInputs(config)
     fields = ("pixel_values", "image_grid_thw", "image_sizes", "num_patches", "pixel_attention_mask")
@@ -255,6 +257,26 @@ def norm(mean: list[float], std: list[float]) -> FusedMMInputNorm:
 
     with set_current_vllm_config(VllmConfig()):
         return FusedMMInputNorm(mean, std, 1 / 255)
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("lru", "no_inputs"), ("shm", "shm_cache")])
+def test_media_inputs_in_workers_only_are_refused(
+    kind: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from vllm.config import VllmConfig
+
+    cache = SimpleNamespace(mm_processor_cache_type=kind, mm_processor_cache_gb=4)
+    config = VllmConfig()
+    config.model_config = SimpleNamespace(  # type: ignore[assignment]
+        hf_config=SimpleNamespace(model_type="llava"),
+        multimodal_config=None,
+        supports_multimodal_inputs=True,
+        get_multimodal_config=lambda: cache,
+    )
+    with pytest.raises(EncoderRefused) as error:
+        MediaInputs(config).of(item(address=torch.ones(1), monotonic_id=torch.ones(1)))
+    assert error.value.reason == reason
+    assert ("--mm-processor-cache-type" in caplog.text) is (kind == "shm")
 
 
 @pytest.mark.parametrize(

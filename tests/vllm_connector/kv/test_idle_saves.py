@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import random
-import time
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from vllm.engine.arg_utils import EngineArgs
-from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
-from vllm.v1.structured_output import StructuredOutputManager
 
 from cornplug.engine_common import weights_guard
 from cornplug.store.memory import MemoryStore
@@ -26,145 +20,10 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.kv import idle_saves, tracked_requests
 from cornplug.vllm_connector.kv.page_keys import PageKeys
-from devkit import checkpoints
 
 from ..conftest import open_in
-from ..rig import LAYERS, SECRET, Engine
-
-PROMPT = [(7 * i) % 251 for i in range(150)]  # 4 whole pages of 32, and 22 tokens
-BLOCKS = 64
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Flags of an engine of 16-token blocks. One for all: vLLM takes seconds to resolve it."""
-    model = checkpoints.qwen2_text(tmp_path_factory.mktemp("models") / "t")
-    args = EngineArgs(
-        model=str(model), dtype="float32", max_model_len=1024, block_size=16, max_num_batched_tokens=1024,
-        enable_prefix_caching=True, async_scheduling=False, kv_cache_memory_bytes=1 << 20,
-    )  # fmt: skip
-    config = args.create_engine_config()
-    config.cache_config.num_gpu_blocks = BLOCKS
-    return config
-
-
-class Clock:
-    """Replaces the module's clock: no test waits."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-class Core:
-    """vLLM's scheduler around the rig's ranks, which compute the bytes of its blocks."""
-
-    def __init__(self, config: Any, engine: Engine, clock: Clock) -> None:
-        self.engine, self.clock = engine, clock
-        cache = engine._cache_config(range(LAYERS), BLOCKS)
-        self.scheduler = Scheduler(
-            config, cache, StructuredOutputManager(config), block_size=engine.block_size, log_stats=False
-        )
-        self.scheduler.connector = engine.connector
-        engine.connector.bind_kv_cache_manager(self.scheduler.kv_cache_manager)
-        # The scheduler would hand the counts to the engine's front end.
-        connector, take = engine.connector, engine.connector.get_kv_connector_stats
-        connector.get_kv_connector_stats = lambda: self._count(take())  # type: ignore[method-assign]
-        init_none_hash(sha256)
-        self.hasher = get_request_block_hasher(engine.block_size, sha256)
-        self.names = 0
-
-    def _count(self, stats: Any) -> None:
-        for metric, rows in (stats.data if stats is not None else {}).items():
-            for labels, values in rows:
-                key = (metric.removeprefix("cornplug_").removesuffix("_total"), *labels[1:])
-                self.engine.counts[key] = self.engine.counts.get(key, 0) + sum(values)
-
-    @property
-    def pool(self) -> Any:
-        return self.scheduler.kv_cache_manager.block_pool
-
-    def add(self, tokens: Sequence[int], max_tokens: int = 1) -> Request:
-        self.names += 1
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(f"r{self.names}", list(tokens), params, None, block_hasher=self.hasher)
-        self.scheduler.add_request(request)
-        return request
-
-    def schedule(self) -> Any:
-        output = self.scheduler.schedule()
-        scheduled = output.num_scheduled_tokens
-        ends = {name: self.scheduler.requests[name].num_computed_tokens for name in scheduled}
-        self.engine.requests = {
-            name: SimpleNamespace(  # type: ignore[misc]
-                all_token_ids=list(self.scheduler.requests[name].all_token_ids),
-                blocks=self.scheduler.kv_cache_manager.get_block_ids(name)[0],
-                status="running",
-            )
-            for name in scheduled
-        }
-        starts = {name: ends[name] - tokens for name, tokens in scheduled.items()}
-        return output, SimpleNamespace(scheduled=scheduled, starts=starts, meta=output.kv_connector_metadata)
-
-    def execute(self, step: Any) -> None:
-        output, moves = step
-        answer = self.engine.execute(moves)
-        names = list(moves.scheduled)
-        requests = self.scheduler.requests
-        done = {
-            name: name in requests and requests[name].num_computed_tokens >= requests[name].num_tokens
-            for name in names
-        }
-        self.scheduler.update_from_output(
-            output,
-            ModelRunnerOutput(
-                names,
-                {name: i for i, name in enumerate(names)},
-                [[7] if done[name] else [] for name in names],
-                kv_connector_output=answer,
-            ),
-        )
-
-    def step(self) -> None:
-        self.execute(self.schedule())
-
-    def answer(self, tokens: Sequence[int], max_tokens: int = 1) -> Request:
-        """A request until it is finished; the step after its last token is the engine's next."""
-        request = self.add(tokens, max_tokens)
-        while not request.is_finished():
-            self.step()
-        return request
-
-    def sleep(self, step_s: float = 0.01) -> float:
-        """Step until the engine goes to sleep. Returns the time that it was idle and awake."""
-        began, end_s = self.clock.now, time.monotonic() + 60
-        while self.scheduler.has_requests():
-            assert time.monotonic() < end_s, "the engine stays awake"
-            self.step()
-            self.clock.now += step_s
-            self.drain()
-        return self.clock.now - began
-
-    def drain(self) -> None:
-        for rank in self.engine.ranks:
-            rank.connector._worker.drain()  # type: ignore[union-attr]
-
-    def saved(self, outcome: str = "stored") -> float:
-        return self.engine.counts.get(("saves", "kv_page", outcome), 0)
-
-
-@pytest.fixture
-def core(config: Any, engine: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Core]:
-    clock = Clock()
-    monkeypatch.setattr(idle_saves, "time", clock)
-
-    def make(**options: Any) -> Core:
-        return Core(config, engine(blocks=BLOCKS, **{"save": "second", **options}), clock)
-
-    return make
-
+from ..rig import SECRET, Engine
+from .core_rig import BLOCKS, PROMPT, Core
 
 Make = Callable[..., Core]
 MakeEngine = Callable[..., Engine]
@@ -300,7 +159,7 @@ def test_idle_saves_blocks_given_away_during_the_copy_give_it_up(
     filler = [(5 * i + 3) % 241 for i in range((BLOCKS - 1) * 16 - 1)]
     one.add(filler)
     began = one.schedule()
-    assert len(began[1].meta.preempted) == 4 == len(set(began[1].meta.preempted))
+    assert len(began[1].meta.given_up) == 4 == len(set(began[1].meta.given_up))
     # A worker copies now at the earliest: what it reads is the other request's.
     one.execute(began)
     one.drain()
@@ -434,7 +293,7 @@ def test_idle_saves_growing_store_takes_the_pages_later(core: Make, faulty: Faul
     one.answer(PROMPT)
     one.step()
     one.clock.now += 0.5
-    for _ in range(10):
+    for _ in range(3):
         one.clock.now += 0.01
         one.step()
     assert one.saved() < 4
@@ -461,9 +320,36 @@ def test_idle_saves_remember_no_more_pages_than_the_engine_has(core: Make) -> No
     for i in range(20):
         one.answer([i + 300] * 150)
     assert idle._pages <= BLOCKS * 16 // 32
-    assert idle._pages == sum(len(finished.pages) for finished in idle._finished)
+    assert idle._pages == sum(len(pages) for pages in idle._finished)
     one.sleep()
     assert one.saved() > 0
+
+
+def reachable(root: object, kind: type, beyond: tuple[type, ...]) -> int:
+    """References to objects of a kind that `root` keeps alive, not through objects of `beyond`."""
+    left, seen, count = [root], set[int](), 0
+    while left:
+        for one in gc.get_referents(left.pop()):
+            count += isinstance(one, kind)
+            if id(one) not in seen and not isinstance(one, (type, kind, *beyond)):
+                seen.add(id(one))
+                left.append(one)
+    return count
+
+
+@pytest.mark.parametrize("events", [False, True])
+def test_idle_saves_keep_only_what_holds_their_pages(core: Make, events: bool) -> None:
+    """Of a long prompt with two new pages a turn, thousands of references a request would stay."""
+    one, turns = core(events=events), 6
+    one.answer([*range(200), *range(200), *range(100)])
+    for turn in range(turns):
+        one.answer([*range(200), *range(200), *range(100), *[turn + 300] * 70])
+    one.step()
+    idle = one.engine.connector._scheduler._idle  # type: ignore[union-attr]
+    assert idle._pages >= 2 * turns
+    assert reachable(idle._finished, KVCacheBlock, (BlockPool, Request)) == 2 * idle._pages
+    # Its tokens are no fewer than the pages of a whole prompt.
+    assert reachable(idle._finished, Request, (BlockPool, KVCacheBlock)) == 0
 
 
 def test_idle_saves_block_of_two_pages_holds_both(core: Make, engine: MakeEngine) -> None:

@@ -38,19 +38,6 @@ def test_kv_save_given_up_leaves_other_request_of_step() -> None:
     assert acks is not None
     assert set(acks.written) == {3, 4, 5}
     assert acks.failed_writes == dict.fromkeys((0, 1, 2), HEADS)
-    assert moves.worker.finished() == (set(), set())
-    moves.worker.close()
-
-
-def test_kv_save_done_frees_request_before_rest_of_step() -> None:
-    moves, began, go = held_moves(1, 3)
-    moves.worker.start_saves(moves.saves())
-    moves.worker.finishing(["0", "1", "2"])
-    assert began.wait(60)
-    assert moves.worker.finished()[0] == {"0"}
-    go.set()
-    moves.worker.drain()
-    assert moves.worker.finished()[0] == {"1", "2"}
     moves.worker.close()
 
 
@@ -66,7 +53,7 @@ def test_kv_save_takes_blocks_of_its_pages_only(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("cornplug.vllm_connector.kv.move_reports.kernel_table", seen)
     (save,) = moves.saves()
-    moves.worker.start_saves([type(save)(save.request_id, save.pages[37:38], save.blocks)])
+    moves.worker.start_saves([type(save)(save.name, save.pages[37:38], save.blocks)])
     moves.worker.drain()
     assert tables == [PAGE // BLOCK]
     moves.worker.start_saves([save])

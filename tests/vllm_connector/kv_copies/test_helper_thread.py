@@ -43,6 +43,7 @@ def test_helper_thread_leaves_core_of_pinned_main() -> None:
     assert CORES[0] not in found["cores"]  # type: ignore[operator]
 
 
+@pytest.mark.more
 def test_helper_thread_computes_alone() -> None:
     found = started_by_main_on(*CORES)
     assert found == {"main": CORES, "cores": CORES, "threads": 1, "main threads": 2}

@@ -17,7 +17,7 @@ from vllm.model_executor.models import registry
 from cornplug.vllm_connector.kv_events import page_events
 from devkit import checkpoints
 
-from ..kv.test_idle_saves import BLOCKS, Clock, Core
+from ..kv.core_rig import BLOCKS, Clock, Core
 from ..rig import Engine
 
 

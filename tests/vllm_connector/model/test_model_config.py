@@ -24,7 +24,7 @@ from cornplug.errors import CheckpointError
 from cornplug.host import PRECISION_VARIABLES
 from cornplug.identity import canonical
 from cornplug.vllm_connector.ec import early_prefill
-from cornplug.vllm_connector.model import engine_fields, model_fields, runtime_fields
+from cornplug.vllm_connector.model import engine_fields, model_fields, runtime_fields, setting_verdicts
 from cornplug.vllm_connector.model import model_config as model
 from cornplug.vllm_connector.model.code_in_use import transformers_backend
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity
@@ -589,12 +589,28 @@ def test_kv_identity_contains_relevant_variables(resolved: Any, monkeypatch: pyt
     plain = kv_key(resolved)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    # vLLM writes a random name here with --mm-processor-cache-type shm.
+    monkeypatch.setenv("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "VLLM_OBJECT_STORAGE_SHM_BUFFER_1a2b")
     assert kv_key(resolved) == plain
     monkeypatch.setenv("VLLM_MARLIN_INPUT_DTYPE", "fp8")
     assert kv_key(resolved) != plain
     monkeypatch.setenv("VLLM_TEST_FORCE_LOAD_FORMAT", "dummy")
     with pytest.raises(CheckpointError, match="VLLM_TEST_FORCE_LOAD_FORMAT"):
         kv_identity(resolved)
+
+
+def test_kv_identity_of_another_hub_is_that_of_a_local_folder_only(
+    resolved: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = kv_key(resolved)
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    assert kv_key(resolved) == plain
+    draft = SimpleNamespace(draft_model_config=SimpleNamespace(model="org/draft"))
+    for config in (
+        SimpleNamespace(model_config=SimpleNamespace(model="org/name"), speculative_config=None),
+        SimpleNamespace(model_config=resolved.model_config, speculative_config=draft),
+    ):
+        assert setting_verdicts._environment(config).refusals
 
 
 def test_keys_of_both_model_runners_are_equal(resolved: Any, monkeypatch: pytest.MonkeyPatch) -> None:

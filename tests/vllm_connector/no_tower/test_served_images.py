@@ -29,6 +29,7 @@ from cornplug.encoder_service.wire.messages import (
     WireTensor,
 )
 from cornplug.engine_common.model_identity import TowerIdentity
+from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
@@ -91,7 +92,9 @@ class Service:
         told = {name: value for name, value in self.changes.items() if name in claims}
         handle = EmbeddingHandle(**{**claims, **told}).signed(secret)
         tensor = WireTensor("float32", (6, 8), rows.tobytes()[: self.changes.get("size", 192)])
-        future.set_result(MediumReply(handle=handle, tensor=tensor))
+        # A service of an older release sends no `decoding`.
+        named = {} if self.changes.get("decoding", "?") is None else {"decoding": request.decoding}
+        future.set_result(MediumReply(handle=handle, tensor=tensor, **named))
         return future
 
 
@@ -185,6 +188,22 @@ def test_parse_image_gives_the_services_rows_and_the_name_of_its_content(
         service.asked.clear()
     rows, _ = (make("llava"), parsed(tracker()))[1]
     assert isinstance(rows, torch.Tensor)
+
+
+def test_parse_image_is_decoded_as_this_vllm_does(
+    make: Make, service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make()
+    for version, rule in (("0.32.0+cpu", "vllm-0.32"), ("0.33.0+cpu", "vllm-0.33")):
+        monkeypatch.setattr(VersionRange, "installed", lambda self, version=version: version)
+        parsed(tracker())
+        assert service.asked[-1].decoding == rule
+    # A service of an older release decodes as vLLM 0.32, whatever it is asked for.
+    service.changes["decoding"] = None
+    with pytest.raises(ServiceUnavailable, match=r"vllm-0.32 does, not as vllm-0.33; update cornplug"):
+        parsed(tracker())
+    monkeypatch.setattr(VersionRange, "installed", lambda self: "0.32.0")
+    parsed(tracker())
 
 
 def test_parse_image_of_a_web_address_leaves_fetching_to_the_service(make: Make, service: Service) -> None:

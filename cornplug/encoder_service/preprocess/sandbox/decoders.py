@@ -10,6 +10,7 @@ from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.audio import AudioSamples
 from cornplug.encoder_service.media.image import COMMON, RgbPixels
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
+from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 
 _RGB_BYTES: Final = 3 + 4
 """A pixel as it comes from the decoder, and as Pillow has it."""
@@ -59,14 +60,15 @@ class MediumDecoder(Protocol):
     `on_header`."""
 
     def image(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
+        self,
+        data: bytes,
+        max_pixels: int,
+        on_header: OnHeader,
+        formats: Sequence[str] = COMMON,
+        *,
+        decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
-        """By the rule of `media.image`."""
-
-    def image_for_sglang(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> RgbPixels:
-        """As SGLang receives it."""
+        """The pixels by one of the rules of `media.image`."""
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples: ...
 
@@ -79,7 +81,13 @@ class MediumDecoder(Protocol):
     ) -> VideoFrames: ...
 
     def frames(
-        self, images: Sequence[bytes], fps: float, limits: VideoLimits, on_header: OnHeader
+        self,
+        images: Sequence[bytes],
+        fps: float,
+        limits: VideoLimits,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT,
     ) -> VideoFrames:
         """A video given as its images."""
 
@@ -88,17 +96,17 @@ class InProcessDecoder:
     """Decodes in this process: for trusted media."""
 
     def image(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
+        self,
+        data: bytes,
+        max_pixels: int,
+        on_header: OnHeader,
+        formats: Sequence[str] = COMMON,
+        *,
+        decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
         before = _image_header(on_header)
         decoded = image.decode(data, max_pixels, before=before, formats=formats)
-        return RgbPixels.of(image.as_received(decoded))
-
-    def image_for_sglang(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> RgbPixels:
-        before = _image_header(on_header)
-        return RgbPixels.of(image.as_sglang_receives(data, max_pixels, before=before, formats=formats))
+        return RgbPixels.of(image.as_received(decoded, decoding))
 
     def audio(self, data: bytes, max_s: float, on_header: OnHeader) -> AudioSamples:
         return audio.decode(
@@ -115,12 +123,18 @@ class InProcessDecoder:
         return video.decode(data, lambda source: choose_frames(source, choose, limits, on_header), limits)
 
     def frames(
-        self, images: Sequence[bytes], fps: float, limits: VideoLimits, on_header: OnHeader
+        self,
+        images: Sequence[bytes],
+        fps: float,
+        limits: VideoLimits,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT,
     ) -> VideoFrames:
         def before(source: VideoHeader) -> None:
             on_header(MediumHeader.of_video(source, range(source.total)))
 
-        return video.decode_frames(images, fps, limits, before=before)
+        return video.decode_frames(images, fps, limits, decoding=decoding, before=before)
 
 
 def choose_frames(

@@ -19,6 +19,8 @@ from typing import Any, Final
 
 import msgspec
 
+from cornplug.encoder_service.wire.decodings import Decoding
+
 MAX_MESSAGE: Final = 64 << 10
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
@@ -26,7 +28,7 @@ _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | f
 class ImageJob(msgspec.Struct, frozen=True, tag="image"):
     max_pixels: int
     formats: tuple[str, ...]
-    for_sglang: bool
+    decoding: Decoding
     limit_s: float
 
 
@@ -50,6 +52,7 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
     max_frames: int
     max_pixels: int
     formats: tuple[str, ...]
+    decoding: Decoding
     limit_s: float
 
 

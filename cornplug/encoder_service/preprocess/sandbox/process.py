@@ -88,9 +88,8 @@ class DecoderLoop:
         def before(width: int, height: int) -> None:
             self._confirm(ipc.MediumOpened(width=width, height=height))
 
-        if job.for_sglang:
-            return image.as_sglang_receives(data, job.max_pixels, before=before, formats=job.formats)
-        return image.as_received(image.decode(data, job.max_pixels, before=before, formats=job.formats))
+        decoded = image.decode(data, job.max_pixels, before=before, formats=job.formats)
+        return image.as_received(decoded, job.decoding)
 
     def _audio(self, job: ipc.AudioJob, data: bytes) -> audio.Samples:
         def before(seconds: float, rate: int) -> None:
@@ -105,7 +104,7 @@ class DecoderLoop:
         ends = np.cumsum(job.sizes).tolist()
         images = [data[end - size : end] for end, size in zip(ends, job.sizes, strict=True)]
         limits = VideoLimits(max_frames=job.max_frames, max_pixels=job.max_pixels, image_formats=job.formats)
-        return video.decode_frames(images, job.fps, limits, before=before)
+        return video.decode_frames(images, job.fps, limits, decoding=job.decoding, before=before)
 
     def _confirm(self, opened: ipc.MediumOpened) -> tuple[int, ...]:
         """Send the header and wait for the service's decision: the wanted frames."""

@@ -16,6 +16,7 @@ from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, Video
 from cornplug.encoder_service.preprocess.sandbox import ipc
 from cornplug.encoder_service.preprocess.sandbox.decoder_process import AssignedJob, DecoderProcess
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader, OnHeader, choose_frames
+from cornplug.encoder_service.wire.decodings import DEFAULT, Decoding
 from cornplug.errors import MediaError
 
 
@@ -32,20 +33,16 @@ class SandboxedDecoder:
         self._wanted = wanted
 
     def image(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> RgbPixels:
-        return self._image(data, max_pixels, on_header, formats, for_sglang=False)
-
-    def image_for_sglang(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str] = COMMON
-    ) -> RgbPixels:
-        return self._image(data, max_pixels, on_header, formats, for_sglang=True)
-
-    def _image(
-        self, data: bytes, max_pixels: int, on_header: OnHeader, formats: Sequence[str], *, for_sglang: bool
+        self,
+        data: bytes,
+        max_pixels: int,
+        on_header: OnHeader,
+        formats: Sequence[str] = COMMON,
+        *,
+        decoding: Decoding = DEFAULT,
     ) -> RgbPixels:
         job = ipc.ImageJob(
-            max_pixels=max_pixels, formats=tuple(formats), for_sglang=for_sglang, limit_s=self._limit()
+            max_pixels=max_pixels, formats=tuple(formats), decoding=decoding, limit_s=self._limit()
         )
         assigned = self._begin(job, [data])
         opened = _read_header(assigned)
@@ -84,7 +81,13 @@ class SandboxedDecoder:
         return self._video(job, [data], choose, limits, on_header)
 
     def frames(
-        self, images: Sequence[bytes], fps: float, limits: VideoLimits, on_header: OnHeader
+        self,
+        images: Sequence[bytes],
+        fps: float,
+        limits: VideoLimits,
+        on_header: OnHeader,
+        *,
+        decoding: Decoding = DEFAULT,
     ) -> VideoFrames:
         job = ipc.FramesJob(
             sizes=tuple(map(len, images)),
@@ -92,6 +95,7 @@ class SandboxedDecoder:
             max_frames=limits.max_frames,
             max_pixels=limits.max_pixels,
             formats=limits.image_formats,
+            decoding=decoding,
             limit_s=self._limit(),
         )
         return self._video(job, images, lambda source: range(source.total), limits, on_header)

@@ -25,6 +25,7 @@ from cornplug.encoder_service.preprocess.sandbox.decoders import (
     accept_any,
 )
 from cornplug.encoder_service.preprocess.sandbox.sandboxed_decoder import SandboxedDecoder
+from cornplug.encoder_service.wire.decodings import DECODINGS, Decoding
 from cornplug.errors import EncoderRefused, MediaError
 
 from ... import hostile_images
@@ -74,18 +75,19 @@ def outcome(decode: Callable[[MediumDecoder], Any], decoder: MediumDecoder) -> t
 def images() -> Iterator[tuple[str, bytes]]:
     yield from ((name, data) for name, (data, _) in hostile_images.odd().items())
     yield from ((name, data) for name, (data, _) in hostile_images.hostile().items())
+    yield "rgb with a clear colour", hostile_images.clear_rgb()
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_sandboxed_decoder_images_equal_in_process_bit_for_bit(cell: Cell) -> None:
     """Good and bad ones: the same pixels, or refused for the same reason in the same words."""
     for name, data in images():
-        for way in ("image", "image_for_sglang"):
+        for rule in DECODINGS:
 
-            def decode(decoder: MediumDecoder, data: bytes = data, way: str = way) -> Any:
-                return getattr(decoder, way)(data, MAX_PIXELS, accept_any)
+            def decode(decoder: MediumDecoder, data: bytes = data, rule: Decoding = rule) -> Any:
+                return decoder.image(data, MAX_PIXELS, accept_any, decoding=rule)
 
-            assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), (name, way)
+            assert outcome(decode, cell.decoder()) == outcome(decode, InProcessDecoder()), (name, rule)
     assert cell.killed == []
 
 

@@ -1,0 +1,114 @@
+"""The order of passes on one device: one computes at a time, and gives way or ends between two of its layers.
+
+A pass over one huge image may take minutes, and once begun it would hold up everybody else's.
+
+    pass of a worse class   layer layer ┆ ─ paused ─ ┆ layer layer          abandoned by all its callers: ends
+    pass of a better class              ┆layer…layer ┆
+
+A paused pass goes on before the next urgent one where it has had less than its class's share of the time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+_thread: Final = threading.local()
+
+
+class PassAbandoned(Exception):
+    """Ends a pass that nobody waits for any more."""
+
+
+def between_layers(*_: Any) -> None:
+    """Let this thread's pass give way, or end. Forward pre-hook of a tower's layers.
+
+    Raises PassAbandoned.
+    """
+    current: TowerPass | None = getattr(_thread, "current", None)
+    if current is not None:
+        current.between_layers()
+
+
+class TowerPass:
+    """One pass that has its turn."""
+
+    def __init__(self, turn: TowerTurn, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> None:
+        self._turn = turn
+        self._share = share
+        self._abandoned = abandoned
+        self._began_s = turn.clock()
+        self.urgent: Final = urgent
+        self.paused_s = 0.0
+        """Seconds for which others computed meanwhile."""
+
+    def between_layers(self) -> None:
+        """Give way to an urgent pass. Raises PassAbandoned."""
+        if self._abandoned():
+            raise PassAbandoned("nobody waits for this pass")
+        if not self.urgent:
+            self._turn.give_way(self)
+
+    @property
+    def is_owed(self) -> bool:
+        """Whether it has had less than its share of the time since it began."""
+        whole_s = self._turn.clock() - self._began_s
+        return whole_s - self.paused_s < self._share * whole_s
+
+
+class TowerTurn:
+    """The turns of one device. Thread-safe. At most one urgent pass at a time asks for one."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock: Final = clock
+        self._changed = threading.Condition()
+        self._busy = False
+        self._paused = False
+        self._granted = False
+        """The paused pass has given way, and no urgent pass has begun since."""
+        self._urgent = 0
+        """Urgent passes that wait."""
+
+    @contextmanager
+    def taken(self, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
+        """Context manager around one pass on this thread. Waits for its turn.
+
+        Args:
+            urgent: It overtakes waiting passes, and the running one between two layers.
+            share: Part of the time that it keeps beside urgent passes.
+            abandoned: Whether nobody waits for it any more.
+        """
+        with self._changed:
+            self._urgent += urgent
+            self._changed.wait_for(self._free_for_urgent if urgent else self._free)
+            self._urgent -= urgent
+            self._granted = False
+            self._busy = True
+        _thread.current = current = TowerPass(self, urgent=urgent, share=share, abandoned=abandoned)
+        try:
+            yield current
+        finally:
+            _thread.current = None
+            with self._changed:
+                self._busy = False
+                self._changed.notify_all()
+
+    def give_way(self, current: TowerPass) -> None:
+        """Let urgent passes compute on their threads; returns when this one goes on."""
+        with self._changed:
+            while self._urgent and not current.is_owed:
+                began_s = self.clock()
+                self._busy, self._paused, self._granted = False, True, True
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: not self._busy and not self._granted)
+                self._busy, self._paused = True, False
+                current.paused_s += self.clock() - began_s
+
+    def _free(self) -> bool:
+        return not (self._busy or self._paused or self._urgent)
+
+    def _free_for_urgent(self) -> bool:
+        return not self._busy and (self._granted or not self._paused)

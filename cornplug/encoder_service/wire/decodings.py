@@ -1,0 +1,33 @@
+"""Names of the rules by which engines decode an image to pixels; `media.image` has the rules.
+
+Releases of an engine differ, so the service decodes each image as the engine that will use its embedding.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
+"""An engine's rule, by the release that introduced it."""
+DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
+DEFAULT: Final[Decoding] = "vllm-0.33"
+"""The rule for callers of the HTTP API that name none."""
+HEADER: Final = "x-cornplug-decoding"
+"""HTTP header that names the rule for all images of a request."""
+
+_RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
+    ("vllm", "0.32.", "vllm-0.32"),
+    ("vllm", "0.33.", "vllm-0.33"),
+    ("sglang", "0.5.23", "sglang-0.5.23"),
+)
+
+
+def decoding_of(engine: str, version: str) -> Decoding | None:
+    """The rule of an installed release of "vllm" or "sglang"; None for a release that was not compared."""
+    return next((d for e, start, d in _RELEASES if e == engine and version.startswith(start)), None)
+
+
+def known(name: str) -> Decoding | None:
+    """The rule with this name, None if there is none."""
+    return next((d for d in DECODINGS if d == name), None)

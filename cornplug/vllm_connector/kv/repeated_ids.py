@@ -1,0 +1,28 @@
+"""A request whose id belongs to a request that is over.
+
+vLLM forgets a request when it ends, but keeps an aborted request until its blocks are loaded. It asserts that
+no request comes with this id meanwhile. A client that repeats a request id, which vLLM leaves alone with
+VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, would end the engine. Here the load keeps the blocks, and vLLM
+forgets the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def _add_request(
+    original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    held = scheduler.requests.get(request.request_id)
+    # Beside other connectors the end of a load does not say whose load it was.
+    detach = getattr(scheduler.connector, "_detach_load", None)
+    if held is not None and held.is_finished() and detach is not None and detach(held):
+        scheduler._free_blocks(held)
+    return original(scheduler, request, *args, **kwargs)
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", _add_request),
+)
