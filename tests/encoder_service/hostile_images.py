@@ -208,6 +208,7 @@ def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
     clear.info["transparency"] = palette.getpixel((0, 0))
     shaded = palette.copy()
     shaded.info["transparency"] = bytes(range(0, 256, 16))
+    clear_gif = saved(clear, "GIF")
     clear_grey = base.convert("L")
     clear_grey.info["transparency"] = clear_grey.getpixel((0, 0))
     hole = base.convert("RGBA")
@@ -247,7 +248,7 @@ def odd() -> Mapping[str, tuple[bytes, Image.Image]]:
             saved(palette, "PNG", transparency=bytes(range(0, 256, 16))),
             _on_white(shaded),
         ),
-        "gif with a clear colour": (saved(clear, "GIF"), _on_white(clear)),
+        "gif with a clear colour": (clear_gif, _on_white(Image.open(io.BytesIO(clear_gif)))),
         "grey with a clear colour": (
             saved(grey, "PNG", transparency=grey.getpixel((0, 0))),
             _on_white(clear_grey),

@@ -42,7 +42,7 @@ from cornplug.encoder_service.wire.messages import (
     MediumRequest,
     ServedModel,
 )
-from cornplug.encoder_service.wire.status_codes import is_of_medium
+from cornplug.encoder_service.wire.status_codes import OF_THE_FETCH, is_of_medium
 from cornplug.errors import EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.host import tls_context
 
@@ -59,6 +59,8 @@ _LEFT_OUT_S: Final = 0.5
 _MOST_LEFT_OUT_S: Final = 5.0
 """A full service may ask for more; by then another look costs little."""
 _MARGIN_S: Final = 5.0
+_PART_OF_TIMEOUT: Final = 0.9
+"""Deadline of a medium at a service, as a part of the time for which its answer is awaited."""
 _KEEPALIVE_S: Final = 2.0
 """Less than uvicorn's 5 s: an idle connection that the service ends just then would look like its death."""
 
@@ -227,11 +229,17 @@ class RemoteEncoder:
                 break
             spare = any(other.error is None for other in asked[number + 1 :])
             try:
-                return await self._exchange(service.url, request, left_s / 2 if spare else left_s)
+                timeout_s = left_s / 2 if spare else left_s
+                if isinstance(request, MediumRequest):
+                    # So that a medium that waits there for its turn is refused, and not given up as lost.
+                    request = msgspec.structs.replace(request, deadline_s=_PART_OF_TIMEOUT * timeout_s)
+                return await self._exchange(service.url, request, timeout_s)
             except EncoderRefused as e:
+                last = e
+                if e.reason in OF_THE_FETCH:
+                    continue
                 if is_of_medium(e.reason):
                     raise
-                last = e
                 if e.reason == "overloaded":
                     pause_s = _LEFT_OUT_S if e.retry_after_s is None else e.retry_after_s
                     self._leave_out(service, e, sent, min(pause_s, _MOST_LEFT_OUT_S))

@@ -101,6 +101,7 @@ class EncoderCore:
             on_late=lambda pending: self._replies.refuse_late(pending),
             batch_token_limit=self._admission.batch_token_limit,
             has_urgent_lane=len(self.classes.all()) > 1,
+            is_long=self._admission.is_long,
         )
         self.meters = ServiceMetrics(
             self.waiting,

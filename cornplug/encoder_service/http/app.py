@@ -31,7 +31,7 @@ from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import admin, dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
-from cornplug.encoder_service.http.body_limits import BodyGuard
+from cornplug.encoder_service.http.body_limits import BodyGuard, body_budget
 from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.dashboard import StatusReport
 from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
@@ -66,7 +66,8 @@ def create_app(
     parser = BodyParser(threads)
     door = MediaIntake(encoder, threads, config)
     served = ModelsRoute(encoder.registry, preparer)
-    encodes = EncodeRoute(encoder, preparer, parser, config, door, secret=secret)
+    held = body_budget(encoder.classes, config)
+    encodes = EncodeRoute(encoder, preparer, parser, config, door, held, secret=secret)
     history = ServiceHistory(encoder.meters)
     audit = AuditLog()
 
@@ -76,7 +77,11 @@ def create_app(
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         # Before the port answers, so that the first media need not wait for processes to start.
         await asyncio.to_thread(encoder.start_decoding)
-        async with parts.running() if config.sglang else contextlib.nullcontext(), history.running():
+        async with (
+            parts.running() if config.sglang else contextlib.nullcontext(),
+            history.running(),
+            contextlib.aclosing(encodes),
+        ):
             yield
 
     # FastAPI's own pages load third-party scripts, onto the origin that may reload.
@@ -97,7 +102,7 @@ def create_app(
         classes=encoder.classes,
         max_items=config.max_items,
         max_bytes=config.max_body_bytes,
-        max_held_bytes=config.max_held_bytes,
+        held=held,
         read_s=config.body_deadline_s,
         count=encoder.meters.refused,
     )

@@ -18,6 +18,7 @@ from typing import Final
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cornplug.config import EncoderConfig
 from cornplug.encoder_service.http.engine_scope import ENGINES, SEAL
 from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
@@ -68,6 +69,15 @@ class JsonShape:
             self._left[marks] = left
 
 
+def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
+    """The bytes of bodies under way, with room for one body of each class whatever the others hold."""
+    return ByteBudget(
+        {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
+        max(config.max_held_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
+        purpose="to receive it",
+    )
+
+
 class BodyGuard:
     """Limits in bytes, seconds and values. A refused request gets a JSON answer, and its connection ends."""
 
@@ -76,25 +86,23 @@ class BodyGuard:
         app: ASGIApp,
         *,
         classes: QosClasses,
+        held: ByteBudget,
         max_bytes: int,
-        max_held_bytes: int,
         max_items: int,
         read_s: float,
         count: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """`count` is called with the reason of each request that is refused before its route."""
+        """Args:
+        held: Counts the bodies under way.
+        count: Called with the reason of each request that is refused before its route.
+        """
         self._app = app
         self._count = count
         self._classes = classes
         self._max_bytes = max_bytes + _FORM_OVERHEAD_BYTES
         self._max_items = max_items
         self._read_s = read_s
-        self._held = ByteBudget(
-            {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
-            # Whatever the others hold, there is room for one body of each class.
-            max(max_held_bytes, 4 * self._max_bytes),
-            purpose="to receive it",
-        )
+        self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

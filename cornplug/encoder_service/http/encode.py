@@ -30,7 +30,7 @@ from cornplug.encoder_service.http.client_gone import unless_gone
 from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
-from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBudget
 from cornplug.encoder_service.preprocess.preparer import (
     APP,
     ENGINE_SAMPLING,
@@ -77,16 +77,23 @@ class EncodeRoute:
         parser: BodyParser,
         config: EncoderConfig,
         door: MediaIntake,
+        held: ByteBudget,
         *,
         secret: bytes,
     ) -> None:
+        """`held` counts media that are fetched, beside the bodies that come."""
+        self._held = held
         self._encoder = encoder
         self._door = door
         self._secret = secret
         self._preparer = preparer
         self._parser = parser
         self._config = config
-        self._fetcher = UrlFetcher.of(config)
+        self._fetcher = UrlFetcher.of(config, encoder.classes.all())
+
+    async def aclose(self) -> None:
+        """Close the connections to hosts of URLs."""
+        await self._fetcher.close()
 
     async def __call__(self, request: Request) -> Response:
         """The answer to a request. Raises EncoderRefused and MediaError for errors of the whole request, and
@@ -231,13 +238,21 @@ class EncodeRoute:
     async def _prepare(
         self, job: _HttpRequest, source: RequestMedium, budget_share: BudgetShare
     ) -> PreprocessedMedium:
-        asked = job.asked
         left = job.end - time.monotonic()
         if left <= 0:
             raise EncoderRefused(f"{source.field}: its turn came after the deadline", reason="too_late")
-        url = source.url()
-        fetched = await self._fetcher.fetch(source.field, url, deadline_s=left) if url is not None else None
+        with self._held.share(job.caller.qos) as held:
+            fetched = None
+            if (url := source.url()) is not None:
+                fetched = await self._fetcher.fetch(
+                    source.field, url, qos=job.caller.qos, deadline_s=left, held=held
+                )
+            return await self._prepare_here(job, source, fetched, budget_share)
 
+    async def _prepare_here(
+        self, job: _HttpRequest, source: RequestMedium, fetched: bytes | None, budget_share: BudgetShare
+    ) -> PreprocessedMedium:
+        asked = job.asked
         # A video may be sent as images.
         as_frames = source.modality == "video" and source.is_frames
 
@@ -250,7 +265,7 @@ class EncodeRoute:
                 form="images" if as_frames else "file",
                 parts=parts,
                 salt=job.salt,
-                deadline_s=left,
+                deadline_s=max(job.end - time.monotonic(), 0.001),
                 sampling=asked.sampling if source.modality == "video" else ENGINE_SAMPLING,
                 decoding=job.decoding,
             )

@@ -1,36 +1,48 @@
 """Fetching of media by URL, from the hosts that the operator allows only.
 
-    url ─> scheme, port, host on the list ─> resolve once ─> every address public or listed
+    url ─> scheme, port, host on the list ─> a slot ─> resolve once ─> every address public or listed
         ─> connect to that very address ─> redirect? the same again, three times at most ─> bytes
 
-A name is resolved once, and the checked address is connected to, so that a second answer of a name server
-(DNS rebinding) has no effect. No proxies, credentials or cookies; no compression, as its size would be known
-too late. The media digest covers the content: no key contains a URL.
+A name is resolved once a fetch, and the checked address is connected to, so that a second answer of a name
+server (DNS rebinding) has no effect. Connections are kept for the next fetch of that host at that address. No
+proxies, credentials or cookies; no compression, as its size would be known too late. The media digest covers
+the content: no key contains a URL.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import re
 import socket
 import ssl
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
-from typing import Final
+from typing import Any, Final
 
 import httpx
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
+from cornplug.encoder_service.http.fetch_slots import FetchSlot, FetchSlots
+from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
 from cornplug.errors import ConfigError, EncoderRefused
+from cornplug.qos import ServiceClass
 
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 MAX_REDIRECTS: Final = 3
 _MAX_URL: Final = 4096
-_AT_ONCE: Final = 8
-"""Concurrent fetches; bounds the bytes held for them."""
+_ANY_HOST: Final = "*"
+_IDLE_CONNECTIONS: Final = 8
+"""Of one host, kept for its next fetches."""
+_IDLE_S: Final = 15.0
+_MAX_HOSTS: Final = 64
+"""Hosts with connections that are kept."""
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
@@ -46,7 +58,7 @@ class UrlRules:
     """The allowed URLs and addresses. Pure: no sockets here."""
 
     hosts: tuple[str, ...]
-    """Lower case; exact, or "*.suffix" for all names below it."""
+    """Lower case; exact, "*.suffix" for all names below it, or "*" for every host."""
     networks: tuple[Network, ...]
     """Allowed addresses that are not public."""
     ports: frozenset[int]
@@ -56,8 +68,8 @@ class UrlRules:
         """Raises ConfigError that names the setting."""
         hosts = tuple(word.lower().strip("[]") for word in _words(config.allow_hosts))
         for host in hosts:
-            if not _HOST.fullmatch(host):
-                remedy = "Write example.org or *.example.org, without scheme and port."
+            if host != _ANY_HOST and not _HOST.fullmatch(host):
+                remedy = "Write example.org, *.example.org or *, without scheme and port."
                 raise ConfigError("encoder.allow_hosts", f"{host!r} is no host", remedy)
         try:
             networks = tuple(map(ipaddress.ip_network, _words(config.allow_networks)))
@@ -72,7 +84,9 @@ class UrlRules:
 
     def allows_host(self, host: str) -> bool:
         """Whether the host's name is allowed, before it is resolved."""
-        return any(host == h or (h.startswith("*.") and host.endswith(h[1:])) for h in self.hosts)
+        return any(
+            h in (host, _ANY_HOST) or (h.startswith("*.") and host.endswith(h[1:])) for h in self.hosts
+        )
 
     def allows_address(self, address: Address) -> bool:
         """Whether an address is public or listed; no private address embedded in an IPv6 address is."""
@@ -92,43 +106,101 @@ class _Target:
     addresses: tuple[Address, ...]
 
 
-class UrlFetcher:
-    """Fetches media by the rules. For one event loop."""
+class _Connections:
+    """Kept connections, by host name and port. For one event loop.
 
-    def __init__(self, rules: UrlRules, *, max_bytes: int, deadline_s: float) -> None:
+    A transport has them by address alone: with one for all hosts, a host could be asked over the connection
+    of another host at its address, whose certificate was checked in place of its own.
+    """
+
+    def __init__(self) -> None:
+        self._tls = ssl.create_default_context()
+        self._kept: OrderedDict[tuple[str, str, int], httpx.AsyncHTTPTransport] = OrderedDict()
+        self._used: Counter[tuple[str, str, int]] = Counter()
+
+    @contextlib.asynccontextmanager
+    async def of(self, target: _Target) -> AsyncIterator[httpx.AsyncHTTPTransport]:
+        """Context manager around one use."""
+        key = target.url.scheme, target.host, target.port
+        if key not in self._kept:
+            limits = httpx.Limits(
+                max_connections=None, max_keepalive_connections=_IDLE_CONNECTIONS, keepalive_expiry=_IDLE_S
+            )
+            self._kept[key] = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False, limits=limits)
+        self._kept.move_to_end(key)
+        self._used[key] += 1
+        try:
+            yield self._kept[key]
+        finally:
+            self._used[key] -= 1
+            unused = [old for old in self._kept if not self._used[old]]
+            for old in unused[: max(0, len(self._kept) - _MAX_HOSTS)]:
+                del self._used[old]
+                await self._kept.pop(old).aclose()
+
+    async def close(self) -> None:
+        while self._kept:
+            await self._kept.popitem()[1].aclose()
+
+
+class UrlFetcher:
+    """Fetches media by the rules. For one event loop; `close` it there."""
+
+    def __init__(self, rules: UrlRules, slots: FetchSlots, *, max_bytes: int, deadline_s: float) -> None:
         self._rules = rules
+        self._slots = slots
         self._max_bytes = max_bytes
         self._deadline_s = deadline_s
-        self._turn = asyncio.Semaphore(_AT_ONCE)
-        self._tls = ssl.create_default_context()
+        self._connections = _Connections()
 
     @classmethod
-    def of(cls, config: EncoderConfig) -> UrlFetcher:
+    def of(cls, config: EncoderConfig, classes: Sequence[ServiceClass]) -> UrlFetcher:
         """Raises ConfigError as `UrlRules.of`."""
-        return cls(UrlRules.of(config), max_bytes=config.max_body_bytes, deadline_s=config.fetch_deadline_s)
+        return cls(
+            UrlRules.of(config),
+            FetchSlots(classes, config.max_fetches, max_waiting=config.max_waiting),
+            max_bytes=config.max_body_bytes,
+            deadline_s=config.fetch_deadline_s,
+        )
 
-    async def fetch(self, field: str, url: str, *, deadline_s: float) -> bytes:
-        """The bytes at `url`. Messages begin with `field`.
+    async def fetch(
+        self, field: str, url: str, *, qos: ServiceClass, deadline_s: float, held: BudgetShare
+    ) -> bytes:
+        """The bytes at `url`, which `held` counts. Messages begin with `field`.
 
-        Raises EncoderRefused: "remote_url" (not allowed: host, scheme, port, address, redirect),
-        "remote_failed" (no answer, or a status that is not 200), "remote_timeout", "too_large".
+        Waits for a slot of the class for at most `deadline_s`; only then the time of the fetch begins. Raises
+        EncoderRefused: "remote_url" (not allowed: host, scheme, port, address, redirect), "remote_failed" (no
+        answer, or a status that is not 200), "remote_timeout", "too_large", "fetches_full", and as
+        `BudgetShare.need`.
         """
         if not self._rules.hosts:
-            raise EncoderRefused(f"{field}: remote URLs are not fetched; send the bytes", reason="remote_url")
-        try:
-            async with asyncio.timeout(min(self._deadline_s, deadline_s)), self._turn:
-                return await self._follow(field, url)
-        except (TimeoutError, httpx.TimeoutException):
-            raise EncoderRefused(f"{field}: its host took too long", reason="remote_timeout") from None
-        except (httpx.HTTPError, OSError) as e:
-            problem = f"{field}: could not be fetched: {type(e).__name__}"
-            raise EncoderRefused(problem, reason="remote_failed") from e
+            raise EncoderRefused(
+                f"{field}: this service fetches no URLs; send the bytes, or have its operator set "
+                "encoder.allow_hosts",
+                reason="remote_url",
+            )
+        self._checked(field, url, None)
+        end = asyncio.get_running_loop().time() + deadline_s
+        async with self._slots.taken(qos, field, deadline_s=deadline_s) as slot:
+            left_s = end - asyncio.get_running_loop().time()
+            try:
+                async with asyncio.timeout(min(self._deadline_s, left_s)):
+                    return await self._follow(field, url, slot, held)
+            except (TimeoutError, httpx.TimeoutException):
+                raise EncoderRefused(f"{field}: its host took too long", reason="remote_timeout") from None
+            except (httpx.HTTPError, OSError, UnicodeError) as e:
+                problem = f"{field}: could not be fetched: {type(e).__name__}"
+                raise EncoderRefused(problem, reason="remote_failed") from e
 
-    async def _follow(self, field: str, text: str) -> bytes:
+    async def close(self) -> None:
+        """Close the kept connections."""
+        await self._connections.close()
+
+    async def _follow(self, field: str, text: str, slot: FetchSlot, held: BudgetShare) -> bytes:
         before: httpx.URL | None = None
         for _ in range(MAX_REDIRECTS + 1):
             url = self._checked(field, text, before)
-            answer = await self._get(field, await self._resolved(field, url))
+            answer = await self._get(field, await self._resolved(field, url, slot), held)
             if isinstance(answer, bytes):
                 return answer
             before, text = url, answer
@@ -156,9 +228,12 @@ class UrlFetcher:
             raise EncoderRefused(f"{field}: {problem}", reason="remote_url")
         return url
 
-    async def _resolved(self, field: str, url: httpx.URL) -> _Target:
+    async def _resolved(self, field: str, url: httpx.URL, slot: FetchSlot) -> _Target:
         host, port = _host(url), url.port or _PORTS[url.scheme]
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # Nothing ends a look-up of a slow name server: it keeps the slot that it was begun for.
+        looking = _looked_up(host, port)
+        slot.keep_until(looking)
+        found = await asyncio.shield(looking)
         addresses = tuple(
             dict.fromkeys(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found)
         )
@@ -169,20 +244,20 @@ class UrlFetcher:
             )
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
-    async def _get(self, field: str, target: _Target) -> bytes | str:
+    async def _get(self, field: str, target: _Target, held: BudgetShare) -> bytes | str:
         """The body, or the location of a redirect. Tries the addresses in turn."""
         for address in target.addresses[:-1]:
             try:
-                return await self._get_from(field, target, address)
+                return await self._get_from(field, target, address, held)
             except (httpx.ConnectError, httpx.ConnectTimeout):
                 continue
-        return await self._get_from(field, target, target.addresses[-1])
+        return await self._get_from(field, target, target.addresses[-1], held)
 
-    async def _get_from(self, field: str, target: _Target, address: Address) -> bytes | str:
+    async def _get_from(
+        self, field: str, target: _Target, address: Address, held: BudgetShare
+    ) -> bytes | str:
         url = target.url.copy_with(host=str(address), port=target.port, fragment=None)
         authority = target.url.netloc.decode("ascii")
-        # A connection of its own: a pool would hand one host's connection to another at that address.
-        transport = httpx.AsyncHTTPTransport(verify=self._tls, trust_env=False)
         timeout = httpx.Timeout(self._deadline_s, connect=self._deadline_s / len(target.addresses))
         request = httpx.Request(
             "GET",
@@ -190,16 +265,16 @@ class UrlFetcher:
             headers={"host": authority, **_HEADERS},
             extensions={"sni_hostname": target.host, "timeout": timeout.as_dict()},
         )
-        async with transport:
-            response = await transport.handle_async_request(request)
+        async with self._connections.of(target) as transport:
+            response = await _sent(transport, request)
             try:
                 if response.status_code in (301, 302, 303, 307, 308):
                     return response.headers.get("location", "")
-                return await self._body(field, response)
+                return await self._body(field, response, held)
             finally:
                 await response.aclose()
 
-    async def _body(self, field: str, response: httpx.Response) -> bytes:
+    async def _body(self, field: str, response: httpx.Response, held: BudgetShare) -> bytes:
         if response.status_code != 200:
             problem = f"{field}: its host answered {response.status_code}"
             raise EncoderRefused(problem, reason="remote_failed")
@@ -210,7 +285,43 @@ class UrlFetcher:
             body += chunk
             if len(body) > self._max_bytes:
                 raise EncoderRefused(f"{field}: over {self._max_bytes} bytes", reason="too_large")
+            held.need(len(body))
         return bytes(body)
+
+
+async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
+    """The response's head. Once more where the connection ended before: a kept one may end at any time."""
+    try:
+        return await transport.handle_async_request(request)
+    except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+        return await transport.handle_async_request(request)
+
+
+def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
+    """The addresses of a name. On a thread of its own: those of a pool could all wait for one name server."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[list[Any]] = loop.create_future()
+
+    def done(found: list[Any], error: OSError | UnicodeError | None) -> None:
+        if future.cancelled():
+            return
+        if error is None:
+            future.set_result(found)
+        else:
+            future.set_exception(error)
+
+    def look() -> None:
+        found: list[Any] = []
+        error: OSError | UnicodeError | None = None
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as e:
+            error = e
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(done, found, error)
+
+    threading.Thread(target=look, name="cornplug-names", daemon=True).start()
+    return future
 
 
 def _words(text: str) -> list[str]:

@@ -117,6 +117,15 @@ class EncodeAdmission:
         with self._lock:
             return self._batch_token_limit(tower, deadline_s)
 
+    def is_long(self, batch: RunningBatch, deadline_s: float) -> bool:
+        """Whether a running batch holds up a request of that deadline for longer than batches may.
+
+        True, too, while its tower was not measured.
+        """
+        limit = self.batch_token_limit(batch.tower, deadline_s)
+        elapsed_s = self._clock() - batch.begun_s
+        return math.isinf(limit) or batch.tokens > limit or elapsed_s > _DEADLINE_FRACTION * deadline_s
+
     def refusal(self, job: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
         """Why `job` cannot be done in time; None: it is admitted, and counted so."""
         now = self._clock()

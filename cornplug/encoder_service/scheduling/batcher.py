@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 from opentelemetry.trace import INVALID_SPAN, Span
 
@@ -24,6 +24,7 @@ from cornplug.qos import ONE_CLASS, ServiceClass
 
 Answer = EncodeReply | EncodeRefusal
 PayloadT = TypeVar("PayloadT")
+_LOOK_S: Final = 0.05
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -107,9 +108,14 @@ class Batcher(Generic[PayloadT]):
         on_late: Callable[[PendingRequest], None],
         batch_token_limit: Callable[[object, float], float] = lambda tower, deadline_s: math.inf,
         has_urgent_lane: bool = False,
+        is_long: Callable[[RunningBatch, float], bool] = lambda batch, deadline_s: True,
     ) -> None:
-        """`has_urgent_lane`: a thread calls `take_urgent`, so that running jobs hold up no better class."""
+        """Args:
+        has_urgent_lane: A thread calls `take_urgent`, so that running jobs hold up no better class.
+        is_long: Whether a running batch takes too long for a waiting job of that deadline in seconds.
+        """
         self._has_urgent_lane = has_urgent_lane
+        self._is_long = is_long
         self._max_items = max_items
         self._max_tokens = max_tokens
         self._clock = clock
@@ -158,14 +164,15 @@ class Batcher(Generic[PayloadT]):
                 return batch
 
     def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        """The best queued job, once all `lanes` run batches of worse classes. Blocks; None once closed.
+        """The best queued job, once all `lanes` run long batches of worse classes. Blocks; None once closed.
 
         For one lane more than `lanes`, so that a long job of a worse class never delays a better class.
         """
         while True:
             with self._changed:
                 while (urgent := self._most_urgent(lanes)) is None and not self._closed:
-                    self._changed.wait()
+                    # A running batch becomes a long one by the clock alone.
+                    self._changed.wait(_LOOK_S if self._queue else None)
                 if urgent is None:
                     return None
                 late = self._drop_late()
@@ -233,7 +240,7 @@ class Batcher(Generic[PayloadT]):
         with self._changed:
             running = self._running.items()
             if self._has_urgent_lane:
-                running = {f: b for f, b in running if not _better(new.qos, f.qos)}.items()
+                running = {f: b for f, b in running if not self._overtakes(new, f, b)}.items()
             return backlog_ahead(self._queue, [batch for _, batch in running], self._fair_queue, new, demand)
 
     def load(self) -> ServiceLoad:
@@ -245,7 +252,11 @@ class Batcher(Generic[PayloadT]):
         if len(set(self._running.values())) < lanes or not self._queue:
             return None
         first = min(self._queue, key=lambda f: (*(-part for part in f.qos.rank[:2]), f.due_s))
-        return first if all(_better(first.qos, other.qos) for other in self._running) else None
+        overtakes = all(self._overtakes(first, job, batch) for job, batch in self._running.items())
+        return first if overtakes else None
+
+    def _overtakes(self, new: QueuedJob, job: EncodeJob[PayloadT], batch: RunningBatch) -> bool:
+        return _better(new.qos, job.qos) and self._is_long(batch, new.due_s - self._clock())
 
     def _apps(self) -> dict[ServiceClass, set[str]]:
         apps: dict[ServiceClass, set[str]] = {}

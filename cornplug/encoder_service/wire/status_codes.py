@@ -26,6 +26,7 @@ _STATUS: Final[Mapping[str, int]] = {
     "remote_url": 422,
     "remote_failed": 424,
     "remote_timeout": 424,
+    "fetches_full": 503,
     "unauthorized": 401,
     "forbidden": 403,
     "forbidden_salt": 403,
@@ -39,6 +40,8 @@ _STATUS: Final[Mapping[str, int]] = {
 }
 
 _OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
+OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
+"""Reasons for which another service, with another way to the URL's host, may have the medium."""
 
 A_FAULT: Final = "a fault of the service; its log says which"
 """The message for an internal error: an exception's text may hold paths, addresses and others' data."""

@@ -16,6 +16,7 @@ from PIL import Image
 from cornplug.config import Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.http.app import create_app
+from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.media.image import as_received, digest_image
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
 from cornplug.encoder_service.wire.messages import MediumRequest
@@ -119,3 +120,42 @@ def test_submit_medium_that_is_refused_fails_with_the_services_reason(
     # A client's medium is not the service's failure, and does not name it; another tower is, and does.
     assert (url in str(e.value)) == (want == "unknown_model")
     assert client.refusal is None
+
+
+@pytest.mark.parametrize("reason", ["remote_failed", "remote_timeout", "fetches_full"])
+def test_submit_medium_whose_url_one_service_cannot_fetch_goes_to_the_next(
+    reason: str,
+    stack: ExitStack,
+    config: Config,
+    make_encoder: MakeEncoder,
+    qwen: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before: the engine answered 400, and a second service was not asked."""
+    encoders = [make_encoder(), make_encoder()]
+    asked: list[str] = []
+
+    async def fetch(self: UrlFetcher, field: str, url: str, **_: Any) -> bytes:
+        asked.append(url)
+        if len(asked) % 2:
+            raise EncoderRefused(f"{field}: not from here", reason=reason, retry_after_s=3.0)
+        return png(sample_image(1))
+
+    monkeypatch.setattr(UrlFetcher, "fetch", fetch)
+    urls = [
+        stack.enter_context(Served(create_app(encoder, config.encoder, secret=SECRET))).url
+        for encoder in encoders
+    ]
+    client = stack.enter_context(RemoteEncoder(urls, SECRET))
+    alone = stack.enter_context(RemoteEncoder(urls[:1], SECRET))
+    loaded = encoders[0].registry.by_name(str(qwen))
+    assert loaded is not None
+    wanted = medium(loaded.served.identity, url="http://images.test/a.png")
+    assert client.submit_medium(wanted).result(60).tensor.shape[0] > 0
+    assert len(asked) == 2
+    # Neither service is left out for it: media that come as bytes go on.
+    assert client.refusal is None
+    with pytest.raises(EncoderRefused) as e:
+        alone.submit_medium(wanted).result(60)
+    assert e.value.reason == reason
+    assert alone.refusal is None

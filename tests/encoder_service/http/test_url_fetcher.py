@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import shutil
 import socket
@@ -13,7 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-import anyio
+import httpx
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -21,7 +22,9 @@ from time_limits import TimeLimits
 
 from cornplug.config import Config, load
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher, UrlRules
+from cornplug.encoder_service.preprocess.byte_budget import ByteBudget
 from cornplug.errors import ConfigError, EncoderRefused
+from cornplug.qos import ONE_CLASS, ServiceClass
 
 from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
@@ -33,6 +36,10 @@ class Handler(BaseHTTPRequestHandler):
     """What the tests ask for, by path."""
 
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections += 1  # type: ignore[attr-defined]
 
     def do_GET(self) -> None:
         self.server.seen.append((self.path, dict(self.headers)))  # type: ignore[attr-defined]
@@ -70,6 +77,16 @@ class Handler(BaseHTTPRequestHandler):
         except OSError:
             self.close_connection = True
 
+    def held(self, _: str) -> None:
+        self.server.entered.release()  # type: ignore[attr-defined]
+        assert self.server.go.wait(60)  # type: ignore[attr-defined]
+        self._reply(200, BODY)
+
+    def closing(self, _: str) -> None:
+        """Ends the connection after the answer, without saying so before."""
+        self._reply(200, BODY)
+        self.close_connection = True
+
     def garbage(self, _: str) -> None:
         self.wfile.write(b"\x00\x01 no http\r\n\r\n")
         self.close_connection = True
@@ -93,17 +110,29 @@ class Site:
         self.server.daemon_threads = True
         self.seen: list[tuple[str, dict[str, str]]] = []
         self.server.seen = self.seen  # type: ignore[attr-defined]
+        self.server.connections = 0  # type: ignore[attr-defined]
+        self._fetchers: list[UrlFetcher] = []
+        self.entered = threading.Semaphore(0)
+        self.go = threading.Event()
+        self.server.entered, self.server.go = self.entered, self.go  # type: ignore[attr-defined]
         if tls is not None:
             self.server.socket = tls.wrap_socket(self.server.socket, server_side=True)
         self.port = self.server.server_address[1]
         threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
+    @property
+    def connections(self) -> int:
+        return self.server.connections  # type: ignore[attr-defined,no-any-return]
+
     def close(self) -> None:
+        for fetcher in self._fetchers:
+            RUNNER.run(fetcher.close())
+        self.go.set()
         self.server.shutdown()
         self.server.server_close()
 
     def fetcher(self, **changes: Any) -> UrlFetcher:
-        settings = {
+        settings: dict[str, Any] = {
             "allow_hosts": "images.test, *.cdn.test",
             "allow_networks": "127.0.0.1/32",
             "allow_ports": f"80, 443, {self.port}",
@@ -111,7 +140,10 @@ class Site:
             "max_body_bytes": 100_000,
             **changes,
         }
-        return UrlFetcher.of(load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder)
+        classes = settings.pop("classes", [ONE_CLASS])
+        config = load({f"encoder.{k}": v for k, v in settings.items()}, environ={}).encoder
+        self._fetchers.append(UrlFetcher.of(config, classes))
+        return self._fetchers[-1]
 
     def url(self, path: str = "image", host: str = "images.test", scheme: str = "http") -> str:
         return f"{scheme}://{host}:{self.port}/{path}"
@@ -154,11 +186,36 @@ def names(monkeypatch: pytest.MonkeyPatch) -> Names:
     return made
 
 
-def fetch(fetcher: UrlFetcher, url: str) -> bytes:
-    async def run() -> bytes:
-        return await fetcher.fetch("image", url, deadline_s=5)
+@pytest.fixture(scope="module", autouse=True)
+def runner() -> Iterator[None]:
+    """One event loop for the module: kept connections are of the loop that they were made in."""
+    global RUNNER
+    with asyncio.Runner() as RUNNER:
+        yield
 
-    return anyio.run(run)
+
+RUNNER = asyncio.Runner()
+BUDGET = ByteBudget({ONE_CLASS: 1.0}, 1 << 30, purpose="to receive it")
+
+
+async def get(fetcher: UrlFetcher, url: str, qos: ServiceClass = ONE_CLASS, deadline_s: float = 60) -> bytes:
+    with BUDGET.share(ONE_CLASS) as held:
+        return await fetcher.fetch("image", url, qos=qos, deadline_s=deadline_s, held=held)
+
+
+async def outcome(
+    fetcher: UrlFetcher, url: str, qos: ServiceClass = ONE_CLASS, deadline_s: float = 60
+) -> str:
+    """ "ok", or the refusal's reason."""
+    try:
+        await get(fetcher, url, qos, deadline_s)
+    except EncoderRefused as e:
+        return e.reason
+    return "ok"
+
+
+def fetch(fetcher: UrlFetcher, url: str) -> bytes:
+    return RUNNER.run(get(fetcher, url))
 
 
 def refusal(fetcher: UrlFetcher, url: str) -> str:
@@ -356,7 +413,10 @@ def test_url_fetcher_certificate_must_match_name(
 
 
 def test_url_fetcher_without_hosts_fetches_nothing(names: Names) -> None:
-    assert refusal(UrlFetcher.of(load({}, environ={}).encoder), "http://images.test/") == "remote_url"
+    assert (
+        refusal(UrlFetcher.of(load({}, environ={}).encoder, [ONE_CLASS]), "http://images.test/")
+        == "remote_url"
+    )
     assert not names.asked
 
 
@@ -383,7 +443,8 @@ def test_url_fetcher_url_and_bytes_give_same_key(
     ("field", "value"),
     [
         ("allow_hosts", "http://x.org"),
-        ("allow_hosts", "*"),
+        ("allow_hosts", "*.*"),
+        ("allow_hosts", "images.*"),
         ("allow_hosts", "x.org:80"),
         ("allow_networks", "10.0.0.1/8"),
         ("allow_ports", "http"),
@@ -409,3 +470,164 @@ def test_url_rules_embedded_address_follows_plain_one(v4: ipaddress.IPv4Address)
         assert not NO_RULES.allows_address(ipaddress.ip_address(form))
     if v4.is_private or v4.is_multicast:
         assert not plain
+
+
+def test_url_fetcher_any_host_is_held_to_the_rules_about_addresses(site: Site, names: Names) -> None:
+    fetcher = site.fetcher(allow_hosts="*")
+    assert fetch(fetcher, site.url(host="somewhere.test")) == BODY
+    names.answers["inside.test"] = [["10.0.0.1"]]
+    names.answers["metadata.test"] = [["169.254.169.254"]]
+    for url in (
+        site.url(host="inside.test"),
+        site.url(host="metadata.test"),
+        site.url("to?" + site.url(host="inside.test")),
+        "http://somewhere.test:22/",
+        "file:///etc/passwd",
+        "http://user:word@somewhere.test/",
+    ):
+        assert refusal(fetcher, url) == "remote_url"
+    names.answers["127.0.0.1"] = names.answers["localhost"] = [["127.0.0.1"]]
+    public_only = site.fetcher(allow_hosts="*", allow_networks="")
+    for host in ("somewhere.test", "127.0.0.1", "localhost", "0x7f000001"):
+        assert refusal(public_only, site.url(host=host)) == "remote_url"
+
+
+def test_url_fetcher_time_of_a_fetch_begins_with_its_slot(site: Site, names: Names) -> None:
+    """Before: the wait for a slot was part of it, so that good URLs failed under load."""
+    fetcher = site.fetcher(max_fetches=1, fetch_deadline_s=1.0)
+
+    async def scenario() -> list[str]:
+        return await asyncio.gather(outcome(fetcher, site.url("stall")), outcome(fetcher, site.url()))
+
+    assert RUNNER.run(scenario()) == ["remote_timeout", "ok"]
+
+
+def test_url_fetcher_slow_host_holds_up_its_class_only(site: Site, names: Names) -> None:
+    mine, theirs = ServiceClass(name="mine", share=0.5), ServiceClass(name="theirs", share=0.5, priority=9)
+    fetcher = site.fetcher(max_fetches=4, classes=[mine, theirs])
+
+    async def scenario() -> list[str]:
+        slow = [asyncio.create_task(outcome(fetcher, site.url("held"), theirs)) for _ in range(8)]
+        for _ in range(2):
+            assert await asyncio.to_thread(site.entered.acquire, timeout=60)
+        assert [await outcome(fetcher, site.url(), mine) for _ in range(5)] == ["ok"] * 5
+        assert not any(task.done() for task in slow)
+        site.go.set()
+        return list(await asyncio.gather(*slow))
+
+    assert RUNNER.run(scenario()) == ["ok"] * 8
+
+
+def test_url_fetcher_full_queue_is_refused_with_a_pause(site: Site, names: Names) -> None:
+    fetcher = site.fetcher(max_fetches=1, max_waiting=1)
+
+    async def scenario() -> list[str]:
+        first = [asyncio.create_task(outcome(fetcher, site.url("held"))) for _ in range(2)]
+        assert await asyncio.to_thread(site.entered.acquire, timeout=60)
+        with pytest.raises(EncoderRefused, match="image: 1 other URLs wait") as full:
+            await get(fetcher, site.url())
+        assert full.value.reason == "fetches_full"
+        assert full.value.retry_after_s is not None
+        assert full.value.retry_after_s > 0
+        site.go.set()
+        return list(await asyncio.gather(*first))
+
+    assert RUNNER.run(scenario()) == ["ok", "ok"]
+
+
+def test_url_fetcher_without_a_slot_in_time_is_full(site: Site, names: Names) -> None:
+    fetcher = site.fetcher(max_fetches=1)
+
+    async def scenario() -> tuple[str, list[str]]:
+        first = asyncio.create_task(outcome(fetcher, site.url("held")))
+        assert await asyncio.to_thread(site.entered.acquire, timeout=60)
+        late = await outcome(fetcher, site.url(), deadline_s=0.2)
+        gone = asyncio.create_task(outcome(fetcher, site.url()))
+        await asyncio.sleep(0)
+        gone.cancel()
+        site.go.set()
+        return late, [await first, await outcome(fetcher, site.url())]
+
+    assert RUNNER.run(scenario()) == ("fetches_full", ["ok", "ok"])
+
+
+def test_url_fetcher_slow_name_server_keeps_the_slot(
+    site: Site, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look-up cannot be ended. Threads of a shared pool would all be in one, and no other class had any."""
+    go = threading.Event()
+    real = names.getaddrinfo
+
+    def slow(host: str, port: int, *args: Any, **options: Any) -> list[Any]:
+        if host == "images.test":
+            assert go.wait(60)
+        return real(host, port, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    fetcher = site.fetcher(max_fetches=1, fetch_deadline_s=0.2)
+
+    async def scenario() -> list[str]:
+        first = await outcome(fetcher, site.url())
+        second = await outcome(fetcher, site.url(host="a.cdn.test"), deadline_s=0.2)
+        go.set()
+        return [first, second, await outcome(fetcher, site.url(host="a.cdn.test"))]
+
+    assert RUNNER.run(scenario()) == ["remote_timeout", "fetches_full", "ok"]
+
+
+def test_url_fetcher_connection_is_kept_for_its_host(site: Site, names: Names) -> None:
+    fetcher = site.fetcher()
+    for _ in range(5):
+        assert fetch(fetcher, site.url()) == BODY
+    assert site.connections == 1
+    # Another name at the same address is another server, as far as a certificate tells.
+    assert fetch(fetcher, site.url(host="a.cdn.test")) == BODY
+    assert site.connections == 2
+    RUNNER.run(fetcher.close())
+
+
+def test_url_fetcher_kept_connection_that_ended_is_made_again(site: Site, names: Names) -> None:
+    fetcher = site.fetcher()
+    for _ in range(4):
+        assert fetch(fetcher, site.url("closing")) == BODY
+    assert fetch(fetcher, site.url()) == BODY
+
+
+def test_url_fetcher_moved_host_is_asked_at_its_new_address(site: Site, names: Names) -> None:
+    """A kept connection never stands in for the check of an address."""
+    fetcher = site.fetcher()
+    assert fetch(fetcher, site.url()) == BODY
+    names.answers["images.test"] = [["10.0.0.1"]]
+    assert refusal(fetcher, site.url()) == "remote_url"
+
+
+def test_url_fetcher_full_service_answers_503_with_retry_after(
+    site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
+) -> None:
+    changes = {
+        "allow_hosts": "*", "allow_networks": "127.0.0.1", "allow_ports": str(site.port),
+        "max_fetches": 1, "max_waiting": 1,
+    }  # fmt: skip
+    encoder = config.encoder.model_copy(update=changes)
+    service = Service(make_encoder(), config.model_copy(update={"encoder": encoder}))
+
+    async def scenario() -> Any:
+        transport = httpx.ASGITransport(service.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://e", timeout=60) as client:
+
+            async def ask() -> httpx.Response:
+                body = {"model": str(llava_pair[0]), "image": site.url("held")}
+                return await client.post("/v1/encode", json=body)
+
+            first = asyncio.create_task(ask())
+            assert await asyncio.to_thread(site.entered.acquire, timeout=60)
+            second, third = asyncio.create_task(ask()), asyncio.create_task(ask())
+            done, _ = await asyncio.wait({second, third}, return_when=asyncio.FIRST_COMPLETED)
+            site.go.set()
+            await asyncio.wait({second, third})
+            return next(iter(done)).result(), (await first).status_code
+
+    full, status = RUNNER.run(scenario())
+    assert (full.status_code, full.json()["error"]["reason"]) == (503, "fetches_full")
+    assert int(full.headers["retry-after"]) >= 1
+    assert status == 200

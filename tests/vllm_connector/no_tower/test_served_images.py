@@ -260,6 +260,7 @@ def test_render_chat_async_hands_the_requests_salt_to_its_images(make: Make, ser
         (EncoderUnavailable("no answer from http://a:8750 in time", reason="encoder_timeout"), "2 s"),
         (EncoderRefused("http://a:8750: full", reason="overloaded", retry_after_s=7.2), "8 s"),
         (EncoderRefused("http://a:8750: share", reason="over_share", retry_after_s=0.1), "1 s"),
+        (EncoderRefused("http://a:8750: URLs wait", reason="fetches_full", retry_after_s=2.5), "3 s"),
         (EncoderRefused("http://a:8750: no tower", reason="unknown_model"), "2 s"),
     ],
 )

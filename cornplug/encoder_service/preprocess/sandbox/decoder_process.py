@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final
 
 import msgspec
 
-from cornplug.encoder_service.preprocess.sandbox import ipc
+from cornplug.encoder_service.preprocess.sandbox import ipc, jail
 from cornplug.errors import EncoderRefused, MediaError
 
 START_S: Final = 60.0
@@ -24,6 +26,8 @@ _PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PAT
 _KEPT_HEAP: Final = str(16 << 20)
 """Bytes that glibc keeps for the process's next medium. By default it returns buffers to the kernel at once,
 which hands them out zeroed: 900 page faults for a JPEG of 1.2 megapixels."""
+
+log = logging.getLogger(__name__)
 
 OnKilled = Callable[[str], None]
 """Called with the reason of a kill: too_slow, too_late, gone, crashed, stopping."""
@@ -73,10 +77,11 @@ class DecoderProcess:
                 env=_environment(),
             )
         try:
-            ipc.receive(service_end, ipc.FromDecoder)
+            ready, _ = ipc.receive(service_end, ipc.DecoderReady)
         except (OSError, msgspec.MsgspecError) as e:
             self._discard()
             raise EncoderRefused(f"no decoding process starts: {e}", reason="internal") from e
+        _report(ready.bars)
 
     def begin(
         self,
@@ -201,6 +206,21 @@ class AssignedJob:
         if stopping:
             return EncoderRefused("the service is stopping", reason="overloaded")
         return MediaError("its decoder ended in the middle of it", reason="crashed")
+
+
+@lru_cache(maxsize=1)
+def _report(bars: tuple[str, ...]) -> None:
+    """Log what confines the decoding processes: once, as each has the same."""
+    absent = [bar for bar in jail.BARS if bar not in bars]
+    if absent:
+        log.warning(
+            "decoding processes run without %s, which this kernel or container does not offer: a hostile "
+            "file that takes a decoder over may reach what this user can. In force: memory limit%s",
+            ", ".join(absent),
+            "".join(f", {bar}" for bar in bars),
+        )
+    else:
+        log.info("decoding processes are confined by %s", ", ".join(bars))
 
 
 def _environment() -> dict[str, str]:

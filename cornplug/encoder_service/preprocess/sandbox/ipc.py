@@ -67,7 +67,9 @@ class DecodeStop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The process has started."""
+    """The process has started, behind these bars (`jail`)."""
+
+    bars: tuple[str, ...]
 
 
 class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):

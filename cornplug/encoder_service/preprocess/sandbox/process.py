@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -21,7 +21,7 @@ from PIL import AvifImagePlugin, Image, _imaging
 
 from cornplug.encoder_service.media import audio, image, video
 from cornplug.encoder_service.media.video import VideoFrames, VideoHeader, VideoLimits
-from cornplug.encoder_service.preprocess.sandbox import ipc
+from cornplug.encoder_service.preprocess.sandbox import ipc, jail
 from cornplug.errors import MediaError
 
 _BAND_BYTES: Final = 256 << 10
@@ -42,9 +42,9 @@ class DecoderLoop:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def run(self) -> None:
+    def run(self, bars: Sequence[str]) -> None:
         """Run until the service has gone. Raises OSError then."""
-        ipc.send(self._sock, ipc.DecoderReady())
+        ipc.send(self._sock, ipc.DecoderReady(tuple(bars)))
         while True:
             job, fd = ipc.receive(self._sock, ipc.ToDecoder)
             if fd is None or isinstance(job, ipc.DecodeGo | ipc.DecodeStop):
@@ -149,9 +149,10 @@ def main() -> None:
     # An image's memory is kept for the next one: fresh pages cost a fifth of a JPEG's decoding.
     _imaging.set_blocks_max(_KEPT_BLOCKS)
     AvifImagePlugin.DEFAULT_MAX_THREADS = 1  # there is one process a core already
+    Image.init()  # imports the decoders while files can be read
     with socket.socket(fileno=fd) as sock:
         try:
-            DecoderLoop(sock).run()
+            DecoderLoop(sock).run(jail.confine())
         except OSError:
             pass  # the service has gone
 

@@ -1,0 +1,124 @@
+"""Slots for fetches of URLs, with a part for each class, and a bounded queue of each class.
+
+A class may take unreserved slots and its own, which are its share of all: a slow host that one class asks for
+holds up no other class. Waiting costs a request its own time only, and never a host's: the time of a fetch
+begins with its slot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from cornplug.errors import EncoderRefused
+from cornplug.qos import ServiceClass
+
+_OLD: Final = 0.9
+"""Weight of the past in the mean time of a fetch."""
+_MIN_RETRY_S: Final = 0.1
+
+
+class FetchSlot:
+    """One slot. It stays taken until everything it was given has ended, cancelled or not."""
+
+    def __init__(self) -> None:
+        self._until: list[asyncio.Future[Any]] = []
+
+    def keep_until(self, done: asyncio.Future[Any]) -> None:
+        """Keep the slot until `done` is done."""
+        self._until.append(done)
+
+    async def ended(self) -> None:
+        """Wait until the slot is free."""
+        await asyncio.gather(*self._until, return_exceptions=True)
+
+    @property
+    def is_free(self) -> bool:
+        return all(done.done() for done in self._until)
+
+
+class FetchSlots:
+    """For one event loop."""
+
+    def __init__(self, classes: Sequence[ServiceClass], slots: int, *, max_waiting: int) -> None:
+        """`max_waiting`: fetches that may wait, each class its share of them."""
+        # However small its share, a class has a slot and a place in the queue.
+        self._reserved: Mapping[ServiceClass, int] = {q: max(1, math.floor(q.share * slots)) for q in classes}
+        self._slots = max(slots, sum(self._reserved.values()))
+        self._max_waiting = {q: max(1, math.floor(q.share * max_waiting)) for q in classes}
+        self._held: Counter[ServiceClass] = Counter()
+        self._queues: dict[ServiceClass, deque[asyncio.Future[None]]] = {
+            q: deque() for q in sorted(classes, key=lambda q: q.rank, reverse=True)
+        }
+        self._mean_s = 0.0
+        self._leaving: set[asyncio.Task[None]] = set()
+
+    @asynccontextmanager
+    async def taken(self, qos: ServiceClass, field: str, *, deadline_s: float) -> AsyncIterator[FetchSlot]:
+        """Context manager around one fetch. Waits for a slot.
+
+        Raises EncoderRefused("fetches_full") where too many wait already, or none is free in time.
+        """
+        await self._take(qos, field, deadline_s)
+        slot = FetchSlot()
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        try:
+            yield slot
+        finally:
+            self._mean_s = _OLD * self._mean_s + (1 - _OLD) * (loop.time() - began_s)
+            if slot.is_free:
+                self._give_back(qos)
+            else:
+                leaving = asyncio.create_task(self._give_back_after(qos, slot.ended()))
+                self._leaving.add(leaving)
+                leaving.add_done_callback(self._leaving.discard)
+
+    async def _take(self, qos: ServiceClass, field: str, deadline_s: float) -> None:
+        queue = self._queues[qos]
+        if not queue and self._is_free(qos):
+            self._held[qos] += 1
+            return
+        expected_s = self._mean_s * (len(queue) + 1) / self._reserved[qos]
+        if len(queue) >= self._max_waiting[qos]:
+            raise _full(f"{field}: {len(queue)} other URLs wait to be fetched", expected_s / 2)
+        if expected_s > deadline_s:
+            raise _full(f"{field}: its fetch would begin in {expected_s:.3g} s", expected_s - deadline_s)
+        turn = asyncio.get_running_loop().create_future()
+        queue.append(turn)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await turn
+        except BaseException as e:
+            if turn.done() and not turn.cancelled():
+                self._give_back(qos)  # it was given a slot in this very moment
+            else:
+                queue.remove(turn)
+            if isinstance(e, TimeoutError):
+                problem = f"{field}: its fetch did not begin within {deadline_s:.3g} s"
+                raise _full(problem, expected_s) from None
+            raise
+
+    def _is_free(self, qos: ServiceClass) -> bool:
+        kept = sum(max(0, own - self._held[q]) for q, own in self._reserved.items() if q != qos)
+        return self._held.total() + kept < self._slots
+
+    def _give_back(self, qos: ServiceClass) -> None:
+        self._held[qos] -= 1
+        # The best class first. Whoever is passed over has slots of its own, which come back.
+        for waiting, queue in self._queues.items():
+            while queue and self._is_free(waiting):
+                self._held[waiting] += 1
+                queue.popleft().set_result(None)
+
+    async def _give_back_after(self, qos: ServiceClass, ended: Awaitable[None]) -> None:
+        await ended
+        self._give_back(qos)
+
+
+def _full(message: str, retry_after_s: float) -> EncoderRefused:
+    return EncoderRefused(message, reason="fetches_full", retry_after_s=max(_MIN_RETRY_S, retry_after_s))
