@@ -107,6 +107,8 @@ def test_planner_role_switch_needs_mooncake() -> None:
 
 def test_planner_language_only_line_names_encoders() -> None:
     (command,) = engines(Case("E+PD", "sglang", hosts=2, caches=True))
+    assert not record(command).language_only
+    (command,) = engines(Case("E+PD", "sglang", hosts=2, caches=True, tower="service"))
     made = record(command)
     assert made.language_only
     assert made.encoder_urls == ["http://10.0.0.1:8750"]

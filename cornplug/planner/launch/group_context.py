@@ -20,6 +20,7 @@ from cornplug.planner.launch.encoder_links import (
     encoders_of,
     replica_host,
     services_of,
+    without_tower,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
@@ -68,7 +69,7 @@ class GroupContext:
     transfer: Transfer
     sharing: StoreSharing
     encoder_urls: tuple[str, ...]
-    """URLs of the services that encode for this engine, on any host; none: it does so itself."""
+    """URLs of the services that encode for this engine, on any host, if it has no vision tower."""
     unequal_pair: bool
     """It hands KV to, or takes it from, a group of another tensor parallelism."""
     pair_gpus: frozenset[str]
@@ -160,7 +161,7 @@ def context_for(
         role=role,
         transfer=transfer,
         sharing=_sharing(plan, group, links.get(replica_host(site), EncoderLink())),
-        encoder_urls=tuple(encoder_url(one, group.model) for one in encoders),
+        encoder_urls=tuple(encoder_url(one, group.model) for one in encoders if without_tower(plan, group)),
         pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
         unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
         ttft_s=min(bounds, default=None),
