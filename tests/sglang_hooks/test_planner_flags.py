@@ -198,6 +198,9 @@ RESOLVED = [
     Case(engine="sglang", speculative="mtp"),
     Case(engine="sglang", share=0.5, replicas=2),
     Case(engine="sglang", dp=2),
+    Case(engine="sglang", dp=2, caches=True),
+    Case(engine="sglang", pp=2, caches=True),
+    Case("P+D", "sglang", caches=True),
 ]
 
 

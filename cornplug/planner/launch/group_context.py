@@ -179,7 +179,8 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
     encoded = {name for one in plan.groups if one.name in named for name in one.components}
     return StoreSharing(
         app=_app(plan, group),
-        kv=role != "D" and _shares_kv(group) and bool(caches_for(plan, "prefix", set(group.components))),
+        # Whether an engine can share KV is decided by the engine's own rules, when it starts.
+        kv=role != "D" and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
         and (bool(link.flags) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
         encoder=link,
@@ -196,21 +197,6 @@ def _app(plan: Plan, group: ReplicaGroup) -> str:
 def _admits(plan: Plan, group: ReplicaGroup) -> bool:
     """Whether a class of service of its applications has a deadline."""
     return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
-
-
-def _shares_kv(group: ReplicaGroup) -> bool:
-    """Whether the group's engine can share KV: see README, Limits.
-
-    No run has shown it with attention-DP groups, and the connector refuses context parallelism.
-    """
-    if group.dp > 1 or group.dcp > 1 or group.pcp > 1:
-        return False
-    if group.kv is not None and group.kv.element_bytes < 2:
-        return False
-    if group.engine == "vllm":
-        return group.kv is None or not group.kv.mla
-    speculates = group.settings is not None and group.settings.speculative != "none"
-    return group.pp == 1 and not speculates and role_of(group) == "PD"
 
 
 def _drain_s(visiting: list[LatencyForecast]) -> int:

@@ -170,6 +170,30 @@ def test_commands_sglang_beside_encoder_keeps_its_tower(structure: str) -> None:
     assert engine.argv[engine.argv.index("--cornplug-encoder") + 1] == "${RUN_DIR}/encoder-8750.sock"
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mla=True, caches=True),
+        Case(quantisation="fp8", fp8_kv=True, caches=True),
+        Case("P+D", mla=True, caches=True),
+        Case(dp=8, expert_parallel=True, mla=True, caches=True),
+        Case(tp=8, dcp=8, mla=True, caches=True),
+        Case(engine="sglang", mla=True, caches=True),
+        Case(engine="sglang", quantisation="fp8", fp8_kv=True, caches=True),
+        Case(engine="sglang", tp=4, pp=2, caches=True),
+        Case("P+D", "sglang", caches=True),
+        Case(engine="sglang", speculative="eagle3", caches=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_commands_leave_sharing_of_kv_to_the_engines_rules(case: Case) -> None:
+    """The engine knows what it can share, and says why not: the plan knows only where sharing has a use."""
+    for command in only("engine", commands(plan(case))):
+        decodes = "decode" in command.argv or "kv_consumer" in " ".join(command.argv)
+        assert ("store.sock" in " ".join(command.argv)) is not decodes
+        assert "CORNPLUG_ENGINE_SHARE_KV" not in command.env
+
+
 def test_commands_engine_that_encodes_some_media_keeps_its_tower() -> None:
     made = plan(Case("E+PD", "sglang", tower="service"))
     encoder, engine = made.groups
