@@ -165,7 +165,7 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     # What HTTP clients have begun may still submit media, so the encoder closes after them.
     await gate.idle(drain_s)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
-    # Whatever is still decoded or computed has had its time: refused, so that its client hears of it.
+    # What is still decoded or computed has no time left. It is refused, so that its client gets an answer.
     await asyncio.to_thread(encoder.close)
     web.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), _LAST_S))
     web.should_exit = True

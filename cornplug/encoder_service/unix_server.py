@@ -38,7 +38,7 @@ from cornplug.local_socket import foreign_user, frame, read_frame, read_frame_le
 _LARGE_BYTES: Final = 256 << 10
 """Larger frames are decoded on a thread."""
 _LARGE_AT_ONCE: Final = 4
-"""Large frames that are held at a time, by all connections together: at most this times MAX_FRAME_BYTES."""
+"""Large frames that all connections together hold at a time, of at most MAX_FRAME_BYTES each."""
 FRAME_S: Final = 30.0
 """Longest time in which a large frame must arrive. An engine that is stopped in the middle of one holds a
 place until then."""
@@ -114,7 +114,7 @@ class _FrameReader:
     async def request(self, reader: asyncio.StreamReader) -> Request:
         """The next request.
 
-        Raises ProtocolError, msgspec.MsgspecError and RecursionError for bytes that are none, and
+        Raises ProtocolError, msgspec.MsgspecError and RecursionError for bytes that are no request, and
         IncompleteReadError at the end of the stream.
         """
         size = await read_frame_length(reader, limit=MAX_FRAME_BYTES)

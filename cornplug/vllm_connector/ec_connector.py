@@ -18,7 +18,7 @@ from cornplug.vllm_connector.ec.early_prefill import early_prefill
 from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata
 from cornplug.vllm_connector.ec.scheduler import ECScheduler
 from cornplug.vllm_connector.ec.worker import ECWorker
-from cornplug.vllm_connector.kv.fence import fenced
+from cornplug.vllm_connector.fence import fenced
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import ECProm, ECStats, drained_ec
 

@@ -21,10 +21,10 @@ from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
 from cornplug.store.leases import NO_LEASES
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.fence import called_again, fenced
 from cornplug.vllm_connector.kv import idle_steps, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
-from cornplug.vllm_connector.kv.fence import called_again, fenced
 from cornplug.vllm_connector.kv.idle_rest import IdleRest
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
@@ -65,8 +65,6 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: KVScheduler | GroupsScheduler | None = None
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
         self._rest = IdleRest()
-        self._stopped: KVScheduler | GroupsScheduler | None = None
-        """The scheduler half, once an error has ended sharing."""
         self._detached: dict[str, list[KVCacheBlock]] = {}
         """Pinned blocks of loads of requests that are over, whose ids other requests may have."""
         self._last_loads: list[PageLoad] = []
@@ -325,8 +323,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
         try:
             if self._scheduler is not None:
-                self._stopped, self._scheduler = self._scheduler, None
-                self._last_loads += self._stopped.abandon()
+                stopped, self._scheduler = self._scheduler, None
+                self._last_loads += stopped.abandon()
             elif isinstance(self._worker, KVWorker | GroupsWorker):
                 size = self._vllm_config.cache_config.block_size
                 self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")

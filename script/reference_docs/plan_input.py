@@ -125,7 +125,8 @@ def _type(value: Json) -> str:
     if value["type"] == "object":
         return f"table, each value a {_type(value['additionalProperties'])}"
     if value["type"] == "string":
-        return "path" if value.get("format") == "path" else "name" if "pattern" in value else "text"
+        words = {"path": "path", "size": "size with a unit"}
+        return words.get(value.get("format", ""), "name" if "pattern" in value else "text")
     if value["type"] == "boolean":
         return "`true` or `false`"
     return ("whole number" if value["type"] == "integer" else "number") + _range(value)

@@ -231,7 +231,7 @@ class RemoteEncoder:
             try:
                 timeout_s = left_s / 2 if spare else left_s
                 if isinstance(request, MediumRequest):
-                    # So that a medium that waits there for its turn is refused, and not given up as lost.
+                    # The service refuses a medium that waits too long before this side gives it up.
                     request = msgspec.structs.replace(request, deadline_s=_PART_OF_TIMEOUT * timeout_s)
                 return await self._exchange(service.url, request, timeout_s)
             except EncoderRefused as e:

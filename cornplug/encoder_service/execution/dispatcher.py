@@ -171,7 +171,7 @@ class BatchDispatcher:
         if error is None:
             return None
         if isinstance(error, PassAbandoned):
-            # Nobody hears it but who joined one of its jobs in this moment, or where the service stops.
+            # Heard only by a request that has joined one of these jobs meanwhile, or while the service stops.
             why = "the pass was ended, as nobody waited for it"
             return self._refuse(batch, why, retry_after_s=_POLL_S, reason="overloaded")
         if len(batch) == 1 and not isinstance(error, ReplicaLost):

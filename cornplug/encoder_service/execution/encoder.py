@@ -44,7 +44,7 @@ MAX_BATCH_TOKENS: Final = 32_768
 """Tokens of one batch, besides its first medium's: bounds the tower's memory."""
 _APP_MAX: Final = 64
 _END_S: Final = 1.0
-"""Longest time that a closing encoder waits for the layer that a tower is in."""
+"""Longest time that a closing encoder waits for a tower to finish its current layer."""
 _DECODER_BYTES: Final = 1 << 30
 """Address space of a decoding process, without its medium."""
 _DECODER_BYTES_A_PIXEL: Final = 24

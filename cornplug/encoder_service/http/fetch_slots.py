@@ -23,7 +23,7 @@ _MIN_RETRY_S: Final = 0.1
 
 
 class FetchSlot:
-    """One slot. It stays taken until everything it was given has ended, cancelled or not."""
+    """One slot. It stays taken until all that `keep_until` was given has ended, cancelled or not."""
 
     def __init__(self) -> None:
         self._until: list[asyncio.Future[Any]] = []

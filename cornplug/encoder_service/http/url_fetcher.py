@@ -39,10 +39,10 @@ MAX_REDIRECTS: Final = 3
 _MAX_URL: Final = 4096
 _ANY_HOST: Final = "*"
 _IDLE_CONNECTIONS: Final = 8
-"""Of one host, kept for its next fetches."""
+"""Idle connections to one host that are kept for later fetches."""
 _IDLE_S: Final = 15.0
 _MAX_HOSTS: Final = 64
-"""Hosts with connections that are kept."""
+"""Hosts whose connections are kept."""
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
@@ -168,7 +168,7 @@ class UrlFetcher:
     ) -> bytes:
         """The bytes at `url`, which `held` counts. Messages begin with `field`.
 
-        Waits for a slot of the class for at most `deadline_s`; only then the time of the fetch begins. Raises
+        Waits for a slot of the class for at most `deadline_s`. The time of the fetch begins then. Raises
         EncoderRefused: "remote_url" (not allowed: host, scheme, port, address, redirect), "remote_failed" (no
         answer, or a status that is not 200), "remote_timeout", "too_large", "fetches_full", and as
         `BudgetShare.need`.
@@ -290,7 +290,7 @@ class UrlFetcher:
 
 
 async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-    """The response's head. Once more where the connection ended before: a kept one may end at any time."""
+    """The response's head. Sends once more if the connection has ended: a kept one may end at any time."""
     try:
         return await transport.handle_async_request(request)
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):

@@ -35,7 +35,7 @@ from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import CheckpointError, EncoderRefused
 
 _BASE64_SLICE: Final = 1 << 20
-"""Characters, four to three bytes: the interpreter's lock is free between two slices."""
+"""Characters that are decoded at a time. Other threads can run between two slices."""
 APP: Final = "http"
 """App of the entries of media that come by HTTP."""
 SGLANG: Final = "sglang"

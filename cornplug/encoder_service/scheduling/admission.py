@@ -118,9 +118,9 @@ class EncodeAdmission:
             return self._batch_token_limit(tower, deadline_s)
 
     def is_long(self, batch: RunningBatch, deadline_s: float) -> bool:
-        """Whether a running batch holds up a request of that deadline for longer than batches may.
+        """Whether a running batch delays a request with this deadline for longer than a batch is allowed to.
 
-        True, too, while its tower was not measured.
+        Also True while its tower has not been measured.
         """
         limit = self.batch_token_limit(batch.tower, deadline_s)
         elapsed_s = self._clock() - batch.begun_s

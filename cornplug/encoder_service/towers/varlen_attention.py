@@ -81,8 +81,8 @@ def batched_attention(
 
 
 def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """SDPA. On a CPU one of long segments is made of parts, so that another pass may come between: the one
-    layer of an image of 12 megapixels takes minutes there."""
+    """SDPA. On a CPU that of a long segment is computed in parts, and another pass may run between two of
+    them: one layer takes minutes there for an image of 12 megapixels."""
     rows = q.shape[-2]
     if q.is_cuda or rows <= _LONG_ROWS:
         return scaled_dot_product_attention(q, k, v)

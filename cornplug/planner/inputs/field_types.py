@@ -41,7 +41,10 @@ def _gib(value: Any) -> Any:
 
 Positive = Annotated[float, Field(gt=0, strict=True, allow_inf_nan=False)]
 NonNegative = Annotated[float, Field(ge=0, strict=True, allow_inf_nan=False)]
-_SizeText = Annotated[str, Field(pattern=r"^\s*[0-9.]+\s*([KMGTkmgt]?[iI]?[bB])?\s*$")]
+_SizeText = Annotated[
+    str,
+    Field(pattern=r"^\s*[0-9.]+\s*([KMGTkmgt]?[iI]?[bB])?\s*$", json_schema_extra={"format": "size"}),
+]
 Gib = Annotated[NonNegative, BeforeValidator(_gib, json_schema_input_type=NonNegative | _SizeText)]
 PositiveGib = Annotated[Positive, BeforeValidator(_gib, json_schema_input_type=Positive | _SizeText)]
 """A number of GiB, or a text with a unit: 64, "64GiB", "512 MiB"."""

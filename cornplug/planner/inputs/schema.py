@@ -166,7 +166,7 @@ class CacheOptions(InputTable):
     embedding_gib: list[Gib] = Field(default=[0.0])
     """Sizes of the cache of encoder outputs."""
     prefix_gib: list[Gib] = Field(default=[0.0])
-    """Sizes of the cache of prompts' KV."""
+    """Sizes of the cache for the KV of prompts."""
 
 
 class PlanRules(InputTable):

@@ -260,7 +260,7 @@ def _encoder(
     env |= site.group.env
     shared = len(local) - len(devices)
     bound = bind_address(plan, site.host)
-    # A host without a name is this one to `cornplug launch`.
+    # `cornplug launch` takes a host without a name for this one.
     closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
     remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
     return LaunchCommand(

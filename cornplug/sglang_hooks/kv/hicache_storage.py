@@ -52,7 +52,7 @@ from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart
 
 _MOST_ERRORS: Final = 8
-"""Errors that nothing foresaw before sharing stops."""
+"""Unforeseen errors after which sharing stops."""
 
 
 class CornplugStorage(FurtherPools):
@@ -76,7 +76,7 @@ class CornplugStorage(FurtherPools):
         self._config = storage_config
         self._off = "starting"
         self._errors = 0
-        """Errors that nothing foresaw."""
+        """Unforeseen errors so far."""
         self.why_off = ""
         """Why this rank shares no KV, in words; "" while it does."""
         self._has_draft_pool = False

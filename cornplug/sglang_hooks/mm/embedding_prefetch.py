@@ -103,7 +103,7 @@ class EmbeddingPrefetcher:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
         except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine encodes it
-            logger.exception("cornplug: the question for an embedding failed")
+            logger.exception("cornplug: the lookup of an embedding failed")
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
             return ""
         finally:

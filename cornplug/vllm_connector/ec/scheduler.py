@@ -161,7 +161,7 @@ class ECScheduler:
             self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=item.size)
             self._arrivals.send(item.arrived)
         moves = CornplugECMetadata(
-            arrived=[item.arrived for item in self._to_load if item.arrived is not None],
+            arrived=self._promised(),
             again=[] if self._lost is None else self._lost.drain(),
             publish=not weights_guard.replaced() and self._run.config.engine.share_embeddings,
             epoch=weights_guard.epoch(),
@@ -174,6 +174,9 @@ class ECScheduler:
         """Wait for nothing more. Returns the embeddings that the engine expects with the next step, as it has
         made room for them."""
         self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
+        return self._promised()
+
+    def _promised(self) -> list[ArrivedEmbedding]:
         return [item.arrived for item in self._to_load if item.arrived is not None]
 
     def in_hand(self, identifier: str) -> ArrivedEmbedding | None:

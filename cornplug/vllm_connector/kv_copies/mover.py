@@ -22,9 +22,8 @@ STEP_SHARE: Final = 0.05
 """The same as a share of the step before, so that saves of long prefill steps keep up."""
 _PAUSE_S: Final = 0.05
 """Time without a step after which work has begun anew."""
-
-
 _MOST_FAILURES: Final = 8
+"""Jobs that may fail one after the other before no more are begun."""
 
 
 class StepBudget:
@@ -139,14 +138,13 @@ class KVMover:
 
     def _next_queue(self) -> deque[Job] | None:
         """Wait for work. Returns the queue whose first job is to move a slab; None after `close`."""
-
-        def next_queue() -> deque[Job] | None:
-            may_run_others = bool(self._budget) or self._waiting > 0
-            return self._urgent or (self._others if may_run_others else None) or None
-
         with self._changed:
-            self._changed.wait_for(lambda: self._closed or next_queue() is not None)
-            return None if self._closed else next_queue()
+            while not self._closed:
+                may_run_others = bool(self._budget) or self._waiting > 0
+                if queue := self._urgent or (self._others if may_run_others else None):
+                    return queue
+                self._changed.wait()
+            return None
 
     def _slab(self, queue: deque[Job]) -> None:
         """Move one slab of a queue's first job."""
@@ -259,4 +257,6 @@ class PolledMover:
         if self._failures == 1:
             compat.logger.error("cornplug: moving KV failed", exc_info=error)
         elif self._failures == _MOST_FAILURES:
-            compat.logger.warning("cornplug: KV pages pass staging memory from now on: %s", error)
+            compat.logger.warning(
+                "cornplug: KV pages are copied by way of staging memory from now on: %s", error
+            )
