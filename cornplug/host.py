@@ -24,15 +24,6 @@ _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy", "grpc_pro
 """Variables, in lower case, by which HTTP libraries find a proxy."""
 
 
-PRECISION_VARIABLES: Final = (
-    "DNNL_DEFAULT_FPMATH_MODE",
-    "NVIDIA_TF32_OVERRIDE",
-    "ONEDNN_DEFAULT_FPMATH_MODE",
-    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
-)
-"""Variables of torch's libraries that make them compute in another precision."""
-
-
 def free_port(*, room: int = 0) -> int:
     """A TCP port of the loopback address on which no process listens now.
 

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO, VALIDATED_OWN
+
 TREE = Path(__file__).parents[1]
 PAGES = [TREE / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
 PAGES += sorted((TREE / "docs").glob("*.md"))
@@ -63,3 +65,18 @@ def test_docs_pages_are_linked_from_front_pages() -> None:
     }
     unlinked = {page.relative_to(TREE).as_posix() for page in PAGES} - linked - {"README.md"}
     assert not unlinked
+
+
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+
+
+def test_docs_counts_of_families_are_those_of_the_code() -> None:
+    """README and limits.md count what the tests have compared."""
+    readme, limits = (" ".join((TREE / page).read_text().split()) for page in ("README.md", "docs/limits.md"))
+    images = {engine: NUMBERS[len(families)] for engine, families in VALIDATED.items()}
+    videos = NUMBERS[len(VALIDATED_OF_VIDEO["vllm"])]
+    assert f"Images of {images['vllm']} model families in vLLM and {images['sglang']} in SGLang" in readme
+    assert f"videos of {videos} in vLLM" in readme
+    assert f"{images['vllm']} in vLLM, {images['sglang']} in SGLang" in limits
+    own = {kind: NUMBERS[len(families)] for kind, families in VALIDATED_OWN["sglang"].items()}
+    assert f"audio of {own['audio']} more family, and images of {own['image']}, among themselves" in readme

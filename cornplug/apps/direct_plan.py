@@ -123,6 +123,7 @@ class _Groups:
             profile="an apps file",
             ports=self._ports[component.name],
             fixed_ports=its.port is not None,
+            tower=component.tower,
             flags=its.flags,
             env=its.env,
             command=its.command

@@ -21,14 +21,12 @@ from cornplug.checkpoints.families import (
 )
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES, generic_family, processor_spec
 from cornplug.checkpoints.hub_cache import cached_snapshot, processor_jsons, read_json
+from cornplug.checkpoints.numeric_class import numeric_class as this_numeric_class
 from cornplug.checkpoints.safetensors_digest import TensorEntry, read_header, tensor_digests, tensor_files
 from cornplug.errors import CheckpointError
 from cornplug.identity import model_identity, spec_fingerprint, tensors_fingerprint
 
 __all__ = ["Checkpoint", "ModelIdentity", "Part"]
-
-NUMERIC_CLASS: Final = "any"
-"""Producers of one numeric class give equal bits, or bits that a deployment takes as equal."""
 
 _FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"})
@@ -158,12 +156,12 @@ class Checkpoint:
         return read_json(self.path / "generation_config.json") or {}
 
     def tower_spec(
-        self, dtype: str, *, modality: Modality | None = None, numeric_class: str = NUMERIC_CLASS
+        self, dtype: str, *, modality: Modality | None = None, numeric_class: str | None = None
     ) -> dict[str, Any]:
         """The inputs of the tower's output besides weights: family, config up to the cut, dtype.
 
         `dtype` is torch's name without "torch." in which the tower runs. `modality` None is the family's
-        first.
+        first. `numeric_class` None is that of this process.
         """
         family = self.family
         chosen = modality or family.first_modality
@@ -172,7 +170,7 @@ class Checkpoint:
             "family": family.name,
             "tower": family.tower_spec(family.config_of(self.config, chosen)),
             "dtype": dtype,
-            "numeric_class": numeric_class,
+            "numeric_class": numeric_class or this_numeric_class(),
             "quantization": self._quantization("tower", chosen),
         }
 
@@ -182,7 +180,7 @@ class Checkpoint:
         *,
         modality: Modality | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
-        numeric_class: str = NUMERIC_CLASS,
+        numeric_class: str | None = None,
     ) -> dict[str, Any]:
         """`tower_spec` with projector and the modality's preprocessor.
 
@@ -224,7 +222,7 @@ class Checkpoint:
         *,
         modality: Modality | None = None,
         processor_kwargs: Mapping[str, Any] | None = None,
-        numeric_class: str = NUMERIC_CLASS,
+        numeric_class: str | None = None,
     ) -> ModelIdentity:
         """The identity under which this model's embeddings of one modality are shared.
 

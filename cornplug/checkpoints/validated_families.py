@@ -40,7 +40,9 @@ VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
     "vllm": frozenset(
         {
             "qwen2_5_vl",
+            "qwen2_vl",
             "qwen3_vl",
+            "qwen3_vl_moe",
         }
     ),
 }

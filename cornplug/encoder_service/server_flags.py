@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +10,10 @@ import torch
 
 from cornplug.encoder_service.replicas.pool import devices_of
 from cornplug.errors import ConfigError
-from cornplug.host import PRECISION_VARIABLES
 
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError before weights are read, which may take minutes."""
-    for name in PRECISION_VARIABLES:
-        if os.environ.get(name):
-            raise ConfigError(
-                f"environment {name}",
-                "towers would compute in another precision than the keys of their embeddings say",
-                f"Run: env -u {name} cornplug encoder",
-            )
     if args.threads is not None and args.threads < 1:
         raise ConfigError("--threads", f"{args.threads} threads compute nothing", "Write 1 or more.")
     kind, _, number = args.device.partition(":")

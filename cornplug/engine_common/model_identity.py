@@ -19,7 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
-from cornplug.checkpoints.checkpoint import NUMERIC_CLASS, Checkpoint
+from cornplug.checkpoints import numeric_class
+from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import FAMILIES
 from cornplug.checkpoints.families.generic import PROCESSOR_FILES
 from cornplug.checkpoints.hub_cache import read_json
@@ -30,6 +31,12 @@ from cornplug.identity import canonical, digest, of_trainer, overridden
 
 _UNREAD: Final = ("_name_or_path", "transformers_version")
 """Fields of config.json that change no value."""
+
+
+_PRECISION: Final = frozenset(
+    f"environment{mark}{name}" for mark in " ." for name in numeric_class.PRECISION_VARIABLES
+)
+"""Names of the variables of `numeric_class` among the overrides of vLLM and of SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +141,8 @@ class EngineModel:
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         self._refuse_later_files()
         overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
+        # The checkpoint's identity has them, as an encoder service's has.
+        overrides = {n: value for n, value in overrides.items() if n not in _PRECISION}
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
         whole = TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
         try:
@@ -160,7 +169,7 @@ class EngineModel:
         spec = {
             "config": {k: v for k, v in self.checkpoint.config.items() if k not in _UNREAD},
             "dtype": self.dtype,
-            "numeric_class": NUMERIC_CLASS,
+            "numeric_class": numeric_class.USUAL,  # the settings are in `overrides`
             "engine": {"name": self.engine, **engine},
             "overrides": self._overrides(name, self.config_changes),
         }

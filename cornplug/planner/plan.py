@@ -158,6 +158,8 @@ class ReplicaGroup(PlanRecord):
     """Of each replica; empty: counted through on each host."""
     fixed_ports: bool = False
     """An apps file names them: `--apply` gives no others."""
+    tower: Literal["engine", "service"] = "engine"
+    """Place of the vision tower where encoder services have all media of an LLM's group."""
     flags: list[str] | None = None
     """Of an apps file: these, and the engine's own defaults, in place of `settings`."""
     env: dict[str, str] = Field(default_factory=dict)

@@ -121,6 +121,21 @@ def test_plan_of_components_without_devices_have_the_next_free_ones(tmp_path: Pa
     assert small.ports == [18500, 18501]
 
 
+def test_plan_of_sglang_beside_encoder_keeps_its_tower(commands: dict[str, LaunchCommand]) -> None:
+    large = commands["large"]
+    assert "--language-only" not in large.argv
+    assert "--enable-multimodal" in large.argv
+    assert value(large, "--cornplug-encoder") == "${RUN_DIR}/encoder-19250.sock"
+    assert "--sglang" not in commands["tower-of-small"].argv
+
+
+def test_plan_of_sglang_without_tower_asks_the_service(tmp_path: Path) -> None:
+    made = plan_of(services(tmp_path, ('engines = ["sglang"]', 'engines = ["sglang"]\ntower = "service"')))
+    found = {c.group: c for c in command_lines.commands(made)}
+    assert value(found["large"], "--encoder-urls") == "http://127.0.0.1:19250/sglang/org/large"
+    assert "--sglang" in found["tower-of-small"].argv
+
+
 def words(made: Plan) -> str:
     """Every command and file of a plan."""
     found = [

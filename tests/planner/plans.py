@@ -55,6 +55,7 @@ class Case:
     caches: bool = False
     classes: bool = False
     """Of service; requests of a second, of lower priority, come to the same engines."""
+    tower: Literal["engine", "service"] = "engine"
     replicas: int = 1
     hosts: int = 1
     decode_tp: int | None = None
@@ -103,6 +104,8 @@ def _options() -> Iterator[Case]:
         yield replace(Case("E+P+D", engine), hosts=2, replicas=2)  # type: ignore[arg-type]
         yield replace(Case(engine=engine), speculative="mtp")  # type: ignore[arg-type]
         yield replace(Case(engine=engine), speculative="eagle3", caches=True)  # type: ignore[arg-type]
+        for structure in ("E+PD", "E+P+D"):
+            yield replace(Case(structure, engine), tower="service")  # type: ignore[arg-type]
         yield replace(Case("E+PD", engine), hosts=2, caches=True)  # type: ignore[arg-type]
 
 
@@ -185,7 +188,7 @@ def _group(case: Case, tasks: str) -> ReplicaGroup:
         name=f"llm7+vit/{tasks}@nodes", service=f"llm7+vit/{tasks}", tasks=tasks,
         components=["llm7", "vit"] if "E" in tasks else ["llm7"], model=case.model, engine=case.engine,
         tp=tp, pp=case.pp, dp=case.dp, dcp=case.dcp, pcp=case.pcp, expert_parallel=case.expert_parallel,
-        quantisation=case.quantisation, settings=settings,
+        quantisation=case.quantisation, settings=settings, tower=case.tower,
         kv=kv.model_copy(update={"element_bytes": 1}) if case.fp8_kv else kv, **common,
     )  # fmt: skip
 

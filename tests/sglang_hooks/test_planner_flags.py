@@ -107,6 +107,8 @@ def test_planner_role_switch_needs_mooncake() -> None:
 
 def test_planner_language_only_line_names_encoders() -> None:
     (command,) = engines(Case("E+PD", "sglang", hosts=2, caches=True))
+    assert not record(command).language_only
+    (command,) = engines(Case("E+PD", "sglang", hosts=2, caches=True, tower="service"))
     made = record(command)
     assert made.language_only
     assert made.encoder_urls == ["http://10.0.0.1:8750"]
@@ -196,6 +198,9 @@ RESOLVED = [
     Case(engine="sglang", speculative="mtp"),
     Case(engine="sglang", share=0.5, replicas=2),
     Case(engine="sglang", dp=2),
+    Case(engine="sglang", dp=2, caches=True),
+    Case(engine="sglang", pp=2, caches=True),
+    Case("P+D", "sglang", caches=True),
 ]
 
 

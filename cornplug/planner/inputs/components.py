@@ -243,6 +243,9 @@ class Component(InputTable):
     """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
     """Engines among which the plan chooses."""
+    tower: Literal["engine", "service"] = "engine"
+    """LLM only. "service": engines whose media all come from encoder services load no vision tower, and fail
+    requests with media while no service answers. "engine": such engines then encode by themselves."""
     server: GeneratorServer | None = None
     """Generator only: the server whose command cornplug writes; its program must be on the PATH. Left out:
     your own server."""
@@ -297,6 +300,8 @@ class Component(InputTable):
         wanted = SHAPE_KINDS[self.kind]
         if self.shape is not None and self.shape.kind != wanted:
             yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", "Give its own.")
+        if self.tower != "engine" and self.kind != "llm":
+            yield wrong("tower", f"{self.kind} {self.name!r} has no engine", "Leave it out.")
         if self.tower_of is not None and self.kind != "encoder":
             yield wrong(
                 "tower_of", f"{self.name!r} is no encoder", 'Leave it out, or write kind = "encoder".'

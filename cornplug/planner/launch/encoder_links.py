@@ -88,6 +88,11 @@ def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress
     return [site for site in found if group.model in site.group.encoder_models] or found
 
 
+def without_tower(plan: Plan, group: ReplicaGroup) -> bool:
+    """Whether a group's engines load no tower: the input says so, and services encode all of its media."""
+    return group.tower == "service" and "E" not in group.tasks and bool(encoders_of(plan, group))
+
+
 def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
     """The link of each group's replicas on a host; engines that no service encodes for have none."""
     flows = _Flows(plan, placed)
@@ -98,6 +103,9 @@ def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaH
         for engine, flow in asked.items()
         if any(s.host == engine[1] for s, _ in flow)
     }
+    # vLLM without a tower needs a URL: the service fetches and decodes its images.
+    by_url = {g.name for g in plan.groups if g.engine == "vllm" and without_tower(plan, g)}
+    beside = {engine: site for engine, site in beside.items() if engine[0] not in by_url}
     local = _local(flows, asked, beside)
     return {
         engine: EncoderLink(socket=encoder_socket(beside[engine]))

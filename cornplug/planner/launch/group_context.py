@@ -20,6 +20,7 @@ from cornplug.planner.launch.encoder_links import (
     encoders_of,
     replica_host,
     services_of,
+    without_tower,
 )
 from cornplug.planner.launch.kv_transfer import Transfer
 from cornplug.planner.plan import CacheSize, Plan, ReplicaGroup
@@ -68,7 +69,7 @@ class GroupContext:
     transfer: Transfer
     sharing: StoreSharing
     encoder_urls: tuple[str, ...]
-    """URLs of the services that encode for this engine, on any host; none: it does so itself."""
+    """URLs of the services that encode for this engine, on any host, if it has no vision tower."""
     unequal_pair: bool
     """It hands KV to, or takes it from, a group of another tensor parallelism."""
     pair_gpus: frozenset[str]
@@ -160,7 +161,7 @@ def context_for(
         role=role,
         transfer=transfer,
         sharing=_sharing(plan, group, links.get(replica_host(site), EncoderLink())),
-        encoder_urls=tuple(encoder_url(one, group.model) for one in encoders),
+        encoder_urls=tuple(encoder_url(one, group.model) for one in encoders if without_tower(plan, group)),
         pair_gpus=frozenset({group.gpu, *(groups[name].gpu for name in pairs_of(plan, group))}),
         unequal_pair=role != "PD" and any(groups[name].tp != group.tp for name in pairs_of(plan, group)),
         ttft_s=min(bounds, default=None),
@@ -178,7 +179,8 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
     encoded = {name for one in plan.groups if one.name in named for name in one.components}
     return StoreSharing(
         app=_app(plan, group),
-        kv=role != "D" and _shares_kv(group) and bool(caches_for(plan, "prefix", set(group.components))),
+        # Whether an engine can share KV is decided by the engine's own rules, when it starts.
+        kv=role != "D" and bool(caches_for(plan, "prefix", set(group.components))),
         embeddings=role != "D"
         and (bool(link.flags) or bool(caches_for(plan, "embedding", set(group.components) | encoded))),
         encoder=link,
@@ -195,21 +197,6 @@ def _app(plan: Plan, group: ReplicaGroup) -> str:
 def _admits(plan: Plan, group: ReplicaGroup) -> bool:
     """Whether a class of service of its applications has a deadline."""
     return any(r.deadline_s is not None and set(r.apps) & set(group.apps) for r in plan.reservations)
-
-
-def _shares_kv(group: ReplicaGroup) -> bool:
-    """Whether the group's engine can share KV: see README, Limits.
-
-    No run has shown it with attention-DP groups, and the connector refuses context parallelism.
-    """
-    if group.dp > 1 or group.dcp > 1 or group.pcp > 1:
-        return False
-    if group.kv is not None and group.kv.element_bytes < 2:
-        return False
-    if group.engine == "vllm":
-        return group.kv is None or not group.kv.mla
-    speculates = group.settings is not None and group.settings.speculative != "none"
-    return group.pp == 1 and not speculates and role_of(group) == "PD"
 
 
 def _drain_s(visiting: list[LatencyForecast]) -> int:

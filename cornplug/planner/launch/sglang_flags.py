@@ -119,7 +119,7 @@ def _precision(group: ReplicaGroup, context: GroupContext) -> list[str]:
 def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
     if is_cpu(group):
         flags = ["--device", "cpu", "--attention-backend", "torch_native", "--sleep-on-idle"]
-        return [*flags, "--mm-attention-backend", "sdpa"] if "E" in group.tasks else flags
+        return [*flags, "--mm-attention-backend", "sdpa"] if _encodes(group, context) else flags
     backend = backend_of(group, context.pair_gpus)
     flags = ["--attention-backend", backend] if backend else []
     if group.kv is not None and ((backend is not None and group.kv.mla) or context.role != "PD"):
@@ -194,10 +194,15 @@ def _encoding(group: ReplicaGroup, context: GroupContext) -> list[str]:
             "--language-only", "--encoder-urls", *context.encoder_urls,
             "--encoder-transfer-backend", "zmq_to_scheduler",
         ]  # fmt: skip
-    if "E" not in group.tasks:
+    if not _encodes(group, context):
         return []
     data = ["--mm-enable-dp-encoder"] if group.tp > 1 and group.workload == "offline" else []
     return ["--enable-multimodal", *data]
+
+
+def _encodes(group: ReplicaGroup, context: GroupContext) -> bool:
+    """Whether the engine has a tower: for all of its media, or for those that no service encodes in time."""
+    return "E" in group.tasks or (bool(context.sharing.encoder.flags) and not context.encoder_urls)
 
 
 def _sharing(context: GroupContext) -> list[str]:

@@ -191,7 +191,7 @@ def _moved(
 
 def _without_tower(wanted: Sequence[LaunchCommand]) -> bool:
     """Whether some engine cannot encode: its service must be there all the time."""
-    return any("--language-only" in command.argv for command in wanted)
+    return any({"--language-only", "--cornplug-tower"} & {*command.argv} for command in wanted)
 
 
 def _seat(site: ReplicaAddress) -> tuple[object, ...]:

@@ -187,13 +187,13 @@ def _admission(group: ReplicaGroup, context: GroupContext) -> list[str]:
 def _connectors(group: ReplicaGroup, context: GroupContext) -> list[str]:
     sharing = context.sharing
     if context.role == "PD":
-        return _short(sharing)
+        return [*_short(sharing), *(["--cornplug-tower", "service"] if context.encoder_urls else [])]
     connectors = [kv_transfer.vllm_config(context.role, context.transfer)]
     if sharing.kv:
-        connectors.append(_ours(sharing, "kv_connector", "CornplugConnector"))
+        connectors.append(_ours(context, "kv_connector", "CornplugConnector"))
     flags = ["--kv-transfer-config", json.dumps(kv_transfer.vllm_together(*connectors))]
     if sharing.embeddings:
-        flags += ["--ec-transfer-config", json.dumps(_ours(sharing, "ec_connector", "CornplugECConnector"))]
+        flags += ["--ec-transfer-config", json.dumps(_ours(context, "ec_connector", "CornplugECConnector"))]
     return flags
 
 
@@ -204,9 +204,10 @@ def _short(sharing: StoreSharing) -> list[str]:
     return [*flags, *sharing.encoder.flags]
 
 
-def _ours(sharing: StoreSharing, key: str, name: str) -> dict[str, Any]:
+def _ours(context: GroupContext, key: str, name: str) -> dict[str, Any]:
     """Beside another connector `--kv-connector cornplug` has no room: the long form says the same."""
-    kind = key.partition("_")[0]
+    kind, sharing = key.partition("_")[0], context.sharing
     extra = {"engine.app": sharing.app, "store.socket": STORE_SOCKET, **sharing.encoder.extra_config}
+    extra |= {"engine.tower": "service"} if context.encoder_urls else {}
     failure = {"kv_load_failure_policy": "recompute"} if kind == "kv" else {}
     return {key: name, f"{kind}_role": f"{kind}_both", **failure, f"{key}_extra_config": extra}

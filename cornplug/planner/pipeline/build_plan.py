@@ -126,6 +126,7 @@ def _group(
         router=problem.rules.router,
         apps=sorted({u.app.name for u in users}),
         profile=spec.source,
+        tower=main.tower,
         command=generator_command(main.server, _model(main), tp=footprint.tp),
     )
 

@@ -12,6 +12,7 @@ a host page and a shared page `[kv_head][layer][K,V][token][dim]` are of `dim` v
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any, Final
 
 from cornplug.config import Config
@@ -84,16 +85,7 @@ def settle(server_args: Any) -> None:
         return
     if exclusions.is_free(server_args):
         declare_resolution(server_args, "cornplug", page_size=exclusions.page_for(settled, page))
-    extra = {
-        # A lookup pays even for a prefix of a single page: the store answers in 0.1 ms.
-        "prefetch_threshold": settled.page_size,
-        # SGLang waits so long for a prefetch, and longer for each page of it, before it computes.
-        "prefetch_timeout_base": config.store.background_timeout_s,
-        # Without them a backup names its own hash only, not those of its prefix.
-        "hicache_storage_pass_prefix_keys": True,
-        **_given_extra(server_args),
-        **BACKEND,
-    }
+    extra = storage_settings(settled.page_size, config, _given_extra(server_args))
     declare_resolution(
         server_args,
         "cornplug",
@@ -102,6 +94,20 @@ def settle(server_args: Any) -> None:
         hicache_storage_backend_extra_config=json.dumps(extra),
         hicache_write_policy=_write_policy(settled.hicache_write_policy, config),
     )
+
+
+def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The extra config of SGLang's storage under which it shares pages, over what the operator has given."""
+    return {
+        # A lookup pays even for a prefix of a single page: the store answers in 0.1 ms.
+        "prefetch_threshold": page_size,
+        # SGLang waits so long for a prefetch, and longer for each page of it, before it computes.
+        "prefetch_timeout_base": config.store.background_timeout_s,
+        # Without them a backup names its own hash only, not those of its prefix.
+        "hicache_storage_pass_prefix_keys": True,
+        **given,
+        **BACKEND,
+    }
 
 
 def _write_policy(resolved: str, config: Config) -> str:
@@ -122,13 +128,18 @@ def _no_compiler() -> str:
 
 def is_ours(server_args: Any) -> bool:
     """Whether the storage behind this server's HiCache is ours."""
-    if server_args.hicache_storage_backend != "dynamic":
-        return False
+    backend, extra = server_args.hicache_storage_backend, server_args.hicache_storage_backend_extra_config
+    return backend == "dynamic" and named_extra(extra) is not None
+
+
+def named_extra(text: str | None) -> dict[str, Any] | None:
+    """The extra config of SGLang's "dynamic" storage, if it names ours; else None."""
     try:
-        extra = json.loads(server_args.hicache_storage_backend_extra_config or "{}")
+        extra = json.loads(text or "{}")
     except json.JSONDecodeError:  # "@FILE", or an error that SGLang itself names
-        return False
-    return isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
+        return None
+    ours = isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
+    return extra if ours else None
 
 
 def _refuse_rivals(server_args: Any) -> None:

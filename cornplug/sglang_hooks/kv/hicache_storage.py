@@ -65,11 +65,21 @@ class CornplugStorage(FurtherPools):
                 "names cornplug's storage in a server without cornplug",
                 "Add --enable-cornplug.",
             )
+        parts = activation.needed()
+        if parts is not None and "kv" not in parts:
+            raise ConfigError(
+                "hicache_storage_backend",
+                "names cornplug's storage in a server that has started without KV sharing",
+                "Start the server with --enable-cornplug; its log says what excludes KV sharing.",
+            )
         super().__init__(activation.runtime(), activation.tally())
         self._config = storage_config
         self._off = "starting"
         self._errors = 0
         """Unforeseen errors so far."""
+        self.why_off = ""
+        """Why this rank shares no KV, in words; "" while it does."""
+        self._has_draft_pool = False
         self._index: PageHashIndex | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
@@ -90,11 +100,9 @@ class CornplugStorage(FurtherPools):
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
-        if host_pool_name == PoolName.DRAFT and self.is_open and self.lacks_draft:
-            try:
-                self._open_draft()
-            except CornplugError as e:
-                self._stop(e.reason, f"its draft's is not: {e}")
+        if host_pool_name == PoolName.DRAFT and self._drafter is not None:
+            self._has_draft_pool = True
+            self._share_draft()
         elif host_pool_name != PoolName.KV:
             self._extra_pools[str(host_pool_name)] = host_pool
             if self._reader is not None:
@@ -106,6 +114,15 @@ class CornplugStorage(FurtherPools):
             self._off = ""
         except CornplugError as e:
             self._stop(e.reason, str(e))
+        # At start the draft's pool comes later; of a storage attached while SGLang runs it came before.
+        self._share_draft()
+
+    def _share_draft(self) -> None:
+        if self._has_draft_pool and self.is_open and self.lacks_draft:
+            try:
+                self._open_draft()
+            except CornplugError as e:
+                self._stop(e.reason, f"its draft's is not: {e}")
 
     def _open(self) -> None:
         if self._controller is None:
@@ -238,7 +255,7 @@ class CornplugStorage(FurtherPools):
         return part_of(page, size, rank, group, stages=stages, stage=place.stage)
 
     def _stop(self, reason: str, why: str) -> None:
-        self._off = reason
+        self._off, self.why_off = reason, why
         page_hash_hooks.close_index()
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 

@@ -3,14 +3,18 @@
     model and device pools are there ──> their kind and dtype exclude sharing? HiCache is not set up
     storage is attached ──> its layout did not verify, or a rank's did not? storage is detached
     a draft model's host pool is there ──> the same, of the draft's
+    storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all of these again: a server that
+                                   cannot share refuses the request, and says why
 
-All run in SGLang's scheduler processes, at start. The first depends only on properties that are equal on
+All run in SGLang's scheduler processes. The first depends only on properties that are equal on
 every rank; the others are votes of all ranks, over SGLang's own group, in functions that all of them call
-anyway. HiCache that the operator asked for by name stays on in all.
+anyway: so no rank enters a collective of cornplug's that another rank's storage is not open for. HiCache that
+the operator asked for by name stays on in all.
 """
 
 from __future__ import annotations
 
+import json
 import weakref
 from typing import Any, Final
 
@@ -20,10 +24,13 @@ from cornplug.codec import ITEM_BYTES
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.errors import CodecError
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.compat import Hook, logger
+from cornplug.sglang_hooks.compat import Hook, arguments, logger
+from cornplug.sglang_hooks.kv import hicache_config
+from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages.layout import quantised_format
 from cornplug.sglang_hooks.kv_pages.rank_place import agreed
 
+_RESTART: Final = "Restart it with --enable-cornplug instead."
 _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
@@ -73,9 +80,7 @@ def _pools_made(_result: None, scheduler: Any) -> None:
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
-    runner = scheduler.tp_worker.model_runner
-    why = unshareable(runner.token_to_kv_pool, getattr(runner, "model", None)) or _draft_seen(scheduler)
-    if why:
+    if why := _unshareable(scheduler):
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
         _without_storage(scheduler)
         if not _given(scheduler):
@@ -83,6 +88,11 @@ def _pools_made(_result: None, scheduler: Any) -> None:
 
             scheduler.enable_hierarchical_cache = False
             get_context().override("cornplug", enable_hierarchical_cache=False)
+
+
+def _unshareable(scheduler: Any) -> str:
+    runner = scheduler.tp_worker.model_runner
+    return unshareable(runner.token_to_kv_pool, getattr(runner, "model", None)) or _draft_seen(scheduler)
 
 
 def _draft_seen(scheduler: Any) -> str:
@@ -115,8 +125,6 @@ def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: An
 
 def _vote(cache: Any, *, with_draft: bool) -> None:
     """Detach the storage of all ranks where one rank cannot share."""
-    from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
-
     controller = getattr(cache, "cache_controller", None)
     storage = controller.storage_backend if controller is not None else None
     if not isinstance(storage, CornplugStorage):
@@ -138,6 +146,51 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
             )
 
 
+def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
+    """Around SGLang's attaching of a storage while it runs. All ranks pass here, in step but for stages."""
+    call = arguments(original, args, kwargs)
+    cache, extra = call["self"], hicache_config.named_extra(call["storage_backend_extra_config_json"])
+    named = activation.is_on() and call["storage_backend"] == "dynamic"
+    if not named or extra is None or cache.enable_storage:
+        return original(*args, **kwargs)
+    # All of this is equal on every rank.
+    scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
+    if scheduler is None:
+        return False, f"cornplug: this server has started without KV sharing. {_RESTART}"
+    if cache.pp_size > 1:
+        return False, f"cornplug: pipeline stages cannot agree while requests are served. {_RESTART}"
+    if why := _unshareable(scheduler):
+        return False, f"cornplug: KV of this engine is not shared: {why}"
+    settled = hicache_config.storage_settings(cache.page_size, activation.config(), extra)
+    ok, said = original(**(call | {"storage_backend_extra_config_json": json.dumps(settled)}))
+    storage = getattr(cache.cache_controller, "storage_backend", None)
+    if ok and isinstance(storage, CornplugStorage):
+        why = "its draft model has no pages here" if storage.lacks_draft else ""
+        why = why if storage.is_open else storage.why_off or "its storage is not open"
+    else:
+        why = said
+    if agreed(cache, not why):
+        return ok, said
+    # Also where SGLang failed: its controller may keep a storage that the cache does not use.
+    cache.detach_storage_backend()
+    return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
+
+
+def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Around POST /hicache/storage-backend/clear, to which SGLang answers 200 whatever a storage does."""
+    scheduler = arguments(original, args, kwargs)["self"]
+    controller = getattr(scheduler.tree_cache, "cache_controller", None)
+    if not isinstance(getattr(controller, "storage_backend", None), CornplugStorage):
+        return original(*args, **kwargs)
+    from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
+
+    logger.warning(
+        "cornplug: the store is not cleared, as it is shared with other engines; "
+        "`cornplug store purge --app NAME` removes an app's entries"
+    )
+    return ClearHiCacheReqOutput(success=False)
+
+
 def _without_storage(scheduler: Any) -> None:
     """As SGLang itself does when storage is detached while it runs."""
     from sglang.srt.runtime_context import get_context
@@ -157,6 +210,18 @@ HOOKS: tuple[Hook, ...] = (
     Hook("sglang.srt.managers.scheduler.Scheduler.init_model_worker", "after", _pools_made),
     Hook(
         "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache", "after", _host_pools_made
+    ),
+    Hook(
+        "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.attach_storage_backend",
+        "around",
+        _attaching,
+        ("self", "storage_backend", "storage_backend_extra_config_json"),
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.clear_hicache_storage_wrapped",
+        "around",
+        _clearing,
+        ("self",),
     ),
     Hook(
         "sglang.srt.mem_cache.kv_cache_builder.maybe_register_hicache_draft",

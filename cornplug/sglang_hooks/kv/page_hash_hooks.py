@@ -92,11 +92,40 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
     cache = call["self"]
     if _index is None or not activation.is_on():
         return original(*args, **kwargs)
-    _writing.space = CacheNamespace(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
+    space = CacheNamespace(*cache.tree_core.prefetch_anchor_info(call["node_id"]))
+    _know_prefix(_index, cache, call["node_id"], space)
+    _writing.space = space
     try:
         return original(*args, **kwargs)
     finally:
         _writing.space = None
+
+
+def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNamespace) -> None:
+    """Record the pages before a node where the index lacks them: they were backed up before this storage was
+    attached, or the index has dropped them since."""
+    before = cache.tree_core.get_prefix_hash_values(node_id)
+    if not before or index.find(before[-1:])[0] is not None:
+        return
+    (path,) = cache.tree_core.collect_path_info([node_id])
+    for node in path[:-1]:
+        # None for a node without a copy on the host, which no backup in a row has.
+        spec = cache.tree_core.build_storage_backup_spec(node.node_id, True)
+        if spec is None:
+            return
+        _record(index, spec.hash_value, spec.token_ids, spec.prefix_keys, space)
+
+
+def _record(
+    index: PageHashIndex,
+    hashes: Sequence[str] | None,
+    tokens: Sequence[int],
+    prefix: Sequence[str] | None,
+    space: CacheNamespace,
+) -> None:
+    # Pairs of tokens end one token later.
+    if hashes and prefix is not None and len(tokens) - len(hashes) * index.page_size in (0, 1):
+        index.record(prefix[-1] if prefix else None, hashes, tokens, space)
 
 
 def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,10 +133,7 @@ def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
     index, space = _index, getattr(_writing, "space", None)
     if index is not None and space is not None:
         call = arguments(original, args, kwargs)
-        hashes, tokens, prefix = call["hash_value"], call["token_ids"], call["prefix_keys"]
-        # Pairs of tokens end one token later.
-        if hashes and prefix is not None and len(tokens) - len(hashes) * index.page_size in (0, 1):
-            index.record(prefix[-1] if prefix else None, hashes, tokens, space)
+        _record(index, call["hash_value"], call["token_ids"], call["prefix_keys"], space)
     return original(*args, **kwargs)
 
 

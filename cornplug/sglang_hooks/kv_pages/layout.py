@@ -6,6 +6,7 @@ A page is a strided view, so that one copy moves it. Shapes alone do not prove a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -162,6 +163,10 @@ def _declares_windows(config: Mapping[str, Any]) -> bool:
     return any(bool(value) and "sliding_window" in name for name, value in text.items())
 
 
+_verified: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] = weakref.WeakKeyDictionary()
+"""Host pool -> the device pool and the I/O backend with which `verify` accepted it."""
+
+
 def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int) -> tuple[range, bool]:
     """The KV heads of this rank, and whether it writes them. Raises LayoutError."""
     if pages.latent:
@@ -181,13 +186,21 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
 
     `device` is the pool behind `pages` where the controller has several. Uses one free host page and the
     device's page of padding, and restores both. Raises LayoutError("layout") where a value is lost or
-    moved, and where no host page is free.
+    moved, and where no host page is free. Pools that passed once pass again: when storage is attached to a
+    server that has run for a while, its tree may fill the host pool.
     """
     host, size = pages.pool, pages.page_size
     device = controller.mem_pool_device if device is None else device
+    passed = _verified.get(host)
+    if passed is not None and passed[0]() is device and passed[1] == controller.io_backend:
+        return
     slots = host.alloc(size)
     if slots is None:
-        raise LayoutError("no free page in the host pool to verify the layout with", reason="layout")
+        raise LayoutError(
+            "no free page in the host pool to verify the layout with: flush the cache (POST /flush_cache), "
+            "and attach the storage again",
+            reason="layout",
+        )
     here = pages.page(int(slots[0]))
     before = here.clone()
     # Slots of the first page take the KV of padding: no sequence ever has them.
@@ -216,6 +229,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
     finally:
         here.copy_(before)
         host.free(slots)
+    _verified[host] = weakref.ref(device), controller.io_backend
 
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
 from cornplug.engine_common.allow_lists import FieldTables, SettingsVerdict, defaults_of, judge, plain
 from cornplug.engine_common.model_identity import declares_quantization
-from cornplug.host import PRECISION_VARIABLES
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.engine_fields import (
     HARMLESS_VARIABLES,

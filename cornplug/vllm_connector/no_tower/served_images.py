@@ -27,6 +27,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMValidationError
 from vllm.multimodal.media.base import MediaIO
 from vllm.renderers.chat_utils import AsyncMultiModalItemTracker
 
+from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
 from cornplug.config import Config
 from cornplug.encoder_service.client.remote_client import RemoteEncoder
 from cornplug.encoder_service.wire.embedding_handle import EmbeddingHandle
@@ -133,7 +134,8 @@ class ServedImages:
                     f"the service at {url} has the towers of {', '.join(one.name for one in models)} in "
                     f"{', '.join(sorted({one.dtype for one in models}))}, and none is that of {model} in "
                     f"{self._dtype}",
-                    f"Start it with --model {model} --dtype {self._dtype}, from the same files.",
+                    f"Start it with --model {model} --dtype {self._dtype}, from the same files and with the "
+                    f"same {', '.join(PRECISION_VARIABLES)}.",
                 )
 
     def limit(self, count: int) -> None:

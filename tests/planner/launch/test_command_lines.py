@@ -140,7 +140,7 @@ def test_commands_engine_far_from_its_encoder_gives_all_hosts_one_secret() -> No
 
 
 def test_commands_sglang_encoder_url_names_its_model() -> None:
-    made = plan(Case("E+PD", "sglang"))
+    made = plan(Case("E+PD", "sglang", tower="service"))
     encoder, engine = made.groups
     more = encoder.model_copy(update={"encoder_models": ["/models/Other-VL", "/models/Mine"]})
     mine = engine.model_copy(update={"model": "/models/Mine"})
@@ -148,12 +148,66 @@ def test_commands_sglang_encoder_url_names_its_model() -> None:
     assert "http://${HOST_1}:8750/sglang/Mine" in command.argv
 
 
-@pytest.mark.parametrize(("engine", "asks"), [("sglang", True), ("vllm", False)])
-def test_commands_encoder_for_sglang_serves_its_protocol(
-    engine: Literal["vllm", "sglang"], asks: bool
-) -> None:
-    (encoder,) = only("encoder", commands(plan(Case("E+PD", engine))))
+@pytest.mark.parametrize(
+    ("case", "asks"),
+    [
+        (Case("E+PD", "sglang", tower="service"), True),
+        (Case("E+PD", "sglang"), False),
+        (Case("E+PD", "vllm", tower="service"), False),
+    ],
+)
+def test_commands_encoder_for_towerless_sglang_serves_its_protocol(case: Case, asks: bool) -> None:
+    (encoder,) = only("encoder", commands(plan(case)))
     assert encoder_parser("").parse_args(list(encoder.argv[2:])).sglang is (True if asks else None)
+
+
+@pytest.mark.parametrize("structure", ["E+PD", "E+P+D"])
+def test_commands_sglang_beside_encoder_keeps_its_tower(structure: str) -> None:
+    """A dead encoder service costs it time, and no request."""
+    engine = only("engine", commands(plan(Case(structure, "sglang"))))[0]
+    assert "--language-only" not in engine.argv
+    assert "--enable-multimodal" in engine.argv
+    assert engine.argv[engine.argv.index("--cornplug-encoder") + 1] == "${RUN_DIR}/encoder-8750.sock"
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(mla=True, caches=True),
+        Case(quantisation="fp8", fp8_kv=True, caches=True),
+        Case("P+D", mla=True, caches=True),
+        Case(dp=8, expert_parallel=True, mla=True, caches=True),
+        Case(tp=8, dcp=8, mla=True, caches=True),
+        Case(engine="sglang", mla=True, caches=True),
+        Case(engine="sglang", quantisation="fp8", fp8_kv=True, caches=True),
+        Case(engine="sglang", tp=4, pp=2, caches=True),
+        Case("P+D", "sglang", caches=True),
+        Case(engine="sglang", speculative="eagle3", caches=True),
+    ],
+    ids=lambda case: case.id,
+)
+def test_commands_leave_sharing_of_kv_to_the_engines_rules(case: Case) -> None:
+    """The engine knows what it can share, and says why not: the plan knows only where sharing has a use."""
+    for command in only("engine", commands(plan(case))):
+        decodes = "decode" in command.argv or "kv_consumer" in " ".join(command.argv)
+        assert ("store.sock" in " ".join(command.argv)) is not decodes
+        assert "CORNPLUG_ENGINE_SHARE_KV" not in command.env
+
+
+def test_commands_engine_that_encodes_some_media_keeps_its_tower() -> None:
+    made = plan(Case("E+PD", "sglang", tower="service"))
+    encoder, engine = made.groups
+    both = engine.model_copy(update={"tasks": "EPD"})
+    (command,) = only("engine", commands(made.model_copy(update={"groups": [encoder, both]})))
+    assert "--language-only" not in command.argv
+
+
+def test_commands_towerless_vllm_asks_by_url() -> None:
+    found = commands(plan(Case("E+PD", tower="service")))
+    (engine,) = only("engine", found)
+    assert engine.argv[engine.argv.index("--cornplug-tower") + 1] == "service"
+    assert engine.argv[engine.argv.index("--cornplug-encoder") + 1] == "http://${HOST_1}:8750"
+    assert engine.env["CORNPLUG_STORE_SECRET_FILE"] == "${SECRET_FILE}"
 
 
 def test_commands_lmcache_transfer_starts_kv_server() -> None:

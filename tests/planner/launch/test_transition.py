@@ -115,7 +115,7 @@ def test_transition_changed_encoder_takes_its_address_over(steps: Any) -> None:
 
 
 def test_transition_encoder_of_engines_without_tower_is_always_there(steps: Any) -> None:
-    old = plan(Case("E+PD", "sglang", share=0.5))
+    old = plan(Case("E+PD", "sglang", share=0.5, tower="service"))
     encoder, engine = old.groups
     new = old.model_copy(
         update={"groups": [encoder.model_copy(update={"encoder_models": ["org/b"]}), engine]}

@@ -16,7 +16,7 @@ from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
 
 from ..kv.test_hicache_storage import TOKENS, attach, name, process, store  # noqa: F401
-from ..kv_rig import DIM, HEADS, LAYERS, device_pool, host_pool, latent_pool
+from ..kv_rig import DIM, HEADS, LAYERS, attached, device_pool, host_pool, latent_pool
 
 ABSENT = [(("test", "kv_page", "absent"), [8])]
 
@@ -105,6 +105,21 @@ def test_draft_pages_error_that_nothing_foresaw_is_a_miss(
     )
     assert backend.batch_get_v2(transfer(hashes, slots)) == {"draft": [what == "present"] * 8}
     assert (("test", "kv_page", "error"), [1]) in process.drain()["cornplug_misses_total"]
+
+
+def test_draft_pool_that_came_before_the_storage_is_shared() -> None:
+    """A storage that is attached while SGLang runs gets the draft's pool with the model's."""
+    draft_pages.announce(draft_model())
+    device, drafted = device_pool(64), device_pool(64, heads=2, dim=16)
+    host, draft = host_pool(device, "page_first"), host_pool(drafted, "page_first")
+    host.entry_map = {PoolName.DRAFT: SimpleNamespace(host_pool=draft, device_pool=drafted)}
+    backend = attached(device, {PoolName.KV: host, PoolName.DRAFT: draft})
+    assert backend.is_open
+    assert not backend.lacks_draft
+    hashes, slots = name(TOKENS, 64), host.alloc(512)
+    assert backend.batch_set_v2(transfer(hashes, slots)) == {"draft": [True] * 8}
+    assert backend.batch_set_v1(hashes, slots) == [True] * 8
+    assert backend.batch_exists_v2(hashes, transfer(hashes, slots)).kv_hit_pages == 8
 
 
 def test_draft_pages_lacking_are_no_hit_and_counted_once(process: Tally) -> None:  # noqa: F811

@@ -107,11 +107,15 @@ class Server:
         self.cache = UnifiedRadixCache(params)
         self.cache.init_hicache(get_server_args(), params)
 
-    def serve(self, store: Store, tokens: list[int], *, windows_from: int = 0) -> torch.Tensor:
+    def serve(
+        self, store: Store, tokens: list[int], *, windows_from: int = 0, entries: int | None = None
+    ) -> torch.Tensor:
         """Have the KV of a finished prompt, random values, in the tree and in the store; its device slots.
 
-        The windows of its first tokens were given up while it ran.
+        The windows of its first tokens were given up while it ran. `entries`: of the store then; by default
+        those of this prompt.
         """
+        wanted = len(tokens) // PAGE + 2 if entries is None else entries
         none, whole = torch.tensor([0]), torch.tensor([len(tokens)])
         slots = self.allocator.alloc_extend(none, none, whole, whole, torch.tensor([-1]), len(tokens))
         assert slots is not None
@@ -125,9 +129,7 @@ class Server:
         def saved() -> bool:
             self.cache.check_hicache_events()
             # The window is written first.
-            return (
-                store.stat(deadline_s=1).entries >= len(tokens) // PAGE + 2 and not self.cache.ongoing_backup
-            )
+            return store.stat(deadline_s=1).entries >= wanted and not self.cache.ongoing_backup
 
         wait_until(saved, deadline_s=60, what="the pages of both pools")
         return slots

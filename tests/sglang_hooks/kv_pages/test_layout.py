@@ -61,6 +61,19 @@ def test_verify_sglang_write_passes_and_restores_pools(layout: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(after, device_before, strict=True))
 
 
+def test_verify_of_a_full_host_pool_passes_once_it_has() -> None:
+    device = device_pool(16)
+    full, known = (host_pool(device, "layer_first") for _ in range(2))
+    verify(host_pages(known), Controller(device, known))
+    for host in (full, known):
+        assert host.alloc(host.available_size()) is not None
+    with pytest.raises(LayoutError, match="flush the cache"):
+        verify(host_pages(full), Controller(device, full))
+    verify(host_pages(known), Controller(device, known))
+    with pytest.raises(LayoutError, match="no free page"):
+        verify(host_pages(known), Controller(device_pool(16), known))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_verify_fp8_pool_moves_every_byte(layout: str, dtype: torch.dtype) -> None:

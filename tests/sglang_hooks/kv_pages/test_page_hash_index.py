@@ -346,6 +346,12 @@ def test_first_page_with_wrong_prefix_records_nothing(index: PageHashIndex) -> N
 class Tree:
     is_eagle = False
 
+    def __init__(self, prefix: list[str] | None) -> None:
+        self.prefix = prefix or []
+
+    def get_prefix_hash_values(self, node: int) -> list[str]:
+        return self.prefix
+
     def prefetch_anchor_info(self, node: int) -> tuple[str | None, str | None]:
         return None, "tenant" if node else None
 
@@ -361,7 +367,7 @@ def back_up(node: int, tokens: list[int], hashes: list[str], prefix: list[str] |
     def write(self: Any, node_id: int) -> None:
         assert page_hash_hooks._writing_storage(queue, None, None, array("q", tokens), hashes, prefix) == 7
 
-    page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree()), node)
+    page_hash_hooks._backing_up(write, SimpleNamespace(tree_core=Tree(prefix)), node)
 
 
 def test_page_hash_hooks_backup_of_pairs_of_tokens_is_recorded(index: PageHashIndex) -> None:

@@ -18,6 +18,8 @@ from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 from sglang.srt.environ import EnvField, Envs
 from sglang.srt.server_args import ServerArgs
 
+from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
+from cornplug.engine_common import model_identity
 from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.sglang_hooks import compat
@@ -175,6 +177,17 @@ def test_environment_in_key_variables_are_overrides(
 ) -> None:
     monkeypatch.setenv(name, text)
     assert overrides(folder) == {f"environment.{name}": value}
+
+
+def test_environment_precision_is_in_the_identity_of_towers(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an encoder service with the same values has these embeddings."""
+    for name in PRECISION_VARIABLES:
+        monkeypatch.setenv(name, "1")
+    found = overrides(folder)
+    assert len(found) == len(PRECISION_VARIABLES)
+    assert set(found) <= model_identity._PRECISION
 
 
 def test_environment_default_values_are_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,9 +19,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 from vllm.transformers_utils.config import get_config
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from cornplug.checkpoints.checkpoint import Checkpoint
+from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
 from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
-from cornplug.host import PRECISION_VARIABLES
 from cornplug.identity import canonical
 from cornplug.vllm_connector.ec import early_prefill
 from cornplug.vllm_connector.model import engine_fields, model_fields, runtime_fields, setting_verdicts
@@ -253,8 +254,14 @@ def test_identities_contain_precision_of_environment(
     plain, tower = kv_key(resolved), tower_identity(resolved)
     monkeypatch.setenv(variable, "1")
     assert kv_key(resolved) != plain
-    assert tower_identity(resolved).identity != tower.identity
+    # An encoder service with the same value has these embeddings.
+    ours, checkpoint = tower_identity(resolved), Checkpoint.open(resolved.model_config.model)
+    assert ours.identity != tower.identity
+    assert ours.served_identity == ours.identity == checkpoint.identity("float32").identity
+    monkeypatch.setenv(variable, "0")
+    assert tower_identity(resolved).identity not in (ours.identity, tower.identity)
     monkeypatch.setenv(variable, "")
+    assert tower_identity(resolved) == tower
     assert kv_key(resolved) == plain
 
 
