@@ -138,6 +138,9 @@ class CornplugStorage(FurtherPools):
             require_stage(place, self._controller.mem_pool_device)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
+        if groups is not None:
+            # SGLang keeps a window up to the end of one of its pages, where a larger page of the store seldom ends.
+            tokens = min(tokens, pages.page_size)
         page = page_geometry(
             pages,
             page_tokens=tokens,
