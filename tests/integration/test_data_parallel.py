@@ -18,10 +18,14 @@ WORDS: Final = f"{PREAMBLE} {PREAMBLE} What is a replica?"
 PAGE: Final = 64
 
 
-@pytest.fixture
-def replicas(short_path: Path) -> Iterator[tuple[VllmServer, StoreProcess]]:
+MODELS: Final = {"dense": checkpoints.qwen2_text, "mixture of experts": checkpoints.qwen3_vl_moe}
+"""Replicas of a mixture of experts compute in step (vLLM's DPEngineCoreProc)."""
+
+
+@pytest.fixture(params=MODELS)
+def replicas(request: pytest.FixtureRequest, short_path: Path) -> Iterator[tuple[VllmServer, StoreProcess]]:
     """A server of two replicas, and a store."""
-    model, socket = checkpoints.qwen2_text(short_path / "model"), short_path / "s"
+    model, socket = MODELS[request.param](short_path / "model"), short_path / "s"
     ours = ("--kv-connector", "cornplug", "--cornplug-app", "dp", "--cornplug-store", str(socket))
     with (
         StoreProcess(socket, log=short_path / "store.log") as store,

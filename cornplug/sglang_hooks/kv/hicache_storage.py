@@ -139,7 +139,7 @@ class CornplugStorage(FurtherPools):
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         if groups is not None:
-            # SGLang keeps a window up to the end of one of its pages, where a larger page of the store seldom ends.
+            # SGLang keeps windows up to the ends of its pages, where larger pages of the store seldom end.
             tokens = min(tokens, pages.page_size)
         page = page_geometry(
             pages,
