@@ -1,8 +1,8 @@
 """All settings: one TOML file, `CORNPLUG_<SECTION>_<FIELD>` in the environment over it.
 
-Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: SGLang's
-processes hand one to their children (`sglang_hooks/activation.py`), and one names the programs of another
-environment (`planner/launch/command_process.py`). Precedence: explicit arguments (engine flags), environment,
+Every setting is read here. Three other modules read a CORNPLUG_* variable that is no setting: SGLang's
+processes hand one to their children (`sglang_hooks/activation.py`), one names the programs of another
+environment (`planner/launch/command_process.py`), and one the folder of sockets (`private_paths.py`). Precedence: explicit arguments (engine flags), environment,
 the file named by `CORNPLUG_CONFIG`, the defaults below. A relative path in the file starts at the file's
 folder, any other one at the process's. The docstring of a setting is its entry in `docs/configuration.md`,
 which `script/docs` writes.
