@@ -2,10 +2,10 @@
 
 Every setting is read here. Three other modules read a CORNPLUG_* variable that is no setting: SGLang's
 processes hand one to their children (`sglang_hooks/activation.py`), one names the programs of another
-environment (`planner/launch/command_process.py`), and one the folder of sockets (`private_paths.py`). Precedence: explicit arguments (engine flags), environment,
-the file named by `CORNPLUG_CONFIG`, the defaults below. A relative path in the file starts at the file's
-folder, any other one at the process's. The docstring of a setting is its entry in `docs/configuration.md`,
-which `script/docs` writes.
+environment (`planner/launch/command_process.py`), and one the folder of sockets (`private_paths.py`).
+Precedence: explicit arguments (engine flags), environment, the file named by `CORNPLUG_CONFIG`, the defaults
+below. A relative path in the file starts at the file's folder, any other one at the process's. The docstring
+of a setting is its entry in `docs/configuration.md`, which `script/docs` writes.
 """
 
 from __future__ import annotations
@@ -325,16 +325,29 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         ) from None
 
 
-def absolute_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that runs in another folder: relative paths of settings are absolute."""
-    handed = dict(environ)
-    for name, text in environ.items():
-        section, field = _setting_of(name)
-        if name == "CORNPLUG_CONFIG" and text:
-            handed[name] = str(Path(text).absolute())
-        elif section in _PATHS:
-            handed[name] = str(_absolute(section, {field: text})[field])
-    return handed
+def portable(config: Config) -> dict[str, Any]:
+    """Settings as {"section.field": value} of plain JSON, for a process with another environment or folder.
+
+    `load_portable` makes equal settings of them there. [qos] and the encoder service's key are left out: no
+    process reads them that an engine starts.
+    """
+    sections = config.model_dump(mode="json", exclude={"qos": True, "encoder": {"admin_key"}})
+    return {
+        f"{section}.{field}": str(value) if isinstance(value, Path) else value
+        for section, fields in sections.items()
+        for field, value in _absolute(section, fields).items()
+    }
+
+
+def load_portable(values: Mapping[str, Any]) -> Config:
+    """The settings that `portable` was given; of other values, those of `load`.
+
+    Raises ConfigError as `load`.
+    """
+    complete = {f"{s}.{name}" for s, kind in _SECTIONS.items() if s != "qos" for name in kind.model_fields}
+    # Complete settings owe nothing to this process's file and environment, which may be another engine's.
+    is_complete = values.keys() >= complete - {"encoder.admin_key"}
+    return load(values, environ={}) if is_complete else load(values)
 
 
 def _setting_of(variable: str) -> tuple[str, str]:

@@ -38,9 +38,7 @@ def test_sockets_are_in_one_folder_in_every_session(
     assert config.store.socket.parent == config.encoder.socket.parent == runtime_dir() == folder
 
 
-def test_runtime_dir_named_by_the_operator_is_taken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_runtime_dir_named_by_the_operator_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for named in (str(tmp_path / "run"), "run"):
         monkeypatch.setenv("CORNPLUG_RUNTIME_DIR", named)
