@@ -67,8 +67,8 @@ command was started. A wrong setting stops the command with a message that names
 the remedy. A size in bytes may have a unit, as `64GiB` or `1.5GB`. A list in an environment variable has
 commas between its items. The last column says how a default of `None` is computed.
 
-All processes of an engine have the settings of the process that reads its command line, also Ray's workers, which do
-not inherit the environment, and a store that the engine starts.
+All processes of an engine have the settings of the process that reads its command line. That holds for Ray's
+workers, which do not inherit the environment, and for a store that the engine starts.
 
 Sockets are by default in the folder `/tmp/cornplug-UID` of the user with that id, whatever the session is. The
 environment variable `CORNPLUG_RUNTIME_DIR` names another one: set it for all processes that share.
