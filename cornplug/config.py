@@ -138,12 +138,12 @@ class EncoderConfig(Section):
     receivers: str = ""
     """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that receive embeddings which another host asked
     for. A server that asks for itself needs no entry."""
-    allow_hosts: str = ""
-    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched; "*": every host. The
-    rules about addresses and ports stay in force: private and loopback addresses are fetched from only if
-    `allow_networks` has them. Empty: no URL is fetched."""
+    allow_hosts: tuple[str, ...] = ("*",)
+    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched; "*": every host. Empty:
+    no URL is fetched. An address that is private, loopback, link-local or a cloud's own is fetched from only
+    if `allow_networks` has it, whatever name leads there."""
     allow_networks: str = ""
-    """Networks ("10.2.0.0/16") in which those hosts may be although they are not public."""
+    """Networks ("10.2.0.0/16") that are not public and from which those hosts' URLs are fetched."""
     allow_ports: str = "80, 443"
     """Ports from which URLs are fetched."""
     fetch_deadline_s: float = Field(default=5.0, gt=0)
@@ -152,7 +152,7 @@ class EncoderConfig(Section):
     """Number of URLs that are fetched at a time; each class of service has its share of them. Further fetches
     wait, at most `max_waiting`; then the service answers 503."""
 
-    @field_validator("urls", "engine_urls", mode="before")
+    @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return comma_separated(value)

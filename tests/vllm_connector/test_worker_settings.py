@@ -50,7 +50,8 @@ def engine_settings(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config
     """The settings of an engine with a file, variables and one flag ("--cornplug-app chat")."""
     (short_path / "conf").mkdir()
     (short_path / "conf" / "cornplug.toml").write_text(
-        '[store]\nsecret_file = "secret"\naccess_log = "log"\n[store.namespaces.chat]\nshare = 0.5\nttl_s = 60\n'
+        '[store]\nsecret_file = "secret"\naccess_log = "log"\n'
+        "[store.namespaces.chat]\nshare = 0.5\nttl_s = 60\n"
         '[encoder]\nadmin_key = "do not tell"\n[engine]\napp = "of the file"\nsave = "always"\n'
     )
     monkeypatch.chdir(short_path)
