@@ -264,7 +264,7 @@ def test_docs_commands_run(page: str, short_path: Path, tmp_path: Path) -> None:
     env = {
         **{name: value for name, value in os.environ.items() if not name.startswith("CORNPLUG_")},
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "XDG_RUNTIME_DIR": str(short_path),
+        "CORNPLUG_RUNTIME_DIR": str(run),
         "XDG_CACHE_HOME": str(short_path / "cache"),
     }
     lines = [command.text for command in commands() if command.page == page and not command.not_run_as()]
