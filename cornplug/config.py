@@ -1,11 +1,11 @@
 """All settings: one TOML file, `CORNPLUG_<SECTION>_<FIELD>` in the environment over it.
 
-Every setting is read here. Two other modules read a CORNPLUG_* variable that is no setting: SGLang's
-processes hand one to their children (`sglang_hooks/activation.py`), and one names the programs of another
-environment (`planner/launch/command_process.py`). Precedence: explicit arguments (engine flags), environment,
-the file named by `CORNPLUG_CONFIG`, the defaults below. A relative path in the file starts at the file's
-folder, any other one at the process's. The docstring of a setting is its entry in `docs/configuration.md`,
-which `script/docs` writes.
+Every setting is read here. Three other modules read a CORNPLUG_* variable that is no setting: SGLang's
+processes hand one to their children (`sglang_hooks/activation.py`), one names the programs of another
+environment (`planner/launch/command_process.py`), and one the folder of sockets (`private_paths.py`).
+Precedence: explicit arguments (engine flags), environment, the file named by `CORNPLUG_CONFIG`, the defaults
+below. A relative path in the file starts at the file's folder, any other one at the process's. The docstring
+of a setting is its entry in `docs/configuration.md`, which `script/docs` writes.
 """
 
 from __future__ import annotations
@@ -138,12 +138,12 @@ class EncoderConfig(Section):
     receivers: str = ""
     """Networks ("10.1.0.0/16, fd00::/8") of SGLang servers that receive embeddings which another host asked
     for. A server that asks for itself needs no entry."""
-    allow_hosts: str = ""
-    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched; "*": every host. The
-    rules about addresses and ports stay in force: private and loopback addresses are fetched from only if
-    `allow_networks` has them. Empty: no URL is fetched."""
+    allow_hosts: tuple[str, ...] = ("*",)
+    """Hosts ("images.example.org, *.cdn.example.org") whose http(s) URLs are fetched; "*": every host. Empty:
+    no URL is fetched. An address that is private, loopback, link-local or a cloud's own is fetched from only
+    if `allow_networks` has it, whatever name leads there."""
     allow_networks: str = ""
-    """Networks ("10.2.0.0/16") in which those hosts may be although they are not public."""
+    """Networks ("10.2.0.0/16") that are not public and from which those hosts' URLs are fetched."""
     allow_ports: str = "80, 443"
     """Ports from which URLs are fetched."""
     fetch_deadline_s: float = Field(default=5.0, gt=0)
@@ -152,7 +152,7 @@ class EncoderConfig(Section):
     """Number of URLs that are fetched at a time; each class of service has its share of them. Further fetches
     wait, at most `max_waiting`; then the service answers 503."""
 
-    @field_validator("urls", "engine_urls", mode="before")
+    @field_validator("urls", "engine_urls", "allow_hosts", mode="before")
     @classmethod
     def _split(cls, value: object) -> object:
         return comma_separated(value)
@@ -325,16 +325,29 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         ) from None
 
 
-def absolute_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that runs in another folder: relative paths of settings are absolute."""
-    handed = dict(environ)
-    for name, text in environ.items():
-        section, field = _setting_of(name)
-        if name == "CORNPLUG_CONFIG" and text:
-            handed[name] = str(Path(text).absolute())
-        elif section in _PATHS:
-            handed[name] = str(_absolute(section, {field: text})[field])
-    return handed
+def portable(config: Config) -> dict[str, Any]:
+    """Settings as {"section.field": value} of plain JSON, for a process with another environment or folder.
+
+    `load_portable` makes equal settings of them there. [qos] and the encoder service's key are left out: no
+    process reads them that an engine starts.
+    """
+    sections = config.model_dump(mode="json", exclude={"qos": True, "encoder": {"admin_key"}})
+    return {
+        f"{section}.{field}": str(value) if isinstance(value, Path) else value
+        for section, fields in sections.items()
+        for field, value in _absolute(section, fields).items()
+    }
+
+
+def load_portable(values: Mapping[str, Any]) -> Config:
+    """The settings that `portable` was given; of other values, those of `load`.
+
+    Raises ConfigError as `load`.
+    """
+    complete = {f"{s}.{name}" for s, kind in _SECTIONS.items() if s != "qos" for name in kind.model_fields}
+    # Complete settings owe nothing to this process's file and environment, which may be another engine's.
+    is_complete = values.keys() >= complete - {"encoder.admin_key"}
+    return load(values, environ={}) if is_complete else load(values)
 
 
 def _setting_of(variable: str) -> tuple[str, str]:

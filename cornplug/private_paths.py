@@ -18,9 +18,14 @@ _REMEDY = "Name a folder of yours, mode 0700."
 
 
 def runtime_dir() -> Path:
-    """Where sockets live: `$XDG_RUNTIME_DIR/cornplug`, else a 0700 folder of this user in /tmp."""
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(base) / "cornplug" if base else Path(f"/tmp/cornplug-{os.getuid()}")
+    """The folder of sockets: `$CORNPLUG_RUNTIME_DIR`, else a 0700 folder of this user in /tmp.
+
+    It does not depend on XDG_RUNTIME_DIR, as all engines of a user must meet: services, cron jobs and
+    `docker exec` do not have that variable, Slurm copies it to hosts without that folder, and systemd removes
+    the folder at the end of the last login.
+    """
+    named = os.environ.get("CORNPLUG_RUNTIME_DIR")
+    return Path(named).absolute() if named else Path(f"/tmp/cornplug-{os.getuid()}")
 
 
 def cache_dir() -> Path:

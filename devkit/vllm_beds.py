@@ -56,6 +56,9 @@ BEDS: Final[Mapping[str, tuple[Mapping[str, str], tuple[str, ...]]]] = MappingPr
 NIXL: Final = "nixl"
 """The package of NIXL, which a prefill and a decode server have on their path."""
 
+REPLICAS_IN_STEP: Final = "replicas-in-step-cpu"
+"""The package with what data-parallel replicas of a mixture of experts exchange; vLLM has none for a CPU."""
+
 
 def bed_environment(name: str | None = None, *more: str | Path) -> dict[str, str]:
     """The environment that puts an engine on a bed; by default on the one that `VARIABLE` names.

@@ -76,7 +76,7 @@ class Place:
         self._env = {
             **{name: value for name, value in os.environ.items() if not name.startswith("CORNPLUG_")},
             "PATH": f"{beside}{os.pathsep}{os.environ['PATH']}",
-            "XDG_RUNTIME_DIR": str(folder / "run"),
+            "CORNPLUG_RUNTIME_DIR": str(folder / "run"),
             "XDG_CACHE_HOME": str(folder / "cache"),
             "HF_HUB_OFFLINE": "1",
             "CORNPLUG_ENCODER_PORT": str(self._port),

@@ -120,7 +120,7 @@ def own_settings() -> Iterator[Path]:
         for name in os.environ:
             if name.startswith("CORNPLUG_"):
                 patch.delenv(name)
-        patch.setenv("XDG_RUNTIME_DIR", str(home / "run"))
+        patch.setenv("CORNPLUG_RUNTIME_DIR", str(home / "run"))
         patch.setenv("XDG_CACHE_HOME", str(home / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
         (home / "run").mkdir(mode=0o700)

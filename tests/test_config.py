@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
-from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig, absolute_environment, load
+from cornplug.config import Config, EncoderConfig, EngineConfig, StoreConfig, load, load_portable, portable
 from cornplug.errors import ConfigError
 
 SIZED = {"store": StoreConfig, "encoder": EncoderConfig, "engine": EngineConfig}
@@ -87,20 +88,24 @@ def test_load_relative_paths_are_of_the_files_folder_and_of_the_process(
     assert config.encoder.socket == tmp_path / "e.sock"
 
 
-def test_absolute_environment_means_the_same_in_another_folder(
+def test_portable_settings_are_equal_in_another_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "conf").mkdir()
-    (tmp_path / "conf" / "c.toml").write_text('[store]\nsecret_file = "secret"\n')
+    (tmp_path / "conf" / "c.toml").write_text(
+        '[store]\nsecret_file = "secret"\nsize_bytes = "1GiB"\nfar = ["file:///a", "file:///b"]\n'
+        '[store.namespaces.chat]\napps = ["chat", "agents"]\nttl_s = 60\n[encoder]\nadmin_key = "key"\n'
+    )
     monkeypatch.chdir(tmp_path)
-    environ = {
-        "CORNPLUG_CONFIG": "conf/c.toml", "CORNPLUG_STORE_ACCESS_LOG": "log", "CORNPLUG_ENGINE_APP": "a/b",
-        "OTHER": "x/y",
-    }  # fmt: skip
-    here, handed = load(environ={**environ, "CORNPLUG_ENGINE_APP": "a"}), absolute_environment(environ)
+    here = load(environ={"CORNPLUG_CONFIG": "conf/c.toml", "CORNPLUG_STORE_ACCESS_LOG": "log"})
+    handed = json.loads(json.dumps(portable(here)))
     monkeypatch.chdir("/")
-    assert load(environ={**handed, "CORNPLUG_ENGINE_APP": "a"}).store == here.store
-    assert (handed["CORNPLUG_ENGINE_APP"], handed["OTHER"]) == ("a/b", "x/y")
+    monkeypatch.setenv("CORNPLUG_STORE_DISK_PATH", "/of/this/process")
+    there = load_portable(handed)
+    assert there.store == here.store
+    assert there.engine == here.engine
+    assert there.encoder == here.encoder.model_copy(update={"admin_key": EncoderConfig().admin_key})
+    assert "key" not in handed.values()
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("0", False), ("off", False)])

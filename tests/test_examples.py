@@ -47,7 +47,8 @@ def unknown_words(words: list[str]) -> list[str]:
         return [words[1]]
     parts = re.split(r"^## ", reference, flags=re.M)
     of_it = " ".join(part for part in parts if re.match(rf"`cornplug {words[1]}\b", part))
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    own = words[: words.index("--")] if "--" in words else words  # an engine's follow
+    flags = [word.partition("=")[0] for word in own if word.startswith("--")]
     return [flag for flag in flags if not re.search(rf"{flag}\b(?!-)", of_it)]
 
 

@@ -11,24 +11,38 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.config import Config
+from cornplug.config import Config, load
 from cornplug.errors import ConfigError
 from cornplug.private_paths import cache_dir, read_secret, runtime_dir, secret_problem
 
 
-def test_runtime_dir_and_cache_dir_follow_xdg_variables(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+def test_cache_dir_follows_xdg_variable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert runtime_dir() == tmp_path / "run" / "cornplug"
     assert cache_dir() == tmp_path / "cache" / "cornplug"
-    assert Config().store.socket.parent == runtime_dir()
-    monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_dir() == tmp_path / ".cache" / "cornplug"
-    assert runtime_dir().is_absolute()
+
+
+@pytest.mark.parametrize("session", ["login", "service", "compute node"])
+def test_sockets_are_in_one_folder_in_every_session(
+    session: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A login has XDG_RUNTIME_DIR, a service and cron have not, and Slurm copies it to hosts without it."""
+    monkeypatch.delenv("CORNPLUG_RUNTIME_DIR")
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    if session != "service":
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / ("absent" if session == "compute node" else "")))
+    config = load()
+    folder = Path(f"/tmp/cornplug-{os.getuid()}")
+    assert config.store.socket.parent == config.encoder.socket.parent == runtime_dir() == folder
+
+
+def test_runtime_dir_named_by_the_operator_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    for named in (str(tmp_path / "run"), "run"):
+        monkeypatch.setenv("CORNPLUG_RUNTIME_DIR", named)
+        assert Config().store.socket.parent == Config().encoder.socket.parent == tmp_path / "run"
 
 
 def test_read_secret_first_use_makes_it_once_for_its_owner(tmp_path: Path) -> None:

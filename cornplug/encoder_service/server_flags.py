@@ -82,7 +82,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--socket",
         type=Path,
-        help="unix socket for engines of this host (default: in $XDG_RUNTIME_DIR/cornplug)",
+        help="unix socket for engines of this host (default: in /tmp/cornplug-UID)",
     )
     out.add_argument("--host", help="HTTP address to listen at (default: 127.0.0.1)")
     out.add_argument("--port", type=int, help="HTTP port (default: 8750); 0 picks a free one")
@@ -112,7 +112,7 @@ def parser(description: str) -> argparse.ArgumentParser:
         "--names", help="host names by which HTTP clients reach this service, with commas between"
     )
     out.add_argument(
-        "--store-socket", type=Path, help="unix socket of the store (default: in $XDG_RUNTIME_DIR/cornplug)"
+        "--store-socket", type=Path, help="unix socket of the store (default: in /tmp/cornplug-UID)"
     )
     out.add_argument(
         "--no-store", action="store_true", help="use no store: answers carry the embedding itself"

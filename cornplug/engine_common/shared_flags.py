@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any, Final
 
-from cornplug.config import Config, load
+from cornplug.config import Config, load_portable
 from cornplug.encoder_service.client.engine_encoder import check_remote
 from cornplug.errors import ConfigError
 
@@ -109,6 +109,6 @@ def settings(extra: Mapping[str, Any]) -> Config:
     if "encoder.socket" in extra:
         # A path on the command line is stronger than URLs in the environment.
         extra = {"encoder.engine_urls": (), **extra}
-    config = load(extra)
+    config = load_portable(extra)
     check_remote(config)
     return config

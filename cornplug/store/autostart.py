@@ -7,6 +7,7 @@ file beside the socket. It ends by itself some time after its last client.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 import cornplug
-from cornplug.config import StoreConfig, absolute_environment
+from cornplug.config import Config, StoreConfig, portable
 from cornplug.local_socket import try_lock
 from cornplug.private_paths import open_file, open_folder
 
@@ -30,8 +31,8 @@ LOG_BYTES: Final = 1 << 20
 # optional room can keep the store from starting. Its package comes last on the path, and the engine's
 # folder not at all: a user's secrets.py there is not the standard library's.
 _START: Final = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:]))"
+    "import json, sys; sys.path.append(sys.argv.pop(1)); "
+    "from cornplug.store.daemon.main import main; sys.exit(main(sys.argv[1:], json.load(sys.stdin)))"
 )
 
 _log = logging.getLogger("cornplug.store")
@@ -74,25 +75,17 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
 
     Raises OSError when no process can be made, ConfigError for a folder that is not ours alone."""
     command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
-    command += ["--clamp", "--detach"]
+    command += ["--clamp", "--detach", "--idle-exit-s", str(idle_exit_s)]
+    # For people who read the list of processes.
     command += ["--socket", str(config.socket.absolute())]
-    command += ["--secret-file", str(config.secret_file.absolute())]
-    command += [] if config.size_bytes is None else ["--size", str(config.size_bytes)]
-    command += ["--quarantine-s", str(config.quarantine_s), "--idle-exit-s", str(idle_exit_s)]
-    command += [] if config.disk_path is None else ["--disk", str(config.disk_path.absolute())]
-    command += [] if config.disk_size_bytes is None else ["--disk-size", str(config.disk_size_bytes)]
-    command += ["--metrics", config.metrics] if config.metrics else []
-    path = log_path(config.socket)
     # Not on its command line, which any user of the host can read: a URL may have a password.
-    environment = absolute_environment(os.environ)
-    if config.far:
-        environment["CORNPLUG_STORE_FAR"] = ",".join(config.far)
-        environment["CORNPLUG_STORE_FAR_SECRET_FILES"] = ",".join(map(str, config.far_secret_files))
+    settings = json.dumps(portable(Config(store=config))).encode()
+    path = log_path(config.socket)
     with _log_file(path) as log:
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=_SPAWN_S, cwd="/",
-                env=environment, start_new_session=True, close_fds=True, check=False,
+                command, input=settings, stdout=log, stderr=log, timeout=_SPAWN_S, cwd="/",
+                start_new_session=True, close_fds=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             _log.warning("starting a store took more than %.0f s; see %s", _SPAWN_S, path)

@@ -7,6 +7,7 @@ hook in 0.32 are wrapped, each once and each by a thin shell over the original:
 * `BaseMultiModalProcessor._get_mm_hashes` and `InputProcessor.process_inputs`: identifiers;
 * `create_parser` of both item trackers, `BaseRenderer.render_chat` and `.render_chat_async`, and the HTTP
   server's `init_exception_handler`: images of an engine without a tower;
+* `init_scale_out_state`: to say that media of requests that come rendered are not shared;
 * `Worker.get_kv_cache_spec`: to say what such an engine has not loaded;
 * `make_empty_encoder_model_runner_output`: what an engine without a language model reports of its saves;
 * `ImageEmbeddingMediaIO.load_base64`: handles in the place of embeddings;

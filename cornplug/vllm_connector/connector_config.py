@@ -11,7 +11,9 @@ import copy
 from collections.abc import Callable
 from typing import Any, Final
 
+from cornplug.config import portable
 from cornplug.engine_common import engine_state
+from cornplug.engine_common.shared_flags import settings
 from cornplug.sharing_verdict import first_line
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR
@@ -75,6 +77,7 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
     if by_value:
         _note_by_value(config)
     _settle(config)
+    _complete_settings(config)
     if without_tower:
         engine_arguments.check_model(config)
     return config
@@ -191,6 +194,15 @@ def _note_by_value(config: Any) -> None:
         kv["engine.embeddings_by_value"] = True
     if _is_ec(ec):
         ec.ec_connector_extra_config["engine.embeddings_by_value"] = True
+
+
+def _complete_settings(config: Any) -> None:
+    """Give the engine's processes all settings of this one: Ray's workers do not inherit its environment."""
+    # The caller's objects may serve another engine, in another environment.
+    config.kv_transfer_config = copy.deepcopy(config.kv_transfer_config)
+    config.ec_transfer_config = copy.deepcopy(config.ec_transfer_config)
+    for extra in engine_arguments.settings_in(config):
+        extra.update(portable(settings(extra)))
 
 
 def _settle(config: Any) -> None:

@@ -20,15 +20,26 @@ class EngineAlarm:
         self._changed = threading.Condition()
         self._wake: Callable[[], None] | None = None
         self._has_input: Callable[[], bool] | None = None
+        self._in_wave: Callable[[], bool] | None = None
         self._due: float | None = None
         self._rings = False
         """A thread waits for the time."""
 
-    def bind(self, wake: Callable[[], None] | None, has_input: Callable[[], bool] | None = None) -> None:
-        """Take the function that wakes the engine, and the one that says whether input waits for it; None
-        when its loop has ended."""
+    def bind(
+        self,
+        wake: Callable[[], None] | None,
+        has_input: Callable[[], bool] | None = None,
+        in_wave: Callable[[], bool] | None = None,
+    ) -> None:
+        """Take the functions of an engine's loop; all None when it has ended.
+
+        Args:
+            wake: wakes the engine.
+            has_input: whether input waits for it.
+            in_wave: whether each of its steps is one of all data-parallel replicas.
+        """
         with self._changed:
-            self._wake, self._has_input = wake, has_input
+            self._wake, self._has_input, self._in_wave = wake, has_input, in_wave
             self._due = None
             self._changed.notify()
 
@@ -51,6 +62,12 @@ class EngineAlarm:
         has_input = self._has_input
         return has_input is None or has_input()
 
+    def replicas_wait(self) -> bool:
+        """Whether other data-parallel replicas wait for each step: those of a mixture of experts compute in
+        step while one of them has a request."""
+        in_wave = self._in_wave
+        return in_wave is not None and in_wave()
+
     def _ring(self) -> None:
         """Ring once and end. Pauses are many: a time that was put off is seen when the first one is up."""
         with self._changed:
@@ -70,10 +87,12 @@ ALARM: Final = EngineAlarm()
 
 def _run_busy_loop(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any) -> Any:
     from vllm.v1.engine import EngineCoreRequestType
+    from vllm.v1.engine.core import DPEngineCoreProc
 
     ALARM.bind(
         lambda: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)),
         lambda: not core.input_queue.empty(),
+        lambda: isinstance(core, DPEngineCoreProc) and core.engines_running,
     )
     try:
         return original(core, *args, **kwargs)

@@ -56,7 +56,7 @@ def _install_flags(why: str) -> None:
 
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     """The functions of vLLM that are wrapped, with their wrappers."""
-    from cornplug.vllm_connector import connector_config, engine_alarm, flags
+    from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
     from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
     from cornplug.vllm_connector.kv import (
         cpu_cores,
@@ -74,7 +74,7 @@ def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     ec = encoder_only, mm_identifiers
     no_tower = left_out_weights, served_images
     weights = loaded_weights, reloads, weight_transfers, weight_updates
-    rooms = (flags, connector_config, engine_alarm, *ec, *kv, *no_tower, *weights)
+    rooms = (flags, connector_config, engine_alarm, rendered_elsewhere, *ec, *kv, *no_tower, *weights)
     return [seam for room in rooms for seam in room.WRAPS]
 
 

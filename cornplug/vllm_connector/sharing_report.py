@@ -7,6 +7,7 @@ engine, which writes a pattern into the cache and reads it back, needs the cache
 
 from __future__ import annotations
 
+import argparse
 import copy
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,7 @@ import msgspec
 from cornplug import config as settings
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_run, first_line
+from cornplug.vllm_connector import rendered_elsewhere
 from cornplug.vllm_connector.connector_config import why_not
 from cornplug.vllm_connector.ec.processor_outputs import IN_WORKERS_ONLY, in_workers_only
 from cornplug.vllm_connector.flags import NAME
@@ -30,7 +32,6 @@ from cornplug.vllm_connector.several_connectors import has_ours, our_settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _ONE_MANAGER: Final = "--disable-hybrid-kv-cache-manager"
@@ -47,16 +48,19 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
     For a process that runs nothing else: it initialises vLLM's process groups for one rank, and ends where
     vLLM's parser refuses a flag.
     """
+    from vllm.engine.arg_utils import EngineArgs
+
     try:
-        config = _engine_arguments(model, flags).create_engine_config()
+        args = _arguments(model, flags)
+        rendered = rendered_elsewhere.are_taken(args)
+        config = EngineArgs.from_cli_args(args).create_engine_config()
     except (ValueError, OSError, NotImplementedError, ConfigError) as e:
         return does_not_run("vLLM", e)
-    return [_kv(config), _embeddings(config)]
+    return [_kv(config), _embeddings(config, rendered=rendered)]
 
 
-def _engine_arguments(model: str, flags: Sequence[str]) -> EngineArgs:
+def _arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
     """As `vllm serve` reads them, with cornplug as a KV connector."""
-    from vllm.engine.arg_utils import EngineArgs
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -66,16 +70,16 @@ def _engine_arguments(model: str, flags: Sequence[str]) -> EngineArgs:
     args.model = args.model_tag
     if args.kv_connector is None and not has_ours(args.kv_transfer_config):
         args.kv_connector = NAME
-    return EngineArgs.from_cli_args(args)
+    return args
 
 
-def _embeddings(config: VllmConfig) -> SharingVerdict:
+def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
     if not config.model_config.is_multimodal_model:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
     found = asked("embeddings", lambda: tower_identity(config))
-    if found.shared and in_workers_only(config):
-        return msgspec.structs.replace(found, remedy=f"An encoder service is not asked: {IN_WORKERS_ONLY}.")
-    return found
+    limits = [f"An encoder service is not asked: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
+    limits += [f"But {rendered_elsewhere.NOT_SHARED}."] if rendered else []
+    return msgspec.structs.replace(found, remedy=" ".join(limits)) if found.shared else found
 
 
 def _kv(config: VllmConfig) -> SharingVerdict:

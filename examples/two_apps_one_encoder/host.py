@@ -49,15 +49,15 @@ class Host:
         self.keep = False
         """Leave the folder, with its logs, when the demo ends."""
         self._run = self.folder / "run"
-        self.store_socket = self._run / "cornplug" / f"store-{STORE_PROTOCOL}.sock"
-        self.encoder_socket = self._run / "cornplug" / "encoder.sock"
+        self.store_socket = self._run / f"store-{STORE_PROTOCOL}.sock"
+        self.encoder_socket = self._run / "encoder.sock"
 
     def __enter__(self) -> Self:
         # A user's own settings could name a user's own store.
         for name in [name for name in os.environ if name.startswith("CORNPLUG_")]:
             del os.environ[name]
         self._run.mkdir(mode=0o700)
-        os.environ["XDG_RUNTIME_DIR"] = str(self._run)
+        os.environ["CORNPLUG_RUNTIME_DIR"] = str(self._run)
         os.environ["XDG_CACHE_HOME"] = str(self.folder / "cache")
         os.environ.update(_ENVIRONMENT)
         return self

@@ -18,7 +18,7 @@ from .markdown import notice, table
 _ENVIRONMENT: Final = {
     "COLUMNS": "100",
     "NO_COLOR": "1",
-    "XDG_RUNTIME_DIR": "/run/user/UID",
+    "CORNPLUG_RUNTIME_DIR": "/tmp/cornplug-UID",
     "XDG_CACHE_HOME": "/home/USER/.cache",
 }
 _SUBCOMMANDS: Final = {"store": ("purge",), "plan": ("init", "schema"), "profile": ("llm", "encoder")}

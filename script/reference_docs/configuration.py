@@ -66,6 +66,12 @@ A relative path in the file starts at the file's folder; in a flag or variable, 
 command was started. A wrong setting stops the command with a message that names the setting, the value and
 the remedy. A size in bytes may have a unit, as `64GiB` or `1.5GB`. A list in an environment variable has
 commas between its items. The last column says how a default of `None` is computed.
+
+All processes of an engine have the settings of the process that reads its command line. That holds for Ray's
+workers, which do not inherit the environment, and for a store that the engine starts.
+
+Sockets are by default in the folder `/tmp/cornplug-UID` of the user with that id, whatever the session is.
+The environment variable `CORNPLUG_RUNTIME_DIR` names another one: set it for all processes that share.
 """
 
 
@@ -168,7 +174,7 @@ def _default(field: FieldInfo) -> str:
     if field.default_factory is None:
         value = field.default
     else:
-        places = {"XDG_RUNTIME_DIR": "$XDG_RUNTIME_DIR", "XDG_CACHE_HOME": "$XDG_CACHE_HOME"}
+        places = {"CORNPLUG_RUNTIME_DIR": "/tmp/cornplug-UID", "XDG_CACHE_HOME": "$XDG_CACHE_HOME"}
         with mock.patch.dict(os.environ, places):
             value = field.default_factory()  # type: ignore[call-arg]
         if not isinstance(value, (Path, dict)):

@@ -41,7 +41,8 @@ n-grams, a smaller model, EAGLE, and those of models whose windows lie in one po
 
 {shared}
 
-Sliding windows in a pool beside full attention (GPT-OSS, Mellum 2) are shared with other SGLang servers
+Sliding windows in a pool beside full attention (GPT-OSS, Mellum 2) are shared with other SGLang servers, in
+pages of less than 64 tokens with those of the same `--page-size`
 (`tests/integration/test_sglang_hybrids.py`).
 
 ## KV is not shared: the server runs with the settings of a stock one

@@ -19,7 +19,7 @@ _INTRO: Final = """# Troubleshooting: why did it not share?
 2. Read the engine's log: a line that begins with `cornplug:` names a thing that is not shared, and why.
 3. Read the counters at the engine's `/metrics` ([all of them](metrics.md)):
 
-```
+```text
 cornplug_hits_total{{app="chat",what="embedding",source="service_cached"}} 20
 cornplug_misses_total{{app="chat",what="kv_page",reason="absent"}} 3
 cornplug_saves_total{{app="chat",what="kv_page",outcome="stored"}} 12

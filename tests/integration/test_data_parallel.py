@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,30 +16,47 @@ from integration.stack import PREAMBLE, wait_for_saves
 
 from devkit import checkpoints
 from devkit.engines import VllmServer
-from devkit.processes import StoreProcess
+from devkit.processes import StoreProcess, wait_until
+from devkit.vllm_beds import REPLICAS_IN_STEP
 
 WORDS: Final = f"{PREAMBLE} {PREAMBLE} What is a replica?"
 PAGE: Final = 64
 
 
-@pytest.fixture
-def replicas(short_path: Path) -> Iterator[tuple[VllmServer, StoreProcess]]:
+MODELS: Final = {"dense": checkpoints.qwen2_text, "mixture of experts": checkpoints.qwen3_vl_moe}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Of the model. Replicas of a mixture of experts compute in step (vLLM's `DPEngineCoreProc`)."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def replicas(
+    kind: str, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[VllmServer, StoreProcess]]:
     """A server of two replicas, and a store."""
-    model, socket = checkpoints.qwen2_text(short_path / "model"), short_path / "s"
+    folder, sockets = tmp_path_factory.mktemp("dp"), Path(tempfile.mkdtemp(prefix="cp-"))
+    model, socket = MODELS[kind](folder / "model"), sockets / "s"
     ours = ("--kv-connector", "cornplug", "--cornplug-app", "dp", "--cornplug-store", str(socket))
     with (
-        StoreProcess(socket, log=short_path / "store.log") as store,
-        VllmServer(model, *ours, "--data-parallel-size", "2", log=short_path / "log") as server,
+        StoreProcess(socket, log=folder / "store.log") as store,
+        VllmServer(
+            model, *ours, "--data-parallel-size", "2", log=folder / "log", packages=(REPLICAS_IN_STEP,)
+        ) as server,
     ):
         yield server, store
+    shutil.rmtree(sockets, ignore_errors=True)
 
 
-def ask(server: VllmServer, replica: int) -> dict[str, Any]:
-    """The whole answer of one replica."""
+def ask(server: VllmServer, replica: int, words: str = WORDS, *, tokens: int = 8) -> dict[str, Any]:
+    """The whole answer of one replica, of so many tokens."""
     body = {
         "model": "model",
-        "messages": [{"role": "user", "content": WORDS}],
-        "max_tokens": 8,
+        "messages": [{"role": "user", "content": words}],
+        "max_tokens": tokens,
+        "ignore_eos": True,
         "temperature": 0,
         "return_token_ids": True,
     }
@@ -45,10 +66,9 @@ def ask(server: VllmServer, replica: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.support("Sharing", "data-parallel replicas of one host")
+@pytest.mark.support("Sharing", "data-parallel replicas of one host, {kind}")
 def test_vllm_replica_continues_what_another_replica_computed(
-    replicas: tuple[VllmServer, StoreProcess],
+    replicas: tuple[VllmServer, StoreProcess], kind: str
 ) -> None:
     server, store = replicas
     first = ask(server, 0)
@@ -59,3 +79,23 @@ def test_vllm_replica_continues_what_another_replica_computed(
     assert again["choices"][0]["token_ids"] == first["choices"][0]["token_ids"]
     ask(server, 1)  # the counters reach /metrics with a further step
     assert server.metric("cornplug_saved_tokens_total", app="dp") >= 0.9 * pages * PAGE
+
+
+def test_vllm_idle_replica_of_experts_saves_when_no_other_computes(
+    replicas: tuple[VllmServer, StoreProcess], kind: str
+) -> None:
+    if kind == "dense":
+        pytest.skip("its replicas do not wait for one another")
+    server, store = replicas
+    before = store.stat().entries
+    with ThreadPoolExecutor() as pool:
+        long = pool.submit(ask, server, 1, "A long story.", tokens=400)
+        running = "vllm:num_requests_running"
+        wait_until(lambda: server.metric(running, engine="1") > 0, deadline_s=60, what="the long request")
+        short = ask(server, 0, f"The idle one. {WORDS}")
+        time.sleep(1)  # an idle engine begins to save after 0.05 s
+        assert not long.done(), "the other replica computed for too short a time"
+        assert store.stat().entries == before
+        long.result()
+    pages = (short["usage"]["prompt_tokens"] - 1) // PAGE
+    wait_for_saves(server, lambda: store.stat().entries >= before + 0.9 * pages, what="the idle one's pages")

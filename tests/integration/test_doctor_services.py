@@ -18,8 +18,8 @@ from devkit.processes import at_once
 
 def test_doctor_finds_what_serves_a_model(short_path: Path) -> None:
     model = checkpoints.llava(short_path / "llava")
-    run = short_path / "cornplug"
-    env = {"XDG_RUNTIME_DIR": str(short_path), "XDG_CACHE_HOME": str(short_path / "cache")}
+    run = short_path / "run"
+    env = {"CORNPLUG_RUNTIME_DIR": str(run), "XDG_CACHE_HOME": str(short_path / "cache")}
 
     def doctor(*args: str) -> list[dict[str, Any]]:
         command = [sys.executable, "-m", "cornplug.cli", "doctor", "--json", *args]

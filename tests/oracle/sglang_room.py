@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from array import array
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from sglang.srt.server_args import ServerArgs
 
 from cornplug.encoder_service.media.image import digest_image
 from cornplug.engine_common.model_identity import EngineModel
+from cornplug.errors import CheckpointError
 from cornplug.identity import medium_lineage, page_key, placeholder_tokens
 from cornplug.kv_page import PageGeometry
 from cornplug.sglang_hooks import activation
@@ -85,13 +87,24 @@ def pages(
     index.record(None, hashes, whole, space)
     roots = NamespaceRoots(secret, page, lambda: identity)
     assert roots.wait(60)
-    root = roots.root(space)
+    root = _root(roots, space)
     links = []
     for found in index.find(hashes):
         assert found is not None
         (part,) = index.overlaps(found)
         links.append(part.links[-1])
     return tuple(page_key(secret, root, PAGE, link) for link in links)
+
+
+def _root(roots: NamespaceRoots, space: CacheNamespace) -> bytes:
+    """The root, once another thread has read the adapter's files: a request before that shares nothing."""
+    while True:
+        try:
+            return roots.root(space)
+        except CheckpointError as e:
+            if e.reason != "identifying":
+                raise
+            time.sleep(0.01)
 
 
 def _loaded(adapter: Path) -> str:

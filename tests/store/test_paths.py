@@ -180,6 +180,28 @@ def test_autostart_relative_settings_reach_the_daemon(
     assert (tmp_path / "conf" / "secret").exists()
 
 
+def test_autostart_daemon_has_its_starters_settings(
+    short_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine's settings need not be those of the environment: flags, Ray's workers."""
+    monkeypatch.setenv("CORNPLUG_STORE_ACCESS_LOG", str(tmp_path / "of_the_environment"))
+    config = load(
+        {
+            "store.socket": short_path / "s.sock", "store.secret_file": short_path / "secret",
+            "store.size_bytes": 1 << 20, "store.access_log": tmp_path / "log",
+            "store.namespaces": {"chat": {"share": 0.5}},
+        }
+    ).store  # fmt: skip
+    store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
+    try:
+        assert store.connected, autostart.log_path(config.socket).read_text()
+        assert set(store.stat(deadline_s=20).namespaces) == {"chat", "default"}
+    finally:
+        store.close()
+    eventually(lambda: (tmp_path / "log").exists())
+    assert not (tmp_path / "of_the_environment").exists()
+
+
 def test_autostart_users_modules_are_not_the_daemons(store_config: StoreConfig, tmp_path: Path) -> None:
     (tmp_path / "secrets.py").write_text("raise SystemExit('the wrong secrets')")
     code = (

@@ -80,3 +80,17 @@ def test_engine_alarm_wakes_vllms_loop(core_class: type[EngineCoreProc]) -> None
 
     assert _run_busy_loop(loop, core) == "stepped"
     assert not ALARM.set(0.01)
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_engine_alarm_knows_when_replicas_compute_in_step(running: bool) -> None:
+    core = DPEngineCoreProc.__new__(DPEngineCoreProc)
+    core.engines_running = running
+    assert _run_busy_loop(lambda core: ALARM.replicas_wait(), core) == running
+    assert not ALARM.replicas_wait()
+
+
+def test_engine_alarm_replica_of_a_dense_model_waits_for_nobody() -> None:
+    core = EngineCoreProc.__new__(EngineCoreProc)
+    core.engines_running = True
+    assert not _run_busy_loop(lambda core: ALARM.replicas_wait(), core)

@@ -18,7 +18,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorBase
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
-from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugin
+from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugin, rendered_elsewhere
 from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
 from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
@@ -40,7 +40,7 @@ KV = (cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, in_pr
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
 NO_TOWER = (left_out_weights, served_images, retry_after)
-WRAPPING = (flags, connector_config, engine_alarm, *EC, *KV, *WEIGHTS, *NO_TOWER)
+WRAPPING = (flags, connector_config, engine_alarm, rendered_elsewhere, *EC, *KV, *WEIGHTS, *NO_TOWER)
 CONNECTOR = "vllm.multimodal.media.connector"
 REGISTER = "vllm.v1.kv_offload.cpu.host_register"
 CALLED = (

@@ -54,7 +54,7 @@ def test_flags_transfer_config_beside_cornplug_is_first_of_two(model: Path) -> N
     theirs, ours = [child for _, child in MultiConnector._get_connector_classes_and_configs(config)]
     for name, value in NIXL.items():
         assert getattr(theirs.kv_transfer_config, name) == value
-    assert ours.kv_transfer_config.kv_connector_extra_config == {"engine.app": "chat"}
+    assert ours.kv_transfer_config.kv_connector_extra_config["engine.app"] == "chat"
     assert ours.kv_transfer_config.kv_load_failure_policy == "recompute"
 
 
@@ -113,7 +113,9 @@ def test_engine_by_value_is_noted_in_settings_of_one_among_several(model: Path) 
     kv = configured(
         model, *OURS, "--enable-mm-embeds", "--kv-transfer-config", json.dumps(NIXL)
     ).kv_transfer_config
-    assert our_settings(kv) == {"engine.app": "chat", "engine.embeddings_by_value": True}
+    ours = our_settings(kv)
+    assert ours is not None
+    assert (ours["engine.app"], ours["engine.embeddings_by_value"]) == ("chat", True)
 
 
 def test_has_ours_without_cornplug_is_false() -> None:

@@ -45,6 +45,7 @@ for method, draft in ("eagle3", "head"), ("draft_model", "unlike"):
     print(last_line(describe(windowed, ["--speculative-config", found])))
 print(last_line(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
 print(last_line(describe(sys.argv[2], ["--mm-encoder-only"])))
+print(last_line(describe(sys.argv[2], ["--enable-scale-out"])))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
 print(last_line(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"
@@ -69,6 +70,7 @@ AROUND = (
     "windows, draft model",
     "states, no prefix caching",
     "windows, encoder only",
+    "windows, rendered elsewhere",
     "windows, odd pages",
     "text, KV off",
     "text, no connector",
@@ -130,6 +132,12 @@ def _with_windows(folder: Path) -> Path:
     config["text_config"]["layer_types"] = ["sliding_attention", "full_attention"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def test_sharing_report_server_of_rendered_requests_has_a_remedy(said: Mapping[str, Said]) -> None:
+    found = said["windows, rendered elsewhere"]["embeddings"]
+    assert (found.shared, "/inference/v1/generate" in found.remedy) == (True, True)
+    assert said["windows"]["embeddings"].remedy == ""
 
 
 def test_sharing_report_doctor_asks_for_it(text: Path, said: Mapping[str, Said]) -> None:

@@ -47,7 +47,7 @@ async def _closing(form: FormData) -> AsyncIterator[FormData]:
 
 class Medium(pydantic.BaseModel):
     """One medium: exactly one of the three, as base64, as a `data:` URL with base64, or as an
-    `http(s)` URL of a host that the operator allows (none unless configured)."""
+    `http(s)` URL of a host that the operator allows (every public one by default)."""
 
     model_config = pydantic.ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_MEDIUM})
     image: str = ""

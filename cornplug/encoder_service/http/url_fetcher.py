@@ -1,4 +1,4 @@
-"""Fetching of media by URL, from the hosts that the operator allows only.
+"""Fetching of media by URL, from public addresses and those that the operator allows.
 
     url ─> scheme, port, host on the list ─> a slot ─> resolve once ─> every address public or listed
         ─> connect to that very address ─> redirect? the same again, three times at most ─> bytes
@@ -46,10 +46,13 @@ _MAX_HOSTS: Final = 64
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
-_LOCAL_NAT64: Final = IPv6Network("64:ff9b:1::/48")
-_COMPATIBLE: Final = IPv6Network("::/96")
-_RELAYS: Final = IPv4Network("192.88.99.0/24")
-"""6to4's anycast: any network may announce it and receive its traffic."""
+_GLOBAL_UNICAST: Final = IPv6Network("2000::/3")
+_NOT_PUBLIC: Final = (
+    IPv4Network("192.88.99.0/24"),  # 6to4's anycast: any network may announce it and receive its traffic
+    IPv4Network("192.0.0.0/24"),  # protocol assignments; 192.0.0.192 has metadata in Oracle's cloud
+    IPv4Network("168.63.129.16/32"),  # the platform's agent in each of Azure's machines
+)
+"""Networks beside those that `ipaddress` knows."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
 
 
@@ -66,7 +69,7 @@ class UrlRules:
     @classmethod
     def of(cls, config: EncoderConfig) -> UrlRules:
         """Raises ConfigError that names the setting."""
-        hosts = tuple(word.lower().strip("[]") for word in _words(config.allow_hosts))
+        hosts = tuple(word.lower().strip("[]") for word in config.allow_hosts)
         for host in hosts:
             if host != _ANY_HOST and not _HOST.fullmatch(host):
                 remedy = "Write example.org, *.example.org or *, without scheme and port."
@@ -175,8 +178,7 @@ class UrlFetcher:
         """
         if not self._rules.hosts:
             raise EncoderRefused(
-                f"{field}: this service fetches no URLs; send the bytes, or have its operator set "
-                "encoder.allow_hosts",
+                f"{field}: this service fetches no URLs (encoder.allow_hosts is empty); send the bytes",
                 reason="remote_url",
             )
         self._checked(field, url, None)
@@ -240,7 +242,8 @@ class UrlFetcher:
         # One disallowed address refuses all: such an answer is an attack or a mistake.
         if not addresses or not all(map(self._rules.allows_address, addresses)):
             raise EncoderRefused(
-                f"{field}: its host is at an address that is not fetched from", reason="remote_url"
+                f"{field}: its host is at an address that is not public and not in encoder.allow_networks",
+                reason="remote_url",
             )
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
@@ -342,11 +345,9 @@ def _public(address: Address) -> bool:
     if isinstance(address, IPv6Address):
         if address in _NAT64:
             return _public(IPv4Address(int(address) & 0xFFFFFFFF))
-        # Tunnels and obsolete forms, which lead to unchecked IPv4 addresses.
-        if address.sixtofour or address.teredo or address in _COMPATIBLE or address in _LOCAL_NAT64:
+        # Tunnels lead to unchecked IPv4 addresses.
+        if address.sixtofour or address.teredo or address not in _GLOBAL_UNICAST:
             return False
-        if address.is_site_local:
-            return False
-    elif address in _RELAYS:
+    elif any(address in network for network in _NOT_PUBLIC):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved

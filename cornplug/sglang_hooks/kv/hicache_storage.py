@@ -138,6 +138,9 @@ class CornplugStorage(FurtherPools):
             require_stage(place, self._controller.mem_pool_device)
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
+        if groups is not None:
+            # SGLang keeps windows up to the ends of its pages, where larger pages of the store seldom end.
+            tokens = min(tokens, pages.page_size)
         page = page_geometry(
             pages,
             page_tokens=tokens,

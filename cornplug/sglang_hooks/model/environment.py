@@ -14,6 +14,8 @@ from cornplug.sglang_hooks.model.harmless_environment import HARMLESS, OTHERS
 from cornplug.sglang_hooks.model.server_args_fields import grouped
 
 _PREFIX: Final = "SGLANG_"
+HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
+"""Which hub files come from. It says nothing of local ones."""
 
 # Kernels that quantise or approximate, or that were never compared; weights changed as they are loaded;
 # pixels changed before they are compared.
@@ -154,14 +156,19 @@ ENVIRONMENT: Final = FieldTables(
 )
 
 
-def verdict() -> SettingsVerdict:
-    """The verdict on the variables of this process, with the values that SGLang reads from them."""
+def verdict(*, is_local: bool = False) -> SettingsVerdict:
+    """The verdict on the variables of this process, with the values that SGLang reads from them.
+
+    `is_local`: every file that the server names is on this host.
+    """
     from sglang.srt.environ import EnvField, Envs
 
     known = {name: field for name, field in vars(Envs).items() if isinstance(field, EnvField)}
     values: dict[str, Any] = {}
     defaults: dict[str, Any] = {}
     for name, text in list(os.environ.items()):
+        if name == HUB_VARIABLE and is_local:
+            continue
         field = known.get(name)
         if field is not None:  # a field has no truth value
             values[name], defaults[name] = field.get(), field._resolve_default()

@@ -136,7 +136,8 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
     """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
-    found = (judge(SERVER_ARGS, values, defaults) | environment.verdict()).overrides_or_raise()
+    variables = environment.verdict(is_local=_is_local(settings, model))
+    found = (judge(SERVER_ARGS, values, defaults) | variables).overrides_or_raise()
     if quantised:
         chosen = {name: values[name] for name in WHERE_QUANTISED if values[name] != defaults[name]}
         found |= {f"{SERVER_ARGS.of}.{name}": value for name, value in chosen.items()}
@@ -154,6 +155,12 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
     if plugins := _other_plugins():
         found["sglang_plugins"] = plugins
     return found
+
+
+def _is_local(settings: Any, model: Any) -> bool:
+    """Whether the files of the model and of a draft are on this host, as a hub's are once SGLang has them."""
+    named = (model.model_path, settings.speculative_draft_model_path, settings.speculative_token_map)
+    return all(Path(one).exists() for one in named if one)
 
 
 def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:

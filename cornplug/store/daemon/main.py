@@ -13,9 +13,9 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from cornplug import config
 from cornplug.errors import ConfigError, SocketTaken
@@ -40,10 +40,14 @@ _DESCRIPTORS: Final = 65536
 _log = logging.getLogger("cornplug.store")
 
 
-def main(argv: list[str]) -> int:
-    """Serve until SIGTERM or SIGINT. Exit status: 0 ended well, 2 wrong setting, 3 already served."""
+def main(argv: list[str], starter: Mapping[str, Any] | None = None) -> int:
+    """Serve until SIGTERM or SIGINT. Exit status: 0 ended well, 2 wrong setting, 3 already served.
+
+    Args:
+        starter: Settings (`config.portable`) of the client that starts this store; None: the environment's.
+    """
     try:
-        settings = config.load().store
+        settings = (config.load() if starter is None else config.load_portable(starter)).store
         options = store_parser(settings).parse_args(argv)
         if options.detach and os.fork():
             # The starter waits for this exit only: the daemon has no parent to leave it a zombie.

@@ -283,12 +283,10 @@ class ECScheduler:
             self._fail(item, store_problem or e.reason)
         return item
 
-    def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding | None:
-        """A settled item of a medium without a key, with its miss counted; None if its name has no reason."""
+    def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
+        """A settled item of a medium without a key, with its miss counted."""
         stale = is_stale(identifier, weights_guard.epoch())
-        reason = "weights_updated" if stale else unshared_reason(identifier)
-        if reason is None:
-            return None
+        reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
         item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
         self._fail(item, reason)
         return item

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
+from cornplug.vllm_connector.engine_alarm import ALARM, EngineAlarm
+
 REST_S: Final = 1e-3
 """Longest that an engine notices a request, or the end of a copy, later than it would without."""
 
@@ -17,17 +19,18 @@ REST_S: Final = 1e-3
 class IdleRest:
     """One per engine core."""
 
-    def __init__(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        self._sleep = sleep
+    def __init__(self, sleep: Callable[[float], None] = time.sleep, alarm: EngineAlarm = ALARM) -> None:
+        self._sleep, self._alarm = sleep, alarm
         self._empty = False
         """The last step had nothing to compute."""
 
     def step(self, *, empty: bool, waits: Callable[[], bool]) -> None:
-        """Sleep if this step and the one before are empty, and the engine `waits` for cornplug.
+        """Sleep if this step and the one before are empty, the engine `waits` for cornplug, and no other
+        replica waits for the engine.
 
         After a step that computes, the next one is scheduled while its output is still to come
         (asynchronous scheduling): no token waits for a sleep.
         """
-        if empty and self._empty and waits():
+        if empty and self._empty and waits() and not self._alarm.replicas_wait():
             self._sleep(REST_S)
         self._empty = empty

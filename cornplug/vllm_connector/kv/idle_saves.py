@@ -112,6 +112,8 @@ class IdleSaves:
     def __bool__(self) -> bool:
         if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
             return False
+        if self._alarm.replicas_wait():
+            return False  # in a step that computes nothing vLLM sleeps 1 ms
         if self._idle_since is None:
             return True
         idle_s = time.monotonic() - self._idle_since
@@ -148,7 +150,8 @@ class IdleSaves:
         """Pages that the worker halves are to copy in this step; none while a token is computed."""
         if self._asking:
             self._add_answered()
-        if output.num_scheduled_tokens or not (self._finished or self._growing):
+        nothing = not (self._finished or self._growing)
+        if output.num_scheduled_tokens or nothing or self._alarm.replicas_wait():
             self._idle_since, self._unanswered = None, False
             return []
         now = time.monotonic()

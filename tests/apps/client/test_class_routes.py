@@ -49,13 +49,13 @@ def test_routes_of_addresses_have_no_fields() -> None:
 
 
 def test_routes_of_the_only_launch_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("CORNPLUG_RUNTIME_DIR", str(tmp_path))
     with pytest.raises(ConfigError, match="0 launches of this user have the class 'chat/text'"):
         routes_of("chat", ["text"], None, None)
-    written(tmp_path, TABLE, "cornplug/plan-one/routes.json")
-    written(tmp_path, {"other/text": TABLE["chat/text"]}, "cornplug/plan-two/routes.json")
+    written(tmp_path, TABLE, "plan-one/routes.json")
+    written(tmp_path, {"other/text": TABLE["chat/text"]}, "plan-two/routes.json")
     assert "http://a:8000" in routes_of("chat", ["text"], None, None)().engines
-    written(tmp_path, TABLE, "cornplug/plan-three/routes.json")
+    written(tmp_path, TABLE, "plan-three/routes.json")
     with pytest.raises(ConfigError, match=r"routes: 2 launches.*plan-one.*Give the run folder of one"):
         routes_of("chat", ["text"], None, None)
 

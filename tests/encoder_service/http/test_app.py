@@ -113,7 +113,7 @@ def image64(data: bytes) -> str:
         ({"model": "M", "image": "x", "key": "00"}, 422, "bad_input"),
         ({"model": "M", "image": "!!"}, 422, "bad_input"),
         ({"model": "M", "image": "data:image/png,abc"}, 422, "bad_input"),
-        ({"model": "M", "image": "https://example.org/cat.png"}, 422, "remote_url"),
+        ({"model": "M", "image": "https://192.0.2.1/cat.png"}, 422, "remote_url"),
         ({"model": "M", "image": "file:///etc/passwd"}, 422, "remote_url"),
         ({"model": "M", "image": ""}, 422, "empty"),
         ({"model": "M", "image": image64(b"no image")}, 422, "unknown_format"),

@@ -71,7 +71,7 @@ def test_http_bad_item_fails_alone(service: Service, llava: str) -> None:
     items = [
         {"image": "!!"},
         {"image": image64(png(sample_image(1)))},
-        {"image": "https://x.org/a"},
+        {"image": "https://192.0.2.1/a"},
         {"image": ""},
     ]
     rows = lines(service.post(json={"model": llava, "items": items}))

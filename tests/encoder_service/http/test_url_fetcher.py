@@ -412,11 +412,16 @@ def test_url_fetcher_certificate_must_match_name(
         site.close()
 
 
-def test_url_fetcher_without_hosts_fetches_nothing(names: Names) -> None:
-    assert (
-        refusal(UrlFetcher.of(load({}, environ={}).encoder, [ONE_CLASS]), "http://images.test/")
-        == "remote_url"
-    )
+@pytest.mark.parametrize(
+    "nothing", [{"CORNPLUG_ENCODER_ALLOW_HOSTS": ""}, {"CORNPLUG_CONFIG": "no_hosts.toml"}]
+)
+def test_url_fetcher_without_hosts_fetches_nothing(
+    names: Names, nothing: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_hosts.toml").write_text("[encoder]\nallow_hosts = []\n")
+    monkeypatch.chdir(tmp_path)
+    fetcher = UrlFetcher.of(load({}, environ=nothing).encoder, [ONE_CLASS])
+    assert refusal(fetcher, "http://images.test/") == "remote_url"
     assert not names.asked
 
 
@@ -424,7 +429,7 @@ def test_url_fetcher_url_and_bytes_give_same_key(
     site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
 ) -> None:
     changes = {
-        "allow_hosts": "images.test",
+        "allow_hosts": ("images.test",),
         "allow_networks": "127.0.0.1",
         "allow_ports": str(site.port),
     }
@@ -472,7 +477,39 @@ def test_url_rules_embedded_address_follows_plain_one(v4: ipaddress.IPv4Address)
         assert not plain
 
 
+PUBLIC = ("8.8.8.8", "2001:4860:4860::8888")
+CLOSED = (
+    *(
+        "127.0.0.1",
+        "0.0.0.0",
+        "10.0.0.1",
+        "172.16.0.1",
+        "192.168.0.1",
+        "100.64.0.1",
+        "224.0.0.1",
+        "::",
+        "::1",
+    ),
+    *("fc00::1", "fe80::1", "fec0::1", "ff02::1", "5f00::1", "2002:a00:1::1", "2001::1", "192.88.99.1"),
+    # Metadata of clouds: AWS, GCP and Azure; containers of AWS; Alibaba; Azure's agent; Oracle; AWS by IPv6.
+    *("169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254"),
+)
+
+
+def test_url_rules_by_default_allow_every_public_host() -> None:
+    """An engine without a tower takes the URLs that a stock one takes."""
+    rules = UrlRules.of(load({}, environ={}).encoder)
+    assert rules.allows_host("images.example.org")
+    addresses = {text: rules.allows_address(ipaddress.ip_address(text)) for text in PUBLIC + CLOSED}
+    assert addresses == {**dict.fromkeys(PUBLIC, True), **dict.fromkeys(CLOSED, False)}
+    listed = UrlRules.of(load({"encoder.allow_networks": "168.63.129.16"}, environ={}).encoder)
+    assert listed.allows_address(ipaddress.ip_address("168.63.129.16"))
+
+
 def test_url_fetcher_any_host_is_held_to_the_rules_about_addresses(site: Site, names: Names) -> None:
+    fetcher = UrlFetcher.of(load({}, environ={}).encoder, [ONE_CLASS])
+    names.answers["inside.test"] = [["8.8.8.8", "10.0.0.1"]]
+    assert refusal(fetcher, "http://inside.test/") == refusal(fetcher, "http://127.0.0.1/") == "remote_url"
     fetcher = site.fetcher(allow_hosts="*")
     assert fetch(fetcher, site.url(host="somewhere.test")) == BODY
     names.answers["inside.test"] = [["10.0.0.1"]]
@@ -605,7 +642,7 @@ def test_url_fetcher_full_service_answers_503_with_retry_after(
     site: Site, names: Names, make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
 ) -> None:
     changes = {
-        "allow_hosts": "*", "allow_networks": "127.0.0.1", "allow_ports": str(site.port),
+        "allow_hosts": ("*",), "allow_networks": "127.0.0.1", "allow_ports": str(site.port),
         "max_fetches": 1, "max_waiting": 1,
     }  # fmt: skip
     encoder = config.encoder.model_copy(update=changes)

@@ -194,16 +194,16 @@ def test_window_pool_behind_own_pages_wants_a_whole_window() -> None:
     assert server.found(hashes[3:], behind=hashes[:3]).restorable_prefix_pages == [5]
 
 
-def test_window_pool_of_small_pages_is_read_by_large_ones() -> None:
+def test_window_pool_of_small_pages_may_end_at_any_of_them() -> None:
     before = Server(page_size=16)
-    saved = before.save(TOKENS, slice(8, 16))
+    saved = before.save(TOKENS, slice(5, 13))
     before.storage.close()
-    after = Server(page_size=64)
+    after = Server(page_size=16)
     hashes = after.names(TOKENS)
-    assert after.found(hashes).restorable_prefix_pages == [4]
-    window = after.fetch(hashes[2:4])
+    assert after.found(hashes, 8).restorable_prefix_pages == [13]
+    window = after.fetch(hashes[5:13])
     assert window is not None
-    assert torch.equal(window, saved[16])
+    assert torch.equal(window, saved[13])
 
 
 def test_window_pool_with_too_few_slots_loads_nothing() -> None:

@@ -205,7 +205,23 @@ def test_environment_file_counts_by_its_content(folder: Path, tmp_path: Path, mo
     assert overrides(folder) != four
 
 
-@pytest.mark.parametrize("name", ["SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_USE_MODELSCOPE", "SGLANG_OF_2027"])
+def test_environment_of_another_hub_is_that_of_local_files_only(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_USE_MODELSCOPE", "true")
+    assert overrides(folder, speculative_draft_model_path=str(folder)) == {}
+    for settings in (
+        {"speculative_draft_model_path": "org/draft"},
+        {"speculative_token_map": "org/draft/map.pt"},
+    ):
+        with pytest.raises(CheckpointError, match=r"environment\.SGLANG_USE_MODELSCOPE"):
+            overrides(folder, **settings)
+    hub = SimpleNamespace(model_path="org/name", hf_config=SimpleNamespace(quantization_config=None))
+    with pytest.raises(CheckpointError, match=r"environment\.SGLANG_USE_MODELSCOPE"):
+        model_config._overrides(ServerArgs(model_path="org/name"), hub, SimpleNamespace(path=folder))
+
+
+@pytest.mark.parametrize("name", ["SGLANG_EXTERNAL_MODEL_PACKAGE", "SGLANG_OF_2027"])
 def test_environment_refused_variable_error_names_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

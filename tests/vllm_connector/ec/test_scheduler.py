@@ -656,15 +656,17 @@ def test_ec_scheduler_unidentified_model_asks_no_encoder(stage: Callable[..., St
 
 
 @pytest.mark.parametrize("name", ["uuid-1", "local-" + "0" * 64, "3:" + identifier(1), "cp1-nonsense"])
-def test_ec_scheduler_foreign_identifier_is_ignored(
+def test_ec_scheduler_foreign_identifier_is_one_counted_miss(
     stage: Callable[..., Stage], faulty: FaultyStore, name: str
 ) -> None:
     here = stage(over=faulty)
     request = SimpleNamespace(request_id="a", cache_salt=None, mm_features=[feature(name, 0)])
-    assert here.half.available(request, 0)  # type: ignore[arg-type]
+    for _ in range(3):
+        assert here.half.available(request, 0)  # type: ignore[arg-type]
     assert faulty.calls == {}
     here.half.finished(request)  # type: ignore[arg-type]
-    assert here.counted() == {}
+    assert here.counted() == {("misses", "embedding", "foreign_name"): 1}
+    assert not here.half._items
 
 
 def test_ec_scheduler_share_embeddings_off_asks_no_store(

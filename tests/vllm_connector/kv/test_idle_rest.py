@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from cornplug.store.memory import MemoryStore
+from cornplug.vllm_connector.engine_alarm import EngineAlarm
 from cornplug.vllm_connector.kv.idle_rest import REST_S, IdleRest
 
 from ...store.shelved_store import ShelvedStore
@@ -38,6 +39,15 @@ def test_idle_rest_step_after_one_that_computes_is_not_delayed(rest: IdleRest, s
 def test_idle_rest_engine_that_waits_for_others_is_not_delayed(rest: IdleRest, slept: list[float]) -> None:
     for _ in range(3):
         rest.step(empty=True, waits=lambda: False)
+    assert not slept
+
+
+def test_idle_rest_engine_that_other_replicas_wait_for_is_not_delayed(slept: list[float]) -> None:
+    alarm = EngineAlarm()
+    alarm.bind(lambda: None, in_wave=lambda: True)
+    rest = IdleRest(slept.append, alarm)
+    for _ in range(3):
+        rest.step(empty=True, waits=lambda: True)
     assert not slept
 
 

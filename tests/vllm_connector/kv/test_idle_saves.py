@@ -93,6 +93,22 @@ def test_idle_saves_engine_with_an_alarm_sleeps_through_the_pause(
     assert one.saved() == 4
 
 
+def test_idle_saves_wait_while_other_replicas_compute_in_step(
+    core: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a mixture of experts all replicas wait for each step of each."""
+    one, computing = core(), [True]
+    monkeypatch.setattr(ALARM, "replicas_wait", lambda: computing[0])
+    one.answer(PROMPT)
+    for _ in range(5):
+        one.step()  # the store's answers come in steps that the request left to be made
+        one.clock.now += 1
+    assert (one.scheduler.has_requests(), one.saved()) == (False, 0)
+    computing[0] = False
+    one.sleep()
+    assert one.saved() == 4
+
+
 def test_idle_saves_done_engine_needs_no_step(core: Make) -> None:
     one = core()
     one.answer(PROMPT)

@@ -1,0 +1,39 @@
+"""Requests whose media another process has rendered: `vllm launch render`, as llm-d runs it, or a client.
+
+They bring processed inputs and a name for each medium to `/inference/v1/generate`. Nothing proves that both
+belong together, so the media of such a request have no key (`ec/mm_identifiers.py`). A server that takes such
+requests logs that at its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.no_tower.engine_arguments import settings_in
+
+NOT_SHARED: Final = (
+    "requests with media that another process rendered (/inference/v1/generate) share neither embeddings nor "
+    "the KV behind media; text is shared. Send images to /v1/chat/completions to share them"
+)
+
+
+def are_taken(args: Any) -> bool:
+    """Whether a server with these command-line arguments takes processed inputs by HTTP."""
+    return bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
+
+
+def _init_scale_out_state(
+    original: Callable[..., Any], state: Any, args: Any, engine_client: Any, *rest: Any, **kwargs: Any
+) -> Any:
+    result = original(state, args, engine_client, *rest, **kwargs)
+    config = engine_client.vllm_config
+    if are_taken(args) and config.model_config.multimodal_config is not None and settings_in(config):
+        compat.logger.warning("cornplug: %s.", NOT_SHARED)
+    return result
+
+
+WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.entrypoints.scale_out.factories", "init_scale_out_state", _init_scale_out_state),
+)
