@@ -29,6 +29,8 @@ _rewritten: Final[set[str]] = set()
 """Folders whose files were another adapter before: the engine's own cache may hold KV of either."""
 _unseen: Final[set[_Load]] = set()
 """Adapters whose files could not be looked at before the engine loaded them."""
+_reread: Final[dict[int | str, None]] = {}
+"""The engine's ids of adapters whose files it reads again while requests run."""
 _threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
 """A folder on a file system that hangs keeps one of them."""
 
@@ -60,6 +62,22 @@ def note_in_time(path: str, load: int | str) -> None:
 def was_rewritten(path: str) -> bool:
     """Whether an adapter that this process loaded from the folder before was another one."""
     return path in _rewritten
+
+
+def note_reread(load: int | str) -> None:
+    """The engine reads this adapter's files again while requests run; vLLM does in every step, where it was
+    loaded with `load_inplace`. So it is of no known version until it has another id."""
+    _reread.setdefault(load)
+
+
+def is_reread(load: int | str) -> bool:
+    """Whether `note_reread` was told of this adapter."""
+    return load in _reread
+
+
+def rereads() -> int:
+    """The number of such adapters so far."""
+    return len(_reread)
 
 
 class LaterAdapters:

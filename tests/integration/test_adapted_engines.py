@@ -36,7 +36,7 @@ WORDS: Mapping[str, str] = {
 """By the engine that prefills it: they differ from their first page on."""
 
 
-def adapter(folder: Path) -> Path:
+def adapter(folder: Path, *, layers: str = "base_model.model.model.layers", seed: int = 5) -> Path:
     """A PEFT LoRA of all attention weights, strong enough to be heard."""
     folder.mkdir()
     targets = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -45,11 +45,11 @@ def adapter(folder: Path) -> Path:
         "lora_alpha": 2 * RANK, "lora_dropout": 0.0, "bias": "none", "target_modules": list(targets),
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    noise = torch.Generator().manual_seed(5)
+    noise = torch.Generator().manual_seed(seed)
     tensors = {}
-    for layer in range(LAYERS):
+    for number in range(LAYERS):
         for target in targets:
-            name = f"base_model.model.model.layers.{layer}.self_attn.{target}"
+            name = f"{layers}.{number}.self_attn.{target}"
             tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, HIDDEN, generator=noise) / 8
             tensors[f"{name}.lora_B.weight"] = torch.randn(HIDDEN, RANK, generator=noise) / 5
     save_file(tensors, folder / "adapter_model.safetensors")

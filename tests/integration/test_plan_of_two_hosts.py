@@ -43,7 +43,7 @@ def test_plan_of_two_hosts_pulls_embeddings_by_url(tmp_path: Path, monkeypatch: 
         g if g.settings is None else g.model_copy(update={"settings": g.settings.model_copy(update=small)})
         for g in made.groups
     ]
-    made = made.model_copy(update={"groups": groups})
+    made = made.model_copy(update={"groups": groups, "allow_anonymous": True})
     here = {"HOST_1": "127.0.0.1", "HOST_2": "127.0.0.1"}
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
     try:

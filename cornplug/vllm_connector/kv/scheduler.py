@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from cornplug.engine_common import engine_state
+from cornplug.engine_common import engine_state, lora_digests
 from cornplug.engine_common.page_publish import PagePublisher
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime
 from cornplug.kv_page import PageGeometry, PageSize
@@ -75,14 +75,23 @@ class SchedulerHalf:
         if self.events is not None:
             self.events.forget_stored()
 
+    def _drop_replaced(self) -> None:
+        """Drop what was offered, or is to be saved, under weights or adapters that were replaced since."""
+        if self._epoch_word[0] != self._requests.epoch:
+            self._begin_epoch()
+        if lora_digests.rereads() != self._requests.rereads:
+            self._drop(self._requests.before_reread())
+
     def _begin_epoch(self) -> None:
         """After weights were replaced: drop what was offered, or is to be saved, under the old ones."""
-        before = self._requests.before_update()
+        self._drop(self._requests.before_update())
+        if self.events is not None:
+            self.events.weights_replaced()
+
+    def _drop(self, before: Sequence[TrackedRequest]) -> None:
         for tracked in before:
             self._offers.withdraw(tracked)
         self._drop_saves(before)
-        if self.events is not None:
-            self.events.weights_replaced()
 
     def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
         """Save nothing more of these requests, nor of those that are over."""
@@ -195,8 +204,7 @@ class KVScheduler(SchedulerHalf):
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
         answers from memory."""
-        if self._epoch_word[0] != self._requests.epoch:
-            self._begin_epoch()
+        self._drop_replaced()
         tracked = self._requests.track(request)
         if tracked.own is not None:
             tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
@@ -218,8 +226,7 @@ class KVScheduler(SchedulerHalf):
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
-        if self._epoch_word[0] != self._requests.epoch:
-            self._begin_epoch()
+        self._drop_replaced()
         moves = CornplugKVMetadata(loads=self._offers.new_loads(), given_up=self._saves.lost())
         for request_id in output.preempted_req_ids or ():
             tracked = self._requests.get(request_id)
@@ -235,8 +242,7 @@ class KVScheduler(SchedulerHalf):
 
     def finished(self, request: Request, blocks: Sequence[int]) -> None:
         """The request is over. The engine frees these blocks next, or once its load has ended."""
-        if self._epoch_word[0] != self._requests.epoch:
-            self._begin_epoch()
+        self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cornplug.engine_common import weights_guard
+from cornplug.engine_common import lora_digests, weights_guard
 from cornplug.engine_common.background_identity import CurrentIdentity
 from cornplug.engine_common.kv_root import page_root
 from cornplug.engine_common.lora_digests import LaterAdapters, was_rewritten
@@ -140,6 +140,8 @@ class TrackedRequests:
         """(epoch, identity of its weights), at the last `before_update`."""
         self.epoch = self._current[0]
         """Of the engine's weights, at the last `before_update`; odd while they are replaced."""
+        self.rereads = lora_digests.rereads()
+        """Adapters that vLLM reads again while requests run, at the last `before_reread`."""
         self._current[1].first_wait()
         if runtime.config.engine.save != "never":
             # All keys of a prompt are needed then, whether the store has its pages or not.
@@ -177,11 +179,20 @@ class TrackedRequests:
         """The tracked requests once weights are replaced. They have no keys any more: a part of their KV may
         be of other weights."""
         self.epoch, self._current, found = weights_guard.epoch(), self._identity.now(), self.all()
+        self._end_sharing_of(found, "weights_updated")
+        return found
+
+    def before_reread(self) -> list[TrackedRequest]:
+        """The tracked requests of adapters that vLLM reads again while they run; as of `before_update`."""
+        self.rereads, found = lora_digests.rereads(), [t for t in self.all() if _is_reread(t.request)]
+        self._end_sharing_of(found, "lora_reread")
+        return found
+
+    def _end_sharing_of(self, found: Sequence[TrackedRequest], reason: str) -> None:
         for tracked in found:
             if tracked.keys is not None and not tracked.request.is_finished():
-                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "weights_updated")
+                self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
             tracked.keys, tracked.identifying = None, False
-        return found
 
     def trusts_cache(self, request: Request) -> bool:
         """Whether the engine's own prefix cache holds only KV that this request's model computed."""
@@ -336,6 +347,8 @@ class TrackedRequests:
         if request.resumable:
             # Its prompt grows, with media that page keys made now would not know.
             return "streaming"
+        if _is_reread(request):
+            return "lora_reread"
         return ""
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
@@ -349,3 +362,13 @@ class TrackedRequests:
         adapter = self._adapters.digest(lora.lora_path, lora.lora_int_id) if lora is not None else None
         salt = request.cache_salt
         return epoch, page_root(self._run.secret, identified.get(), page, adapter=adapter, salt=salt)
+
+
+def _is_reread(request: Request) -> bool:
+    """Whether vLLM reads the files of the request's adapter again while it runs."""
+    lora = request.lora_request
+    if lora is None:
+        return False
+    if lora.load_inplace:  # An in-process `LLM` has it loaded by no call of its own.
+        lora_digests.note_reread(lora.lora_int_id)
+    return lora_digests.is_reread(lora.lora_int_id)

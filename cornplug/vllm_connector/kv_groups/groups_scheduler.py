@@ -86,8 +86,7 @@ class GroupsScheduler(SchedulerHalf):
     def matched_tokens(self, request: Request, computed: int) -> int | None:
         """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
         answers from memory."""
-        if self._epoch_word[0] != self._requests.epoch:
-            self._begin_epoch()
+        self._drop_replaced()
         tracked = self._requests.track(request)
         if tracked.own is not None:
             tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
@@ -117,8 +116,7 @@ class GroupsScheduler(SchedulerHalf):
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
         """The moves of the step that was just scheduled."""
-        if self._epoch_word[0] != self._requests.epoch:
-            self._begin_epoch()
+        self._drop_replaced()
         moves = CornplugKVMetadata(loads=self._offers.new_loads())
         preempted = [self._requests.get(request_id) for request_id in output.preempted_req_ids or ()]
         for group in self._groups:
@@ -161,8 +159,7 @@ class GroupsScheduler(SchedulerHalf):
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
         """The request is over. The engine frees these blocks of each group next, or after its load."""
-        if self._epoch_word[0] != self._requests.epoch:
-            self._begin_epoch()
+        self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return

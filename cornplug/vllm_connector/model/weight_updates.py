@@ -81,6 +81,8 @@ def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any,
 
 def _add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
     """Before its workers read an adapter's files."""
+    if lora_request.load_inplace:
+        lora_digests.note_reread(lora_request.lora_int_id)
     lora_digests.note_in_time(lora_request.lora_path, lora_request.lora_int_id)
     return original(core, lora_request)
 

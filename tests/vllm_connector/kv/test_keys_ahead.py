@@ -61,7 +61,11 @@ def test_keys_ahead_of_short_prompt_are_not_made(half: hot_path.Half) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"lora_request": SimpleNamespace(lora_path="x", lora_int_id=1)}, {"resumable": True}]
+    "fields",
+    [
+        {"lora_request": SimpleNamespace(lora_path="x", lora_int_id=1, load_inplace=False)},
+        {"resumable": True},
+    ],
 )
 def test_keys_ahead_of_request_that_needs_a_look_are_not_made(
     half: hot_path.Half, fields: dict[str, Any]

@@ -171,7 +171,7 @@ def write_adapter(folder: Path, data: bytes) -> None:
 
 def adapter(folder: Path, number: int = 1) -> Any:
     """vLLM's LoRARequest."""
-    return SimpleNamespace(lora_path=str(folder), lora_int_id=number)
+    return SimpleNamespace(lora_path=str(folder), lora_int_id=number, load_inplace=False)
 
 
 def test_kv_lora_on_file_system_that_hangs_delays_no_step(
@@ -219,6 +219,28 @@ def test_kv_lora_rewritten_and_loaded_again_is_shared_again(
     assert first.counts["saves", "kv_page", "stored"] == 8
     second = engine(blocks=128)
     assert second.run("d", PROMPT, lora_request=adapter(tmp_path, 3)).external_tokens == 128
+
+
+def test_kv_lora_loaded_in_place_shares_nothing_from_then_on(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM then reads its files in every step: a request that runs may have KV of two versions."""
+    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
+    monkeypatch.setattr(lora_digests, "_reread", {})
+    write_adapter(tmp_path, b"version 1")
+    first = engine(blocks=128)
+    running = first.add("running", PROMPT, lora_request=adapter(tmp_path))
+    again = adapter(tmp_path)
+    again.load_inplace = True
+    first.add("again", [7] * 150, lora_request=again)
+    first.settle()
+    assert running.num_computed_tokens >= 150
+    first.run("later", PROMPT, lora_request=adapter(tmp_path))
+    assert first.counts["misses", "kv_page", "lora_reread"] == 3
+    assert ("saves", "kv_page", "stored") not in first.counts
+    # Loaded under another id, once, it is of one version.
+    first.run("other", PROMPT, lora_request=adapter(tmp_path, 2))
+    assert first.counts["saves", "kv_page", "stored"] > 0
 
 
 def test_kv_pages_are_shared_between_equal_loras(

@@ -26,7 +26,7 @@ def test_kv_request_roots_equal_golden_vectors(name: str, tmp_path: Path, store:
     config: Any = SimpleNamespace(cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"))
     with mock.patch.object(tracked_requests, "kv_identity", return_value=vectors.IDENTITY):
         made = TrackedRequests(config, runtime(store.connect(), page_tokens=64), vectors.PAGE, Tally())
-    lora = SimpleNamespace(lora_path=path, lora_int_id=1) if case.lora else None
+    lora = SimpleNamespace(lora_path=path, lora_int_id=1, load_inplace=False) if case.lora else None
     request: Any = Request("r", [1], cache_salt=case.salt, lora_request=lora)
     if lora is not None:
         made._adapters.read(path, 1)  # another thread would
