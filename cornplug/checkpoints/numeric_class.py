@@ -22,7 +22,6 @@ USUAL: Final = "any"
 
 
 def numeric_class() -> str:
-    """The class of this process. Processes of one class give equal bits, or bits that a deployment takes as
-    equal."""
+    """The class of this process. Processes of one class are trusted to compute the same embeddings."""
     given = {name: os.environ[name] for name in PRECISION_VARIABLES if os.environ.get(name)}
     return f"{USUAL} {json.dumps(given, sort_keys=True)}" if given else USUAL

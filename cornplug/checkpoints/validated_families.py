@@ -57,6 +57,7 @@ VALIDATED_OWN: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
         "image": frozenset(
             {
                 "gemma3",
+                "internvl_chat",
             }
         ),
         "video": frozenset(),

@@ -29,7 +29,7 @@ _rewritten: Final[set[str]] = set()
 """Folders whose files were another adapter before: the engine's own cache may hold KV of either."""
 _unseen: Final[set[_Load]] = set()
 """Adapters whose files could not be looked at before the engine loaded them."""
-_reread: Final[dict[int | str, None]] = {}
+_reread: Final[set[int | str]] = set()
 """The engine's ids of adapters whose files it reads again while requests run."""
 _threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
 """A folder on a file system that hangs keeps one of them."""
@@ -65,9 +65,12 @@ def was_rewritten(path: str) -> bool:
 
 
 def note_reread(load: int | str) -> None:
-    """The engine reads this adapter's files again while requests run; vLLM does in every step, where it was
-    loaded with `load_inplace`. So it is of no known version until it has another id."""
-    _reread.setdefault(load)
+    """Record that the engine reads this adapter's files again while requests run.
+
+    vLLM does so in every step after a load with `load_inplace`. The version of such an adapter is unknown
+    until it is loaded under another id.
+    """
+    _reread.add(load)
 
 
 def is_reread(load: int | str) -> bool:

@@ -1,22 +1,16 @@
 """What data-parallel replicas of a mixture of experts exchange in each step, for vLLM's CPU platform.
 
-A `vllm.general_plugins` entry point for tests. vLLM's communicator of a CPU gathers tensors of equal lengths
-only, so the first step of such replicas fails there. These two are slow and plain.
+A `vllm.general_plugins` entry point for tests. vLLM's CPU communicator gathers only tensors of equal
+length, so the first step of such replicas fails. These versions are simple and slow.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_registered = False
-
 
 def register() -> None:
-    """Adds the two operations to vLLM's CPU communicator, once a process."""
-    global _registered
-    if _registered:
-        return
-    _registered = True
+    """Adds the two operations to vLLM's CPU communicator."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
     CpuCommunicator.all_gatherv = all_gatherv

@@ -70,8 +70,8 @@ commas between its items. The last column says how a default of `None` is comput
 All processes of an engine have the settings of the process that reads its command line. That holds for Ray's
 workers, which do not inherit the environment, and for a store that the engine starts.
 
-Sockets are by default in the folder `/tmp/cornplug-UID` of the user with that id, whatever the session is.
-The environment variable `CORNPLUG_RUNTIME_DIR` names another one: set it for all processes that share.
+By default sockets are in `/tmp/cornplug-UID`, where UID is the user's id, in every session. The environment
+variable `CORNPLUG_RUNTIME_DIR` names another folder. Set it for all processes that share.
 """
 
 
@@ -185,6 +185,8 @@ def _default(field: FieldInfo) -> str:
         return f"`{str(value).lower()}`"
     if value in ("", (), {}):
         return "empty"
+    if isinstance(value, tuple):
+        value = ", ".join(value)
     return f"`{value:,}`".replace(",", "_") if isinstance(value, int) and value > 9999 else f"`{value}`"
 
 

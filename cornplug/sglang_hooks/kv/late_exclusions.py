@@ -153,7 +153,7 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     named = activation.is_on() and call["storage_backend"] == "dynamic"
     if not named or extra is None or cache.enable_storage:
         return original(*args, **kwargs)
-    # All of this is equal on every rank.
+    # Every rank computes the same from here to the original's call.
     scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
     if scheduler is None:
         return False, f"cornplug: this server has started without KV sharing. {_RESTART}"
@@ -164,14 +164,15 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     settled = hicache_config.storage_settings(cache.page_size, activation.config(), extra)
     ok, said = original(**(call | {"storage_backend_extra_config_json": json.dumps(settled)}))
     storage = getattr(cache.cache_controller, "storage_backend", None)
-    if ok and isinstance(storage, CornplugStorage):
-        why = "its draft model has no pages here" if storage.lacks_draft else ""
-        why = why if storage.is_open else storage.why_off or "its storage is not open"
-    else:
+    if not ok or not isinstance(storage, CornplugStorage):
         why = said
+    elif not storage.is_open:
+        why = storage.why_off or "its storage is not open"
+    else:
+        why = "its draft model has no pages here" if storage.lacks_draft else ""
     if agreed(cache, not why):
         return ok, said
-    # Also where SGLang failed: its controller may keep a storage that the cache does not use.
+    # Needed after a failure of SGLang's too: its controller may still hold a storage that the cache ignores.
     cache.detach_storage_backend()
     return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
 

@@ -207,6 +207,9 @@ class TrackedRequests:
         """The request, tracked from now on. A request that shares nothing is counted, once."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
+            if request.lora_request is not None and request.lora_request.load_inplace:
+                # An in-process `LLM` loads it in a step, without a call of `EngineCore.add_lora`.
+                lora_digests.note_reread(request.lora_request.lora_int_id)
             own = OwnTokens() if self._tracks_origin else None
             tracked = self._tracked[request.request_id] = TrackedRequest(request, own=own)
             reason = self._make_keys(tracked)
@@ -365,10 +368,6 @@ class TrackedRequests:
 
 
 def _is_reread(request: Request) -> bool:
-    """Whether vLLM reads the files of the request's adapter again while it runs."""
+    """Whether vLLM may read the files of the request's adapter again while the request runs."""
     lora = request.lora_request
-    if lora is None:
-        return False
-    if lora.load_inplace:  # An in-process `LLM` has it loaded by no call of its own.
-        lora_digests.note_reread(lora.lora_int_id)
-    return lora_digests.is_reread(lora.lora_int_id)
+    return lora is not None and lora_digests.is_reread(lora.lora_int_id)

@@ -226,7 +226,7 @@ def test_kv_lora_loaded_in_place_shares_nothing_from_then_on(
 ) -> None:
     """vLLM then reads its files in every step: a request that runs may have KV of two versions."""
     monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
-    monkeypatch.setattr(lora_digests, "_reread", {})
+    monkeypatch.setattr(lora_digests, "_reread", set())
     write_adapter(tmp_path, b"version 1")
     first = engine(blocks=128)
     running = first.add("running", PROMPT, lora_request=adapter(tmp_path))
