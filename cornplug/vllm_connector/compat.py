@@ -33,7 +33,7 @@ import logging
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
+from cornplug.checkpoints.validated_families import validated
 from cornplug.encoder_service.wire.decodings import decoding_of
 from cornplug.engine_common.version_range import VersionRange
 
@@ -45,18 +45,20 @@ EC_CONNECTOR: Final = "CornplugECConnector"
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
-VALIDATED_FAMILIES: Final = VALIDATED["vllm"]
-"""Families whose images are shared here: `tests/integration/test_families.py` has compared vLLM's
-embeddings with those of the encoder service. vLLM may lay out, scale or split another's otherwise."""
-
-VALIDATED_VIDEOS: Final = VALIDATED_OF_VIDEO["vllm"]
-"""Families whose videos are shared here, by `tests/integration/test_family_videos.py`."""
-
 EPOCHS: Final[dict[str, int]] = {}
 """`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes that model's values
 (a mended tower, another rope), so that engines before and after it do not share."""
 
 _MARK = "_cornplug_original"
+
+
+def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
+    """Families whose images are shared by the installed vLLM with this dtype; videos with the kind "video".
+
+    `tests/integration/test_families.py` and `test_family_videos.py` have compared this release's embeddings
+    with those of the encoder service. vLLM may lay out, scale or split another family's otherwise.
+    """
+    return validated("vllm", SUPPORTED_VERSIONS.installed(), dtype, kind)
 
 
 def decoding() -> str:
