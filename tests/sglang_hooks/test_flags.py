@@ -540,7 +540,7 @@ def test_hicache_config_settle_follows_sglang_decisions(text: str) -> None:
 )
 def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: str, blind: bool) -> None:
     """SGLang runs models that it has no class for with transformers' own. Once it has one, compare what it
-    makes of their images (`test_families.py`), and see `compat.VALIDATED_FAMILIES`."""
+    makes of their images (`test_families.py`), and see `compat.validated_families`."""
     folder = getattr(checkpoints, model)(tmp_path / model)
     record = given(str(folder), "--enable-cornplug", "--enable-multimodal")
     with mock.patch.object(compat.logger, "warning") as warning:
