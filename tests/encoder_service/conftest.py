@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -110,9 +111,9 @@ def request_for(registry: ModelRegistry) -> Requests:
 MakeEncoder = Callable[..., EncoderCore]
 
 
-@pytest.fixture
-def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
-    """Encoders that are closed at the end of the test. `store` None: no store."""
+@contextlib.contextmanager
+def encoders(registry: ModelRegistry) -> Iterator[MakeEncoder]:
+    """A factory of encoders, which are closed at the end. `store` None: no store."""
     made: list[EncoderCore] = []
 
     def make(store: Any = None, **options: Any) -> EncoderCore:
@@ -130,15 +131,39 @@ def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
 
 
 @pytest.fixture
+def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
+    """Encoders that are closed at the end of the test."""
+    with encoders(registry) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_module_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
+    """Encoders that the tests of a module share."""
+    with encoders(registry) as make:
+        yield make
+
+
+@pytest.fixture
 def memory_store() -> MemoryStore:
     return MemoryStore(capacity_bytes=16 << 20)
 
 
+def service_config(folder: Path) -> Config:
+    """Settings of a service behind a gateway that may name tenants, as tests do."""
+    said = {"socket": str(folder / "e.sock"), "port": 0, "names": "e", "trust_salts": True}
+    return load({f"encoder.{name}": value for name, value in said.items()}, environ={})
+
+
 @pytest.fixture
 def config(short_path: Path) -> Config:
-    """As where a gateway asks that may name tenants: so tests may."""
-    said = {"socket": str(short_path / "e.sock"), "port": 0, "names": "e", "trust_salts": True}
-    return load({f"encoder.{name}": value for name, value in said.items()}, environ={})
+    return service_config(short_path)
+
+
+@pytest.fixture(scope="module")
+def module_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Settings for an application that the tests of a module share. Its path is too long for a socket."""
+    return service_config(tmp_path_factory.mktemp("service"))
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 40.0) -> None:
