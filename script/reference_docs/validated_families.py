@@ -1,4 +1,4 @@
-"""Rows of cornplug/checkpoints/validated_families.py, from the results of tests in docs/support-matrix.json."""
+"""Rows of cornplug/checkpoints/validated_families.py, from the results in docs/support-matrix.json."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many faults by chance, on engines that share one store and one encoder service: vLLM's runner V1, the next
+"""Many faults by chance, on engines that share one store and one encoder service: the next vLLM's runner V1,
 vLLM's runner V2 with a GPU's layout, and SGLang.
 
 Every request is answered as stock answers it, and whenever the engines idle nothing is held. A run of
@@ -232,10 +232,14 @@ def chaos(
     with services(folder, models, answers) as stack:
         small = (*A_ARGS, *SMALL_MEMORY)
         engines: dict[str, EngineServer] = {
+            # With adapters, requests of this release without one share, too.
             "a": stack.vllm(
-                "a", "a", *small, *LORA, hurried=True, env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"}
+                *("a", "a", *small, *LORA),
+                hurried=True,
+                env={"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "true"},
+                command=next_vllm(),
             ),
-            "v": stack.vllm("v", "a", *small, hurried=True, bed="v2-gpu", command=next_vllm()),
+            "v": stack.vllm("v", "a", *small, hurried=True, bed="v2-gpu"),
             "s": stack.sglang("s", "q", "--chunked-prefill-size", "256", hurried=True),
         }
         at_once(stack.encoder.start, lambda: stack.start(**engines))

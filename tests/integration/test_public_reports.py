@@ -102,7 +102,8 @@ def texts(tmp_path_factory: pytest.TempPathFactory, sockets: Path) -> Iterator[T
     env = {**RUNTIME_LORA, "VLLM_SERVER_DEV_MODE": "1", "CORNPLUG_STORE_AUTOSTART": "false"}
 
     def server(name: str, *more: str) -> VllmServer:
-        return VllmServer(model, *flags, *more, log=folder / f"{name}.log", env=env)
+        # With adapters, its requests without one share, too.
+        return VllmServer(model, *flags, *more, log=folder / f"{name}.log", env=env, vllm=next_vllm())
 
     stock = server("stock")
     first = server("first", *ours)

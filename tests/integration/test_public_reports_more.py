@@ -42,6 +42,7 @@ from devkit import checkpoints
 from devkit.engines import StoreProcess, VllmServer, data_url, vllm_command, wait_until
 from devkit.injected_code import injected_environment
 from devkit.processes import at_once, environment, together
+from devkit.vllm_beds import next_vllm
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -132,13 +133,15 @@ def texts(tmp_path_factory: pytest.TempPathFactory, sockets: Path) -> Iterator[T
     stall, seen = folder / "stall", folder / "seen"
     code = STALLING.format(folder=str(adapter(folder / "x")), stall=str(stall), seen=str(seen))
     flags = ("--block-size", "32", *LORA, "--lora-modules", f"x={folder / 'x'}")
-    stock = VllmServer(model, *flags, log=folder / "stock.log", env=OWN)
+    # With adapters, requests of this release without one share, too.
+    stock = VllmServer(model, *flags, log=folder / "stock.log", env=OWN, vllm=next_vllm())
     ours = VllmServer(
         model,
         *flags,
         *shares(store.socket),
         log=folder / "ours.log",
         env={**OWN, **injected_environment(folder, code)},
+        vllm=next_vllm(),
     )
     with store, together(stock, ours):
         yield Texts(folder, model, store, stock, ours, flags, stall, seen)
@@ -198,6 +201,7 @@ def test_local_folder_is_shared_whatever_hub_is_named(texts: Texts) -> None:  # 
         log=texts.folder / "named.log",
         env={**OWN, "VLLM_USE_MODELSCOPE": "True"},
         packages=() if importlib.util.find_spec("modelscope") else (stand_in,),
+        vllm=next_vllm(),
     )
     with named:
         same(complete(named, prompt), stock)

@@ -134,6 +134,7 @@ class TrackedRequests:
                 "cornplug: KV that vLLM's own prefix cache finds is not saved, as the hash of "
                 "--prefix-caching-hash-algo has collisions. Use sha256 or sha256_cbor to save it."
             )
+        self._adapts_neighbours = compat.adapts_neighbours(config)
         self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._current = self._identity.now()
@@ -352,6 +353,8 @@ class TrackedRequests:
             return "streaming"
         if _is_reread(request):
             return "lora_reread"
+        if self._adapts_neighbours and request.lora_request is None:
+            return "lora_neighbour"
         return ""
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
