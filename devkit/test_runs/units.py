@@ -25,8 +25,8 @@ SELECTED: Final = "more or timed"
 INTEGRATION: Final = "tests/integration/"
 INTEGRATION_BED: Final = "v1-one"
 BEDS: Final = ((VLLM, "v2-gpu"), (VLLM_NEXT, "v1"), (VLLM_NEXT, "v2-gpu"))
-"""Environments and beds on which some files of tests/integration are repeated. V2 has a GPU's layout there: on a
-CPU vLLM itself chooses V1."""
+"""Environments and beds on which some files of tests/integration are repeated. V2 has a GPU's layout there: on
+a CPU vLLM itself chooses V1."""
 BED_FILES: Final[Mapping[str, Collection[str]]] = MappingProxyType(
     {
         f"{INTEGRATION}test_sharing.py": ("v1", "v2-gpu"),
