@@ -534,6 +534,15 @@ def test_hicache_config_settle_follows_sglang_decisions(text: str) -> None:
         assert (settled.hicache_storage_backend == "dynamic") is shares
 
 
+def test_exclusions_of_forced_misses_name_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang then takes no prefix from its tree, and so none that HiCache has loaded into it."""
+    record = given(text, "--enable-cornplug")
+    assert exclusions.excluded(record, page_tokens=64) == ""
+    monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", "1")
+    assert "SGLANG_RADIX_FORCE_MISS" in exclusions.excluded(record, page_tokens=64)
+    assert not shares_kv(resolved(text, "--enable-cornplug"))
+
+
 @pytest.mark.parametrize(
     ("model", "blind"),
     [("internvl", True), ("llava_next", True), ("llava_onevision", True), ("qwen2_vl", False)],
