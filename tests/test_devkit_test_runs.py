@@ -52,7 +52,7 @@ def units(*, beds: bool = True) -> list[Unit]:
 
 
 def test_units_of_integration_are_on_one_bed_and_sharing_on_each() -> None:
-    on_beds = [f"{environment} {bed} {SHARING}" for environment, bed in BEDS]
+    on_beds = [f"{environment} {bed} {SHARING}" for environment, bed in BEDS[SHARING]]
     assert len(on_beds) == 3
     assert [unit.name for unit in units()] == sorted(
         [

@@ -62,8 +62,8 @@ class TrackedRequest:
     load_failed: bool = False
     """A load of it failed once: all further tokens are computed."""
     gives_way: bool = False
-    """Its load has just failed. vLLM has it first among the requests that hold blocks, which it lost: until it
-    is passed over once, one behind it that holds the blocks it needs would keep them for ever."""
+    """Its load has just failed. vLLM still has it first among the requests that hold blocks: were it not
+    passed over once, one behind it would hold the blocks that it needs for ever."""
     asked: list[AskedPage] = field(default_factory=list)
     """Pages for which room is asked, or will be in the next step, and not given or refused yet."""
     open_saves: set[int] = field(default_factory=set)
