@@ -31,7 +31,7 @@ BEDS: Final[Mapping[str, Sequence[tuple[str, str]]]] = MappingProxyType(
         f"{INTEGRATION}test_survives_faults.py": ((VLLM_NEXT, "v2-gpu"),),
     }
 )
-"""Files of tests/integration -> environments and beds on which they are repeated. V2 has a GPU's layout there:
+"""Files of tests/integration -> environments and beds on which they are repeated. V2 has a GPU's layout:
 on a CPU vLLM itself chooses V1."""
 NOT_ON_BEDS: Final = "sglang_alone"
 """Marker of tests in which no vLLM takes part."""
