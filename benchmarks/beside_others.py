@@ -6,7 +6,7 @@ An engine of each kind answers prompts of about 1,500 and 8,000 tokens and is st
 (stock, cornplug, LMCache MP, native offloading) get the same prefixes with a new last question, in turns.
 The same pair of engines then serves two clients' patterns: `vllm bench serve` with its data set
 prefix_repetition, and conversations of several rounds whose next round goes to the other engine.
-LMCache needs script/lmcache-site once; without it its column is left out.
+LMCache needs script/site lmcache once; without it its column is left out.
 """
 
 from __future__ import annotations

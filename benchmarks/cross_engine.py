@@ -5,7 +5,7 @@
 One engine with cornplug answers prompts of about 1,500 tokens, half of them with an image,
 and is stopped. Then a fresh stock engine and a fresh cornplug engine of the other kind get
 the same prefixes with a new last question, in turns. Beside them the alternatives: for
-SGLang its own file storage, for vLLM LMCache's cross-engine example (script/lmcache-site).
+SGLang its own file storage, for vLLM LMCache's cross-engine example (script/site lmcache).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def main() -> int:
             chunks = Chunks(here, model, server) if server is not None else None
             measure(report, here, model, SGLANG, VLLM, prefixes(count, 1), chunks)
     if chunks is None:
-        report.facts["baseline, LMCache"] = "not in this run (script/lmcache-site, CORNPLUG_BENCH_LMCACHE=1)"
+        report.facts["baseline, LMCache"] = "not in this run (script/site lmcache, CORNPLUG_BENCH_LMCACHE=1)"
     report.show()
     report.write(chosen.out)
     return 0

@@ -7,7 +7,7 @@ has: first as many at a time as it takes, then as they come (Poisson) at 0.8 of 
 make several instances a side, for those of one engine differ by 10 to 20 % on a small machine; the sides of
 a round are measured within minutes, so that the machine's own changes meet all of them. With `--default`
 only stock and the default policy are compared, in more rounds. `vllm bench serve` and
-`sglang.bench_serving` send the requests and measure; SGLang's needs script/bench-site once.
+`sglang.bench_serving` send the requests and measure; SGLang's needs script/site bench once.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu, tls_context
 from cornplug.processes import ManagedProcess, answers
-from devkit.engines_in_use import UsedEngine, names_cornplug, note
+from devkit.engines_in_use import UsedEngine, dtype_in, names_cornplug, note
 from devkit.photos import Photo, photos
 from devkit.processes import EncoderProcess, StoreProcess, environment, wait_until
 from devkit.vllm_beds import bed_environment, bed_of_this_run
@@ -77,7 +77,7 @@ class Answer:
 class EngineServer(ManagedProcess):
     """An engine's HTTP server on this host; it calls its model `model`.
 
-    A test that starts it or reads its `url` uses `engine` (`devkit.engines_in_use`).
+    A test that reads its `url` uses `engine` (`devkit.engines_in_use`).
     """
 
     _ASKS: ClassVar[Mapping[str, Any]] = {}
@@ -103,12 +103,8 @@ class EngineServer(ManagedProcess):
         note(self._engine)
         return f"http://127.0.0.1:{self.port}"
 
-    def spawn(self) -> None:
-        note(self._engine)
-        super().spawn()
-
     def ready(self) -> bool:
-        return answers(f"{self.url}/health")
+        return answers(f"http://127.0.0.1:{self.port}/health")
 
     def chat(
         self,
@@ -204,9 +200,17 @@ class VllmServer(EngineServer):
         # Kernel builds look for ninja on PATH, beside this interpreter.
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
         cpu = {} if has_gpu() else {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        env = {"PATH": path, **_QUIET, **cpu, **bed_environment(bed, *packages), **(env or {})}
+        of_bed = bed_environment(bed, *packages)
+        env = {"PATH": path, **_QUIET, **cpu, **of_bed, **(env or {})}
+        folders = filter(None, [env.get("PYTHONPATH"), of_bed.get("PYTHONPATH")])
+        if path_of_modules := os.pathsep.join(dict.fromkeys(folders)):
+            env["PYTHONPATH"] = path_of_modules
         engine = UsedEngine(
-            "vllm", bed or bed_of_this_run(), vllm.with_name("python"), names_cornplug(command[2:])
+            engine="vllm",
+            bed=bed or bed_of_this_run(),
+            python=vllm.with_name("python"),
+            dtype=dtype_in(command),
+            with_cornplug=names_cornplug(command[2:]),
         )
         super().__init__(command, port=port, log=log, env=env, ready_s=ready_s, engine=engine)
 

@@ -1,7 +1,8 @@
-"""The engines that the current test started or sent requests to: docs/support-matrix.json is kept by them."""
+"""The engines that the current test sends requests to: docs/support-matrix.json is kept by them."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ class UsedEngine(NamedTuple):
     """The bed of a vLLM (devkit/vllm_beds.py); empty for SGLang."""
     python: Path
     """Interpreter of its environment."""
+    dtype: str
+    """Value of its flag `--dtype`."""
     with_cornplug: bool
     """False for a stock engine, with which a test compares answers."""
 
@@ -27,6 +30,13 @@ class UsedEngine(NamedTuple):
 def names_cornplug(arguments: Sequence[str]) -> bool:
     """Whether one of an engine's arguments selects cornplug. A path that contains the word does not."""
     return any(_CORNPLUG.search(argument) for argument in arguments)
+
+
+def dtype_in(command: Sequence[str]) -> str:
+    """The value of the last `--dtype` in an engine's command line; "auto" without the flag."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    return str(parser.parse_known_args(command)[0].dtype)
 
 
 def note(engine: UsedEngine) -> None:

@@ -18,7 +18,7 @@ import httpx
 from cornplug.errors import ProcessFailed
 from cornplug.host import free_port, has_gpu, tls_context
 from devkit.engines import EngineServer, RequestFailed, data_url
-from devkit.engines_in_use import UsedEngine, names_cornplug
+from devkit.engines_in_use import UsedEngine, dtype_in, names_cornplug
 
 # Small and exact, unless the caller says otherwise.
 _DEFAULTS: Final[Mapping[str, str | None]] = {
@@ -112,7 +112,13 @@ class SglangServer(EngineServer):
             log=log,
             env={"PATH": path, **_QUIET, **cpu, **(env or {})},
             ready_s=ready_s,
-            engine=UsedEngine("sglang", "", python, names_cornplug(command[3:])),
+            engine=UsedEngine(
+                engine="sglang",
+                bed="",
+                python=python,
+                dtype=dtype_in(command),
+                with_cornplug=names_cornplug(command[3:]),
+            ),
         )
 
     def generate(

@@ -1,14 +1,14 @@
-"""Results of tests marked `support`, by engine, release and bed: docs/support-matrix.json.
+"""Results of tests marked `support`, by engine, release, dtype and bed: docs/support-matrix.json.
 
 `RECORD_SUPPORT=1 pytest ...` adds the results of a run to those of earlier runs; script/test-more sets it.
 script/docs writes docs/support-matrix.md from the file.
 
     @pytest.mark.support("Faults", "{subject}'s store is killed", engine="{subject}")
 
-A name in braces is a parameter of the test. Release and bed are those of the engines with cornplug that the
-test started or sent requests to (`devkit/engines_in_use.py`). A test that starts engines by other means is
-filed under its parameter `bed`, or else under the bed of the whole run. On beds "next-..." the engine is
-vLLM's next release (`devkit/vllm_beds.py`).
+A name in braces is a parameter of the test. Release, dtype and bed are those of the engines with cornplug
+that the test sent requests to (`devkit/engines_in_use.py`). A test that starts engines by other means, all in
+float32, is filed under its parameter `bed`, or else under the bed of the whole run. On beds "next-..." the
+engine is vLLM's next release (`devkit/vllm_beds.py`).
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class Result(NamedTuple):
     promise: str
     engine: str
     release: str
+    dtype: str
+    """torch's name without "torch."."""
     bed: str
     """Empty for SGLang: it has one."""
     test: str
@@ -68,7 +70,7 @@ def results_of(
     used: Collection[UsedEngine],
     release: Callable[[str, Path], str],
 ) -> list[Result]:
-    """A test's results: one for each release and bed of each of its engines.
+    """A test's results: one for each release, dtype and bed of each of its engines.
 
     Args:
         test: The test's node id.
@@ -84,17 +86,18 @@ def results_of(
         # A stock engine counts only if there is no other.
         for one in [one for one in of_kind if one.with_cornplug] or of_kind or [declared(engine, params)]:
             bed = "GPU" if one.bed and has_gpu() else one.bed
-            found.add(Result(section, promise, engine, release(engine, one.python), bed, test, passed))
+            installed = release(engine, one.python)
+            found.add(Result(section, promise, engine, installed, one.dtype, bed, test, passed))
     return sorted(found)
 
 
 def declared(engine: str, params: Mapping[str, object]) -> UsedEngine:
     """The engine that a test with these parameters uses by default."""
     if engine == "sglang":
-        return UsedEngine(engine, "", sglang_python() or Path(), True)
+        return UsedEngine(engine, "", sglang_python() or Path(), "float32", True)
     name = str(params.get("bed") or vllm_beds.bed_of_this_run())
     command = vllm_beds.next_vllm() if name.startswith("next-") else Path(vllm_command())
-    return UsedEngine(engine, name.removeprefix("next-"), command.with_name("python"), True)
+    return UsedEngine(engine, name.removeprefix("next-"), command.with_name("python"), "float32", True)
 
 
 def results_of_report(item: Any, report: pytest.TestReport) -> list[Result]:
@@ -126,13 +129,14 @@ def read(file: Path = RESULTS) -> list[Result]:
 
 
 def keep(new: Iterable[Result], file: Path = RESULTS, tree: Path = TREE) -> None:
-    """Write new results in the place of older ones of the same test, release and bed, with commit and date.
+    """Write new results, with commit and date, in the place of older ones of the same test, release, dtype
+    and bed.
 
     Results of tests that are no more in the tree are left out.
     """
 
     def place(result: Result) -> tuple[str, ...]:
-        return result.test, result.engine, result.release, result.bed
+        return result.test, result.engine, result.release, result.dtype, result.bed
 
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     stamped = [result._replace(commit=commit(tree), date=today) for result in new]

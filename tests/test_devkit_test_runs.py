@@ -52,8 +52,8 @@ def units(*, beds: bool = True) -> list[Unit]:
 
 
 def test_units_of_integration_are_on_one_bed_and_sharing_on_each() -> None:
-    on_beds = [f"{environment} {bed} {SHARING}" for environment, bed in BEDS]
-    assert len(on_beds) == 5
+    on_beds = [f"{environment} {bed} {SHARING}" for environment, bed in BEDS[SHARING]]
+    assert len(on_beds) == 3
     assert [unit.name for unit in units()] == sorted(
         [
             *on_beds,
@@ -74,7 +74,7 @@ def test_units_of_machine_with_gpu_have_no_bed() -> None:
 def test_units_of_bed_leave_out_tests_without_vllm() -> None:
     markers = {unit.bed: unit.markers for unit in units() if unit.file == SHARING}
     assert markers["v1-one"] == "more or timed"
-    assert markers["v2"] == "(more or timed) and not sglang_alone"
+    assert markers["v2-gpu"] == "(more or timed) and not sglang_alone"
 
 
 def test_split_paths_options_and_their_values_are_kept() -> None:
@@ -233,9 +233,9 @@ class FakeRuns:
 def test_more_failure_does_not_stop_the_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bad = f".venv v2 {SHARING}"
+    bad = f".venv v2-gpu {SHARING}"
     runs = FakeRuns(monkeypatch, [bad], again="failed")
-    assert more.main(["--bed", "v2"]) == 1
+    assert more.main(["--bed", "v2-gpu"]) == 1
     assert runs.ran == [bad, f"{SHARING}::test_x"]
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "0 passed, 1 failed, 0 skipped"
@@ -249,8 +249,8 @@ def test_more_second_try_is_after_all_units(
     assert more.main(["--record"]) == 0
     assert runs.ran[-1] == f"{ORACLE}::test_x"
     assert ANYWHERE in runs.ran
-    assert capsys.readouterr().out.splitlines()[-1] == "11 passed, 0 failed, 0 skipped"
-    assert len(runs.recorded) == 10
+    assert capsys.readouterr().out.splitlines()[-1] == "9 passed, 0 failed, 0 skipped"
+    assert len(runs.recorded) == 8
     assert f".venv {ORACLE}" not in runs.recorded
 
 
@@ -258,7 +258,7 @@ def test_more_failures_of_several_units_get_no_second_try(monkeypatch: pytest.Mo
     failing = [f".venv {ORACLE}", f".venv v1-one {PAUSES}", f".venv v1-one {FAULTS}"]
     runs = FakeRuns(monkeypatch, failing)
     assert more.main([]) == 1
-    assert len(runs.ran) == 11
+    assert len(runs.ran) == 9
 
 
 def test_more_shards_run_each_unit_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,7 +272,7 @@ def test_more_list_runs_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     runs = FakeRuns(monkeypatch, [])
     assert more.main(["--list", "-k", "oracle"]) == 0
     assert runs.ran == []
-    assert "10 units" in capsys.readouterr().out
+    assert "8 units" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words", [["--shard", "7/6"], ["--shard", "0/6"], ["--shard", "two"]])

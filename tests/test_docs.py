@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO, VALIDATED_OWN
+from cornplug.checkpoints.validated_families import VALIDATED
 
 TREE = Path(__file__).parents[1]
 PAGES = [TREE / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md")]
@@ -73,10 +73,13 @@ NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def test_docs_counts_of_families_are_those_of_the_code() -> None:
     """README and limits.md count what the tests have compared."""
     readme, limits = (" ".join((TREE / page).read_text().split()) for page in ("README.md", "docs/limits.md"))
-    images = {engine: NUMBERS[len(families)] for engine, families in VALIDATED.items()}
-    videos = NUMBERS[len(VALIDATED_OF_VIDEO["vllm"])]
-    assert f"Images of {images['vllm']} model families in vLLM and {images['sglang']} in SGLang" in readme
-    assert f"videos of {videos} in vLLM" in readme
-    assert f"{images['vllm']} in vLLM, {images['sglang']} in SGLang" in limits
-    own = {kind: NUMBERS[len(families)] for kind, families in VALIDATED_OWN["sglang"].items()}
+
+    def count(engine: str, kind: str) -> str:
+        return NUMBERS[len({family for e, _, _, k, family in VALIDATED if (e, k) == (engine, kind)})]
+
+    vllm, sglang = count("vllm", "image"), count("sglang", "image")
+    assert f"Images of {vllm} model families in vLLM and {sglang} in SGLang" in readme
+    assert f"videos of {count('vllm', 'video')} in vLLM" in readme
+    assert f"{vllm} in vLLM, {sglang} in SGLang" in limits
+    own = {kind: count("sglang", f"own {kind}") for kind in ("audio", "image")}
     assert f"audio of {own['audio']} more family, and images of {own['image']}, among themselves" in readme

@@ -15,6 +15,7 @@ from reference_docs import support_matrix
 from support_results import Result, exists, keep, read, results_of, results_of_report
 
 from cornplug.commands.engine_checks import SGLANG, VLLM, CheckedEngine
+from devkit import engines
 from devkit.engines import VllmServer
 from devkit.engines_in_use import UsedEngine, begin_test, in_use, names_cornplug
 
@@ -57,9 +58,9 @@ def test_support_results_bed_is_parameter_or_that_of_the_run(monkeypatch: pytest
 
 def test_support_results_bed_is_that_of_the_used_engine() -> None:
     """tests/integration/test_pauses.py starts V2 in a run on V1."""
-    stock = UsedEngine("vllm", "v1", Path(".venv/bin/python"), False)
-    ours = UsedEngine("vllm", "v2", Path(".venv-vllm-next/bin/python"), True)
-    beside = UsedEngine("sglang", "", Path(".venv-sglang/bin/python"), True)
+    stock = UsedEngine("vllm", "v1", Path(".venv/bin/python"), "float32", False)
+    ours = UsedEngine("vllm", "v2", Path(".venv-vllm-next/bin/python"), "float32", True)
+    beside = UsedEngine("sglang", "", Path(".venv-sglang/bin/python"), "float32", True)
     assert columns(made(("Pauses", "sleep"), used=[stock, ours, beside])) == [("vllm", "0.33.0", "v2")]
     assert columns(made(("Pauses", "sleep"), used=[stock, beside])) == [("vllm", "0.32.0", "v1")]
     both = made(("Pauses", "sleep"), "vllm sglang", used=[ours, ours._replace(bed="v2-gpu"), beside])
@@ -71,13 +72,48 @@ def test_engine_server_is_in_use_once_its_url_is_read(
 ) -> None:
     monkeypatch.setenv(support_results.vllm_beds.VARIABLE, "v1")
     begin_test()
-    server = VllmServer("m", "--kv-connector", "cornplug", log=tmp_path / "log", vllm=Path("/v/bin/vllm"))
+    server = VllmServer(
+        "m", "--kv-connector", "cornplug", "--dtype=bfloat16", log=tmp_path / "log", vllm=Path("/v/bin/vllm")
+    )
     VllmServer("m", log=tmp_path / "cornplug" / "log")
     assert in_use() == set()
     assert server.url == f"http://127.0.0.1:{server.port}"
-    assert in_use() == {UsedEngine("vllm", "v1", Path("/v/bin/python"), True)}
+    assert in_use() == {UsedEngine("vllm", "v1", Path("/v/bin/python"), "bfloat16", True)}
     begin_test()
     assert in_use() == set()
+
+
+def test_engine_server_that_is_only_started_is_not_in_use(tmp_path: Path) -> None:
+    """Tests start engines two by two, and ask one of them."""
+    begin_test()
+    server = VllmServer("m", log=tmp_path / "log", vllm=tmp_path / "vllm")
+    assert not server.ready()
+    with pytest.raises(FileNotFoundError):
+        server.spawn()
+    assert in_use() == set()
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        ((), "float32"),
+        (("--dtype", "bfloat16"), "bfloat16"),
+        (("--dtype=float16", "--dtype-of-something", "x"), "float16"),
+    ],
+)
+def test_engine_server_dtype_is_its_last_flag(words: Sequence[str], dtype: str, tmp_path: Path) -> None:
+    begin_test()
+    server = VllmServer("m", *words, log=tmp_path / "log", vllm=tmp_path / "vllm", bed="v1")
+    assert server.url
+    assert [engine.dtype for engine in in_use()] == [dtype]
+
+
+def test_engine_server_keeps_packages_of_its_bed_beside_a_given_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "bed_environment", lambda *_: {"PYTHONPATH": "/bed:/tree"})
+    server = VllmServer("m", log=tmp_path / "log", env={"PYTHONPATH": "/trial:/tree"})
+    assert server.env["PYTHONPATH"] == "/trial:/tree:/bed:/tree"
 
 
 @pytest.mark.parametrize(
@@ -97,7 +133,7 @@ def test_names_cornplug_by_flag_and_not_by_path(argument: str, found: bool) -> N
 
 def test_support_results_engine_is_parameter_or_both() -> None:
     (one,) = made(("Faults", "{subject}'s store"), "{subject}", subject="sglang")
-    assert one == Result("Faults", "sglang's store", "sglang", "0.5.23", "", THIS, True)
+    assert one == Result("Faults", "sglang's store", "sglang", "0.5.23", "float32", "", THIS, True)
     assert columns(made(("Sharing", "both"), "vllm sglang")) == [
         ("sglang", "0.5.23", ""),
         ("vllm", "0.32.0", "v1"),
@@ -115,6 +151,15 @@ def test_support_results_of_one_test_are_replaced(tmp_path: Path) -> None:
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", result.date) for result in read(file))
 
 
+def test_support_results_keep_each_dtype(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    exact = UsedEngine("vllm", "v1", Path(".venv/bin/python"), "float32", True)
+    results = made(("Sharing", "pages"), used=[exact, exact._replace(dtype="bfloat16")])
+    keep([results[1]], file)
+    keep([results[0]], file)
+    assert [result.dtype for result in read(file)] == ["bfloat16", "float32"]
+
+
 def test_support_results_of_removed_test_are_dropped(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     (here,) = made(("Sharing", "pages"))
@@ -123,18 +168,27 @@ def test_support_results_of_removed_test_are_dropped(tmp_path: Path) -> None:
     assert [result.test for result in read(file)] == [THIS]
 
 
-def test_support_matrix_cell_is_yes_only_if_all_tests_passed(tmp_path: Path) -> None:
+def test_support_matrix_cell_is_of_a_release_and_names_dtypes(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
     (good,) = made(("Sharing", "pages"))
-    bad = good._replace(test=THIS + "[2]", passed=False)
-    elsewhere = good._replace(promise="salts", bed="v2-gpu")
-    file.write_text(json.dumps([result._asdict() for result in (good, bad, elsewhere)]))
-    lines = [
-        line for line in support_matrix.page(file).splitlines() if "vLLM 0.32" in line or "| pages" in line
+    results = [
+        good,
+        good._replace(bed="v2-gpu"),
+        good._replace(test=THIS + "[2]", bed="v2-gpu", passed=False),
+        good._replace(dtype="bfloat16"),
+        good._replace(promise="salts", release="0.33.0"),
+        good._replace(promise="salts", engine="sglang", release="0.5.23", bed=""),
+        good._replace(section="Families: images", promise="llava"),
     ]
-    assert lines == ["|  | vLLM 0.32.0 v1 | vLLM 0.32.0 v2-gpu |", "| pages | **no** | - |"]
-    file.write_text(json.dumps([result._asdict() for result in (good, elsewhere)]))
-    assert "| pages | yes | - |\n| salts | - | yes |" in support_matrix.page(file)
+    file.write_text(json.dumps([result._asdict() for result in results]))
+    page = support_matrix.page(file)
+    head = "|  | vLLM 0.32.0 | vLLM 0.33.0 | SGLang 0.5.23 |\n| --- | --- | --- | --- |\n"
+    assert f"## Families: images\n\n{head}| llava | float32: v1 | - | - |\n\n## Sharing" in page
+    assert (
+        f"## Sharing\n\n{head}"
+        "| pages | float32: v1, v2-gpu **fails**; bfloat16: v1 | - | - |\n"
+        "| salts | - | float32: v1 | float32 |\n"
+    ) in page
 
 
 def git(folder: Path, *words: str) -> str:
@@ -162,7 +216,7 @@ def test_mark_old_counts_commits_to_code_beside_engines(
     support_matrix.mark_old(file, tmp_path)
     # The last result's commit is not in this clone.
     assert [result.old for result in read(file)] == [True, False, False, False, False, True, False]
-    assert "| pages | yes (old) |" in support_matrix.page(file)
+    assert "| pages | float32: v1 (old) |" in support_matrix.page(file)
 
 
 def test_mark_old_outside_git_keeps_the_marks(tmp_path: Path) -> None:

@@ -13,114 +13,107 @@ from typing import Any
 import pytest
 from reference_docs import validated_families as generated
 
-from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO, VALIDATED_OWN
+from cornplug.checkpoints.validated_families import VALIDATED, validated
 from cornplug.sglang_hooks import compat as sglang_room
 from cornplug.vllm_connector import compat as vllm_room
 from devkit.family_trials import trial_environment
 
 TREE = Path(__file__).parents[1]
+NAMES = ("section", "engine", "release", "dtype", "promise", "passed")
 
 
-def written(tmp_path: Path, results: Sequence[tuple[str, str, str, bool]]) -> dict[str, frozenset[str]]:
-    """VALIDATED of a page made of (engine, release, family, passed)."""
-    names = ("engine", "release", "promise", "passed")
-    lines = [{"section": generated.SECTION, **dict(zip(names, result, strict=True))} for result in results]
-    other = {**lines[0], "section": "Faults", "promise": "store is killed"}
-    found: dict[str, frozenset[str]] = page(tmp_path, [*lines, other])["VALIDATED"]
-    return found
-
-
-def page(tmp_path: Path, lines: Sequence[Mapping[str, object]]) -> dict[str, Any]:
-    """Names of the page that is made of these recorded lines."""
+def page(tmp_path: Path, results: Sequence[Sequence[object]]) -> Mapping[str, Any]:
+    """The names in the module that is generated from results with the values of `NAMES`."""
     file = tmp_path / "results.json"
-    file.write_text(json.dumps(lines))
+    file.write_text(json.dumps([dict(zip(NAMES, result, strict=True)) for result in results]))
     space: dict[str, Any] = {}
     exec(compile(generated.page(file), "validated_families.py", "exec"), space)
     return space
 
 
-def of_sections(tmp_path: Path, results: Sequence[tuple[str, str, str, bool]]) -> dict[str, Any]:
-    """As `page`, of (section, engine, promise, passed)."""
-    names = ("section", "engine", "promise", "passed")
-    return page(tmp_path, [dict(zip(names, result, strict=True)) for result in results])
+def test_validated_families_are_of_a_release_and_dtype(tmp_path: Path) -> None:
+    images = generated.SECTION
+    found = page(
+        tmp_path,
+        [
+            (images, "vllm", "0.32.0", "float32", "llava", True),
+            (images, "vllm", "0.33.0", "float32", "llava", False),
+            (images, "vllm", "0.33.0", "bfloat16", "llava", True),
+            (images, "sglang", "0.5.23", "float32", "qwen2_vl", True),
+            ("Faults", "vllm", "0.33.0", "float32", "the store is killed", True),
+        ],
+    )["validated"]
+    assert found("vllm", "0.32.0", "float32") == {"llava"}
+    assert found("vllm", "0.32.0+cpu", "float32") == {"llava"}
+    assert found("vllm", "0.32.0", "bfloat16") == set()
+    assert found("vllm", "0.33.0", "float32") == set()
+    assert found("vllm", "0.33.0", "bfloat16") == {"llava"}
+    assert found("vllm", "0.32.1", "float32") == set()
+    assert found("vllm", None, "float32") == set()
+    assert found("sglang", "0.5.23", "float32") == {"qwen2_vl"}
 
 
-def test_validated_families_have_passed_and_failed_nowhere(tmp_path: Path) -> None:
+def test_validated_family_failed_on_no_bed(tmp_path: Path) -> None:
+    on_a_bed = (generated.SECTION, "vllm", "0.32.0", "float32", "llava")
+    assert page(tmp_path, [(*on_a_bed, True), (*on_a_bed, True)])["VALIDATED"]
+    assert not page(tmp_path, [(*on_a_bed, True), (*on_a_bed, False)])["VALIDATED"]
+
+
+def test_validated_families_are_by_kind(tmp_path: Path) -> None:
     results = [
-        ("vllm", "0.32.0", "llava", True),
-        ("vllm", "0.33.0", "llava", True),
-        ("vllm", "0.32.0", "gemma3", True),
-        ("vllm", "0.33.0", "gemma3", False),
-        ("vllm", "0.32.0", "internvl", False),
-        ("sglang", "0.5.23", "qwen2_vl", True),
+        (generated.SECTION, "llava", True),
+        (generated.VIDEOS, "qwen2_vl", True),
+        (generated.OWN, "qwen2_audio, audio", True),
+        (generated.OWN, "gemma3, image", True),
+        (generated.OWN, "gemma3n, image", False),
     ]
-    assert written(tmp_path, results) == {"vllm": {"llava"}, "sglang": {"qwen2_vl"}}
-
-
-def test_validated_families_of_video_are_of_videos_alone(tmp_path: Path) -> None:
-    results = [
-        (generated.SECTION, "vllm", "llava", True),
-        (generated.SECTION, "vllm", "qwen2_vl", True),
-        (generated.VIDEOS, "vllm", "qwen2_vl", True),
-        (generated.VIDEOS, "vllm", "qwen3_vl", True),
-        (generated.VIDEOS, "vllm", "qwen3_vl", False),
+    full = [(section, "sglang", "0.5.23", "float32", *rest) for section, *rest in results]
+    found = page(tmp_path, full)["validated"]
+    kinds = ("image", "video", "own image", "own audio", "own video")
+    assert [found("sglang", "0.5.23", "float32", kind) for kind in kinds] == [
+        {"llava"},
+        {"qwen2_vl"},
+        {"gemma3"},
+        {"qwen2_audio"},
+        set(),
     ]
-    space = of_sections(tmp_path, results)
-    assert space["VALIDATED"] == {"vllm": {"llava", "qwen2_vl"}, "sglang": frozenset()}
-    assert space["VALIDATED_OF_VIDEO"] == {"vllm": {"qwen2_vl"}, "sglang": frozenset()}
 
 
-def test_validated_families_of_own_towers_are_by_modality(tmp_path: Path) -> None:
-    results = [
-        (generated.SECTION, "sglang", "qwen2_vl", True),
-        (generated.OWN, "sglang", "qwen2_audio, audio", True),
-        (generated.OWN, "sglang", "gemma3, image", True),
-        (generated.OWN, "sglang", "gemma3, image", True),
-        (generated.OWN, "sglang", "gemma3n, image", True),
-        (generated.OWN, "sglang", "gemma3n, image", False),
-    ]
-    space = of_sections(tmp_path, results)
-    assert space["VALIDATED"]["sglang"] == {"qwen2_vl"}
-    own = {"image": {"gemma3"}, "audio": {"qwen2_audio"}, "video": frozenset()}
-    assert space["VALIDATED_OWN"] == {"sglang": own}
+def test_rooms_ask_for_their_release_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_room, "validated", lambda *asked: frozenset([asked]))
+    monkeypatch.setattr(sglang_room, "validated", lambda *asked: frozenset([asked]))
+    for room in (vllm_room, sglang_room):
+        installed = room.SUPPORTED_VERSIONS.installed()
+        (asked,) = room.validated_families("bfloat16", "video")
+        assert asked == (room.SUPPORTED_VERSIONS.package, installed, "bfloat16", "video")
 
 
-def test_validated_families_are_the_rooms() -> None:
-    assert vllm_room.VALIDATED_FAMILIES == VALIDATED["vllm"] >= {"llava", "qwen2_vl"}
-    assert sglang_room.VALIDATED_FAMILIES == VALIDATED["sglang"] >= {"qwen2_vl"}
-    assert vllm_room.VALIDATED_VIDEOS == VALIDATED_OF_VIDEO["vllm"] <= VALIDATED["vllm"]
-    assert not VALIDATED_OF_VIDEO["sglang"]
-    assert VALIDATED_OWN["sglang"] == sglang_room.OWN_TOWERS
+def test_recorded_families_are_validated() -> None:
+    assert validated("vllm", "0.32.0", "float32") >= {"llava", "qwen2_vl"}
+    assert validated("sglang", "0.5.23", "float32") >= {"qwen2_vl"}
+    assert {kind for *_, kind, _ in VALIDATED} <= {"image", "video", "own image", "own audio", "own video"}
 
 
-def test_trial_environment_shares_an_own_tower_in_its_processes_only(tmp_path: Path) -> None:
-    ask = "from cornplug.sglang_hooks.compat import OWN_TOWERS as o; print(*sorted(o['audio']))"
-    trial = trial_environment(tmp_path, (), own={"audio": {"gemma3n"}, "image": set()})
-    paths = os.pathsep.join([trial["PYTHONPATH"], str(TREE)])
-    env = {**os.environ, "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", ask], env=env, capture_output=True, text=True, check=True
-    )
-    assert set(done.stdout.split()) == {*VALIDATED_OWN["sglang"]["audio"], "gemma3n"}
-    assert trial_environment(tmp_path, (), own={"audio": set()}) == {}
+ASK = (
+    "from cornplug.checkpoints.validated_families import validated;"
+    "ask = lambda kind: print(*sorted(validated('vllm', '0.32.0', 'float16', kind)));"
+    "ask('image'); ask('video'); ask('own audio'); ask('own image')"
+)
 
 
 @pytest.mark.parametrize("families", [(), ("paligemma",)])
-def test_trial_environment_shares_a_family_in_its_processes_only(
-    families: tuple[str, ...], tmp_path: Path
+@pytest.mark.parametrize("own", [{}, {"audio": {"gemma3n"}, "image": set()}])
+def test_trial_environment_shares_families_in_its_processes_only(
+    families: tuple[str, ...], own: Mapping[str, set[str]], tmp_path: Path
 ) -> None:
-    ask = (
-        "from cornplug.vllm_connector.compat import VALIDATED_FAMILIES as v, VALIDATED_VIDEOS as w;"
-        "print(*sorted(v), '|', *sorted(w))"
-    )
-    paths = os.pathsep.join(filter(None, [str(TREE), os.environ.get("PYTHONPATH")]))
-    trial = trial_environment(tmp_path, families)
+    trial = trial_environment(tmp_path, families, own=own)
+    assert bool(trial) == bool(families or own)
+    paths = os.pathsep.join([*trial.values(), str(TREE)])
     env = {**os.environ, "PYTHONPATH": paths}
-    if trial:
-        env["PYTHONPATH"] = os.pathsep.join([trial["PYTHONPATH"], paths])
     done = subprocess.run(
-        [sys.executable, "-P", "-c", ask], env=env, capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", ASK], env=env, capture_output=True, text=True, check=True
     )
-    images, _, videos = done.stdout.partition("|")
-    assert set(images.split()) == {*VALIDATED["vllm"], *families}
-    assert set(videos.split()) == {*VALIDATED_OF_VIDEO["vllm"], *families}
+    recorded = (validated("vllm", "0.32.0", "float16", kind) for kind in ("image", "video"))
+    images, videos = (sorted({*names, *families}) for names in recorded)
+    audio = sorted(own.get("audio", ()))
+    assert done.stdout.split("\n") == [" ".join(names) for names in (images, videos, audio, [], [])]

@@ -62,7 +62,7 @@ def serve(
         load += ["--max-concurrency", str(concurrency)]
     data = folder / "prompts.json"
     if engine == SGLANG and not SITE.is_dir():
-        raise SystemExit(f"{SITE.name} is not there. Run: script/bench-site")
+        raise SystemExit(f"{SITE.name} is not there. Run: script/site bench")
     # The second turn only has to be there: the answer's length is another option.
     turns = [{"conversations": [{"value": text}, {"value": "An answer."}]} for text in prompts]
     data.write_text(json.dumps(turns), encoding="utf-8")

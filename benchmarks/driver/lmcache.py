@@ -1,6 +1,6 @@
 """LMCache 0.5.6 and its multi-process server beside both engines, as its own examples run it: a baseline.
 
-Its libraries fit neither engine's environment, so `script/lmcache-site` puts them into a folder
+Its libraries fit neither engine's environment, so `script/site lmcache` puts them into a folder
 that only the processes of this baseline see. Between engines of two kinds it shares text, from SGLang
 to vLLM; no images, whose placeholders the two engines fill with different numbers.
 """
@@ -30,7 +30,7 @@ class Lmcache(ManagedProcess):
 
     def __init__(self, folder: Path, size_gb: float) -> None:
         if not SITE.is_dir():
-            raise FileNotFoundError(f"{SITE.name} is not there. Run: script/lmcache-site")
+            raise FileNotFoundError(f"{SITE.name} is not there. Run: script/site lmcache")
         self._folder = folder
         self._port, self._http = free_port(), free_port()
         self._env: Mapping[str, str] = {"PYTHONPATH": str(SITE), **_SAME_HASHES}

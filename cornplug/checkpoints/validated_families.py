@@ -1,66 +1,98 @@
-"""Families that a test has compared in each engine.
+"""Families that a test has compared in an engine, by the engine's release and dtype.
 
-Written by script/docs from docs/support-matrix.json, where runs of tests/integration/test_families.py,
-tests/integration/test_family_videos.py and tests/integration/test_own_towers.py keep their results: a family
-is here if it passed, and failed in no release and on no bed.
+script/docs writes the rows from docs/support-matrix.json, where runs of tests/integration/test_families.py,
+tests/integration/test_family_videos.py and tests/integration/test_own_towers.py keep their results.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
-VALIDATED: Final[Mapping[str, frozenset[str]]] = {
-    "sglang": frozenset(
-        {
-            "glm4v",
-            "qwen2_5_vl",
-            "qwen2_vl",
-            "qwen3_vl",
-            "qwen3_vl_moe",
-        }
-    ),
-    "vllm": frozenset(
-        {
-            "gemma3",
-            "internvl",
-            "llava",
-            "llava_next",
-            "llava_onevision",
-            "qwen2_5_vl",
-            "qwen2_vl",
-            "qwen3_vl",
-            "qwen3_vl_moe",
-        }
-    ),
-}
-"""Engine -> `model_type`s."""
-VALIDATED_OF_VIDEO: Final[Mapping[str, frozenset[str]]] = {
-    "sglang": frozenset(),
-    "vllm": frozenset(
-        {
-            "qwen2_5_vl",
-            "qwen2_vl",
-            "qwen3_vl",
-            "qwen3_vl_moe",
-        }
-    ),
-}
-"""Engine -> `model_type`s whose videos were compared."""
-VALIDATED_OWN: Final[Mapping[str, Mapping[str, frozenset[str]]]] = {
-    "sglang": {
-        "audio": frozenset(
-            {
-                "qwen2_audio",
-            }
-        ),
-        "image": frozenset(
-            {
-                "gemma3",
-                "internvl_chat",
-            }
-        ),
-        "video": frozenset(),
-    },
-}
-"""Engine -> modality -> `model_type`s whose embeddings its servers share among themselves."""
+VALIDATED: Final[frozenset[tuple[str, str, str, str, str]]] = frozenset(
+    {
+        ("sglang", "0.5.23", "bfloat16", "image", "glm4v"),
+        ("sglang", "0.5.23", "bfloat16", "image", "qwen2_5_vl"),
+        ("sglang", "0.5.23", "bfloat16", "image", "qwen2_vl"),
+        ("sglang", "0.5.23", "bfloat16", "image", "qwen3_vl"),
+        ("sglang", "0.5.23", "bfloat16", "image", "qwen3_vl_moe"),
+        ("sglang", "0.5.23", "bfloat16", "own audio", "qwen2_audio"),
+        ("sglang", "0.5.23", "bfloat16", "own image", "gemma3"),
+        ("sglang", "0.5.23", "bfloat16", "own image", "internvl_chat"),
+        ("sglang", "0.5.23", "float32", "image", "glm4v"),
+        ("sglang", "0.5.23", "float32", "image", "qwen2_5_vl"),
+        ("sglang", "0.5.23", "float32", "image", "qwen2_vl"),
+        ("sglang", "0.5.23", "float32", "image", "qwen3_vl"),
+        ("sglang", "0.5.23", "float32", "image", "qwen3_vl_moe"),
+        ("sglang", "0.5.23", "float32", "own audio", "qwen2_audio"),
+        ("sglang", "0.5.23", "float32", "own image", "gemma3"),
+        ("sglang", "0.5.23", "float32", "own image", "internvl_chat"),
+        ("vllm", "0.32.0", "bfloat16", "image", "gemma3"),
+        ("vllm", "0.32.0", "bfloat16", "image", "internvl"),
+        ("vllm", "0.32.0", "bfloat16", "image", "llava"),
+        ("vllm", "0.32.0", "bfloat16", "image", "llava_next"),
+        ("vllm", "0.32.0", "bfloat16", "image", "llava_onevision"),
+        ("vllm", "0.32.0", "bfloat16", "image", "qwen2_5_vl"),
+        ("vllm", "0.32.0", "bfloat16", "image", "qwen2_vl"),
+        ("vllm", "0.32.0", "bfloat16", "image", "qwen3_vl"),
+        ("vllm", "0.32.0", "bfloat16", "image", "qwen3_vl_moe"),
+        ("vllm", "0.32.0", "float16", "image", "llava"),
+        ("vllm", "0.32.0", "float16", "image", "llava_next"),
+        ("vllm", "0.32.0", "float16", "image", "llava_onevision"),
+        ("vllm", "0.32.0", "float32", "image", "gemma3"),
+        ("vllm", "0.32.0", "float32", "image", "internvl"),
+        ("vllm", "0.32.0", "float32", "image", "llava"),
+        ("vllm", "0.32.0", "float32", "image", "llava_next"),
+        ("vllm", "0.32.0", "float32", "image", "llava_onevision"),
+        ("vllm", "0.32.0", "float32", "image", "qwen2_5_vl"),
+        ("vllm", "0.32.0", "float32", "image", "qwen2_vl"),
+        ("vllm", "0.32.0", "float32", "image", "qwen3_vl"),
+        ("vllm", "0.32.0", "float32", "image", "qwen3_vl_moe"),
+        ("vllm", "0.32.0", "float32", "video", "qwen2_5_vl"),
+        ("vllm", "0.32.0", "float32", "video", "qwen2_vl"),
+        ("vllm", "0.32.0", "float32", "video", "qwen3_vl"),
+        ("vllm", "0.32.0", "float32", "video", "qwen3_vl_moe"),
+        ("vllm", "0.33.0", "bfloat16", "image", "gemma3"),
+        ("vllm", "0.33.0", "bfloat16", "image", "internvl"),
+        ("vllm", "0.33.0", "bfloat16", "image", "llava"),
+        ("vllm", "0.33.0", "bfloat16", "image", "llava_next"),
+        ("vllm", "0.33.0", "bfloat16", "image", "llava_onevision"),
+        ("vllm", "0.33.0", "bfloat16", "image", "qwen2_5_vl"),
+        ("vllm", "0.33.0", "bfloat16", "image", "qwen2_vl"),
+        ("vllm", "0.33.0", "bfloat16", "image", "qwen3_vl"),
+        ("vllm", "0.33.0", "bfloat16", "image", "qwen3_vl_moe"),
+        ("vllm", "0.33.0", "float16", "image", "llava"),
+        ("vllm", "0.33.0", "float16", "image", "llava_next"),
+        ("vllm", "0.33.0", "float16", "image", "llava_onevision"),
+        ("vllm", "0.33.0", "float32", "image", "gemma3"),
+        ("vllm", "0.33.0", "float32", "image", "internvl"),
+        ("vllm", "0.33.0", "float32", "image", "llava"),
+        ("vllm", "0.33.0", "float32", "image", "llava_next"),
+        ("vllm", "0.33.0", "float32", "image", "llava_onevision"),
+        ("vllm", "0.33.0", "float32", "image", "qwen2_5_vl"),
+        ("vllm", "0.33.0", "float32", "image", "qwen2_vl"),
+        ("vllm", "0.33.0", "float32", "image", "qwen3_vl"),
+        ("vllm", "0.33.0", "float32", "image", "qwen3_vl_moe"),
+        ("vllm", "0.33.0", "float32", "video", "qwen2_5_vl"),
+        ("vllm", "0.33.0", "float32", "video", "qwen2_vl"),
+        ("vllm", "0.33.0", "float32", "video", "qwen3_vl"),
+        ("vllm", "0.33.0", "float32", "video", "qwen3_vl_moe"),
+    }
+)
+"""(engine, release, dtype, kind, `model_type`) of each family that passed, and failed on no bed.
+
+The kinds "image" and "video" are of media that all engines and the encoder service share. "own image",
+"own video" and "own audio" are of media that the servers of one engine share among themselves.
+"""
+
+
+def validated(engine: str, version: str | None, dtype: str, kind: str = "image") -> frozenset[str]:
+    """Families that were compared in this release of an engine with this dtype.
+
+    Args:
+        engine: "vllm" or "sglang".
+        version: Installed version. Its local part ("+cpu") does not count.
+        dtype: torch's name without "torch.".
+        kind: As in `VALIDATED`.
+    """
+    release = (version or "").partition("+")[0]
+    return frozenset(family for *place, family in VALIDATED if place == [engine, release, dtype, kind])

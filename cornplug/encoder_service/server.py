@@ -26,7 +26,6 @@ from starlette.types import ASGIApp
 from cornplug.config import Config, EncoderConfig, load
 from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import check_exposure
-from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app
@@ -42,7 +41,7 @@ from cornplug.encoder_service.models.registry import ModelRegistry, Report
 from cornplug.encoder_service.replicas.pool import ReplicaMetrics, cores, devices_of, open_replicas
 from cornplug.encoder_service.replicas.replica import ReplicaExecutor, ReplicaSettings
 from cornplug.encoder_service.server_flags import check, overrides, parser
-from cornplug.encoder_service.sglang.epd_server import SGLANG_FAMILIES
+from cornplug.encoder_service.sglang.epd_server import language_only_urls
 from cornplug.encoder_service.telemetry.tracing import open_tracing
 from cornplug.encoder_service.unix_server import UnixServer
 from cornplug.errors import CheckpointError, ConfigError, EncoderRefused
@@ -245,7 +244,7 @@ def main(argv: Sequence[str]) -> int:
         encoder.meters.registry.register(ReplicaMetrics(replicas))
         host, port = listeners.http.getsockname()[:2]
         console.print(f"serving {registry.summary()} at http://{host}:{port} and {config.encoder.socket}")
-        for url in _sglang_urls(registry, port) if config.encoder.sglang else ():
+        for url in language_only_urls(registry.served(), port) if config.encoder.sglang else ():
             console.print(f"for SGLang: --language-only --encoder-urls {url}")
         ended = False
         try:
@@ -286,14 +285,6 @@ def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistr
     report(f"starting {len(devices)} replicas of {threads} threads on {', '.join(devices)}")
     settings = ReplicaSettings(dtype=args.dtype, threads=threads, compile=args.compile)
     return registry, open_replicas(devices, settings, registry.loaded())
-
-
-def _sglang_urls(registry: ModelRegistry, port: int) -> list[str]:
-    """The URLs for `--encoder-urls` of SGLang, one for each family that its protocol serves."""
-    served = [model for model in registry.served() if model.family in SGLANG_FAMILIES]
-    if len(served) == len(registry.served()) == 1:
-        return [f"http://HOST:{port}"]
-    return [f"http://HOST:{port}/sglang/{url_name(model.name)}" for model in served]
 
 
 if __name__ == "__main__":

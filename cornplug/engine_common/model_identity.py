@@ -95,7 +95,8 @@ class EngineModel:
     engine: str
     """Which engine computes: "vllm" or "sglang"."""
     validated_families: frozenset[str]
-    """Families whose embeddings this engine makes as the encoder service does, by test."""
+    """Families whose embeddings this release of the engine makes with `dtype` as the encoder service does, by
+    test."""
     generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """`model_type` -> names of its tower's inputs for an image, of those among them without a file in
     `cornplug/checkpoints/families/`: nothing else tells the names before the model is loaded."""
@@ -128,14 +129,16 @@ class EngineModel:
 
     def tower_identity(self) -> TowerIdentity:
         """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
-        "unproven_family" for one that was not compared in this engine, and as `Checkpoint.identity`.
+        "unproven_family" for one that was not compared in this release and dtype of the engine, and as
+        `Checkpoint.identity`.
         """
         name = str(self.checkpoint.config.get("model_type"))
         described = name in FAMILIES and not self.checkpoint.family.generic
         if name not in self.validated_families or not (described or name in self.generic_inputs):
+            compared = ", ".join(sorted(self.validated_families)) or "none"
             raise CheckpointError(
-                f"no test compares {self.engine}'s embeddings of {name!r} with those of the encoder service. "
-                f"Compared: {', '.join(sorted(self.validated_families))}.",
+                f"no test compares {self.engine}'s embeddings of {name!r} in {self.dtype} with those of the "
+                f"encoder service, in this release. Compared in {self.dtype}: {compared}.",
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
-from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OWN
+from cornplug.checkpoints.validated_families import validated
 from cornplug.engine_common.version_range import VersionRange
 
 logger = logging.getLogger("sglang.cornplug")
@@ -22,23 +22,27 @@ SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 
 without waiting for the forward that may still write the page (`write_fence_stream` came with 0.5.23). Such a
 page would be wrong in every engine that reads it from the store."""
 
-VALIDATED_FAMILIES: Final = VALIDATED["sglang"]
-"""Families whose images are shared here: `tests/integration/test_families.py` has compared SGLang's
-embeddings with those of the encoder service. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP
-with CLIP's activation, does not load LLaVA-1.5 as it is published, and leaves LLaVA-NeXT,
-LLaVA-OneVision and InternVL (-hf) to its generic backend, which has no call that could be hooked."""
-
-OWN_TOWERS: Final = VALIDATED_OWN["sglang"]
-"""Modality -> families whose embeddings SGLang's servers share among themselves, keyed by the tensors that
-enter the tower (`tests/integration/test_own_towers.py`). Images of `VALIDATED_FAMILIES` go by those."""
-
 GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
-"""Of these, the families that the service computes by transformers' own class (`EngineModel`)."""
+"""Validated families that the service computes by transformers' own class (`EngineModel`)."""
 
 EPOCHS: Final[Mapping[str, int]] = {}
 """`model_type` -> number of releases in the tested range that have mended SGLang's code of that family.
 Mended code computes other values from the same checkpoint: an epoch other than 0 is part of the key, so
 that a server before the mending and one after it share nothing."""
+
+
+def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
+    """Families whose images are shared by the installed SGLang with this dtype.
+
+    `tests/integration/test_families.py` has compared this release's embeddings with those of the encoder
+    service. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's activation, does not load
+    LLaVA-1.5 as it is published, and leaves LLaVA-NeXT, LLaVA-OneVision and InternVL (-hf) to its generic
+    backend, which has no call that could be hooked.
+
+    The kinds "own image", "own video" and "own audio" are of embeddings that SGLang's servers share among
+    themselves, keyed by the tensors that enter the tower (`tests/integration/test_own_towers.py`).
+    """
+    return validated("sglang", SUPPORTED_VERSIONS.installed(), dtype, kind)
 
 
 class Hook(NamedTuple):

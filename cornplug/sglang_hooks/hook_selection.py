@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterable
 from typing import Any, Final
 
+from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
@@ -58,7 +59,8 @@ def needed(server_args: Any) -> frozenset[str]:
         found.add("images")
         # LLaVA's processor decodes images in processes of its own.
         family = str(model.hf_config.model_type)
-        if cpu_preprocessing.wanted(activation.config(), device=str(settled.device), family=family):
+        dtype, device = dtype_name(model.dtype), str(settled.device)
+        if cpu_preprocessing.wanted(activation.config(), device=device, family=family, dtype=dtype):
             found.add("cpu_images")
         found |= {"llava"} if "llava" in family else set()
         encoder = settled.language_only or settled.encoder_urls or settled.enable_adaptive_dispatch_to_encoder

@@ -31,11 +31,14 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Iterable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from cornplug.checkpoints.validated_families import VALIDATED, VALIDATED_OF_VIDEO
+from cornplug.checkpoints.validated_families import validated
 from cornplug.encoder_service.wire.decodings import decoding_of
 from cornplug.engine_common.version_range import VersionRange
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.cornplug")
 
@@ -45,18 +48,31 @@ EC_CONNECTOR: Final = "CornplugECConnector"
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
-VALIDATED_FAMILIES: Final = VALIDATED["vllm"]
-"""Families whose images are shared here: `tests/integration/test_families.py` has compared vLLM's
-embeddings with those of the encoder service. vLLM may lay out, scale or split another's otherwise."""
-
-VALIDATED_VIDEOS: Final = VALIDATED_OF_VIDEO["vllm"]
-"""Families whose videos are shared here, by `tests/integration/test_family_videos.py`."""
-
 EPOCHS: Final[dict[str, int]] = {}
 """`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes that model's values
 (a mended tower, another rope), so that engines before and after it do not share."""
 
 _MARK = "_cornplug_original"
+
+
+def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
+    """Families whose images are shared by the installed vLLM with this dtype; videos with the kind "video".
+
+    `tests/integration/test_families.py` and `test_family_videos.py` have compared this release's embeddings
+    with those of the encoder service. vLLM may lay out, scale or split another family's otherwise.
+    """
+    return validated("vllm", SUPPORTED_VERSIONS.installed(), dtype, kind)
+
+
+def adapts_neighbours(config: VllmConfig) -> bool:
+    """Whether a request without a LoRA adapter may be computed under the one of another request in its batch.
+
+    So vLLM 0.32 does on a CPU (vllm#48421).
+    """
+    from vllm.platforms import current_platform
+
+    mended = str(SUPPORTED_VERSIONS.installed()) not in VersionRange("vLLM", "vllm", (0, 32), (0, 33))
+    return not mended and current_platform.is_cpu() and getattr(config, "lora_config", None) is not None
 
 
 def decoding() -> str:

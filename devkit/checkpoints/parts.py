@@ -174,6 +174,7 @@ def _speakable(ids: Mapping[str, int], rows: int) -> torch.Tensor:
 
     mask = torch.zeros(rows)
     mask[list(tokenizers.PRINTABLE)] = 1
-    letters = [i for token, i in ids.items() if 256 <= i < len(tokenizers.vocabulary()) and token.isalpha()]
+    end = len(tokenizers.vocabulary())
+    letters = [i for token, i in ids.items() if 256 <= i < end and token.isalpha()]
     mask[letters] = 1
     return mask

@@ -14,7 +14,7 @@ DURATIONS: Final = TREE / "tests" / "durations.json"
 
 _DEFAULT_ENGINE_TEST_S: Final = 60
 _DEFAULT_TEST_S: Final = 20
-_DEFAULT_ANYWHERE_S: Final = 1500
+_DEFAULT_ANYWHERE_S: Final = 1000
 
 
 def read_durations(file: Path = DURATIONS) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -24,17 +24,15 @@ SELECTED: Final = "more or timed"
 
 INTEGRATION: Final = "tests/integration/"
 INTEGRATION_BED: Final = "v1-one"
-BEDS: Final = ((VLLM, "v2"), (VLLM, "v2-gpu"), (VLLM_NEXT, "v1"), (VLLM_NEXT, "v2"), (VLLM_NEXT, "v2-gpu"))
-"""Environments and beds on which some files of tests/integration are repeated."""
-BED_FILES: Final[Mapping[str, Collection[str]]] = MappingProxyType(
+BEDS: Final[Mapping[str, Sequence[tuple[str, str]]]] = MappingProxyType(
     {
-        f"{INTEGRATION}test_sharing.py": ("v1", "v2", "v2-gpu"),
-        f"{INTEGRATION}test_two_engines.py": ("v1", "v2", "v2-gpu"),
-        # The longest of them. It differs least from bed to bed, so it is repeated on the one most like a GPU.
-        f"{INTEGRATION}test_survives_faults.py": ("v2-gpu",),
+        f"{INTEGRATION}test_sharing.py": ((VLLM, "v2-gpu"), (VLLM_NEXT, "v1"), (VLLM_NEXT, "v2-gpu")),
+        f"{INTEGRATION}test_two_engines.py": ((VLLM, "v2-gpu"), (VLLM_NEXT, "v2-gpu")),
+        f"{INTEGRATION}test_survives_faults.py": ((VLLM_NEXT, "v2-gpu"),),
     }
 )
-"""The repeated files -> the beds of `BEDS` on which they are repeated."""
+"""Files of tests/integration -> environments and beds on which they are repeated. V2 has a GPU's layout:
+on a CPU vLLM itself chooses V1."""
 NOT_ON_BEDS: Final = "sglang_alone"
 """Marker of tests in which no vLLM takes part."""
 SGLANG_PATHS: Final = ("tests/sglang_hooks", "tests/oracle", "tests/commands/test_engine_checks.py")
@@ -63,7 +61,7 @@ class Unit:
     @property
     def markers(self) -> str:
         """The marker expression that selects the unit's tests."""
-        on_bed = self.bed and (self.environment, self.bed) in BEDS
+        on_bed = (self.environment, self.bed) in BEDS.get(self.file, ())
         return f"({SELECTED}) and not {NOT_ON_BEDS}" if on_bed else SELECTED
 
     @property
@@ -143,10 +141,8 @@ def units_of(
             bed = INTEGRATION_BED if beds and file.startswith(INTEGRATION) else ""
             found.append(Unit(environment, bed, file, count))
     with_vllm = [test for test in tests.get(VLLM, []) if NOT_ON_BEDS not in test.markers]
-    for environment, bed in BEDS if beds else ():
-        on_bed = [test for test in with_vllm if bed in BED_FILES.get(test.file, ())]
-        if installed(environment):
-            found += [Unit(environment, bed, file, count) for file, count in _count_by_file(on_bed)]
+    for file, count in _count_by_file(with_vllm) if beds else ():
+        found += [Unit(place, bed, file, count) for place, bed in BEDS.get(file, ()) if installed(place)]
     return sorted(found, key=lambda unit: unit.name)
 
 

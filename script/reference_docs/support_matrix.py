@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -24,9 +24,17 @@ _INTRO: Final = f"""# Support matrix
 *Generated: `script/test-more` keeps the results of tests with real engines, their commits and dates in
 `docs/support-matrix.json`, and `script/docs` writes this page from them.*
 
-"yes": the tests of this promise passed on this engine; "**no**": one failed; "-": none ran there. "(old)":
-one of these tests last ran more than {OLD_AFTER} commits ago. Only commits to `cornplug/` count, without its
-folders `apps`, `planner` and `replay`. A bed is a way to run vLLM without a GPU:
+A cell names each dtype in which the tests of its line passed on that release, and the [beds](#beds) of vLLM
+on which they ran. "-": none ran there. "**fails**": one failed. "(old)": one of them last ran more than
+{OLD_AFTER} commits ago. Only commits to `cornplug/` count, without its folders `apps`, `planner` and
+`replay`.
+
+An engine shares the media of a family only in a release and dtype that the first three tables name. In any
+other it computes them itself, as stock, and its log says so.
+"""
+_BEDS: Final = """## Beds
+
+A bed is a way to run vLLM without a GPU:
 
 | bed | model runner | KV layout | processes | scheduling |
 |---|---|---|---|---|
@@ -38,29 +46,31 @@ folders `apps`, `planner` and `replay`. A bed is a way to run vLLM without a GPU
 
 
 class Column(NamedTuple):
-    """An engine as tests ran it."""
+    """A release of an engine."""
 
     engine: str
     release: str
-    bed: str
 
-    def place(self) -> tuple[bool, list[int], str]:
-        """The order of columns: vLLM, then its releases, then beds."""
-        numbers = [int(part) for part in self.release.split(".") if part.isdigit()]
-        return self.engine != "vllm", numbers, self.bed
+    def place(self) -> tuple[bool, list[int]]:
+        """The order of columns: vLLM, then its releases."""
+        return self.engine != "vllm", [int(part) for part in self.release.split(".") if part.isdigit()]
 
     def title(self) -> str:
-        return " ".join(filter(None, [LABELS[self.engine], self.release, self.bed]))
+        return f"{LABELS[self.engine]} {self.release}"
 
 
-class Cell(NamedTuple):
-    """Results of one promise in one column."""
+class Outcome(NamedTuple):
+    """Results of one promise in one release and dtype, on one bed."""
 
     passed: bool = True
     old: bool = False
 
-    def text(self) -> str:
-        return ("yes" if self.passed else "**no**") + (" (old)" if self.old else "")
+    def mark(self) -> str:
+        return ("" if self.passed else " **fails**") + (" (old)" if self.old else "")
+
+
+Cell = dict[str, dict[str, Outcome]]
+"""Dtype -> bed -> outcome."""
 
 
 def page(file: Path = RESULTS) -> str:
@@ -69,22 +79,32 @@ def page(file: Path = RESULTS) -> str:
     columns = sorted({_column(result) for result in results}, key=Column.place)
     sections: dict[str, dict[str, dict[Column, Cell]]] = defaultdict(lambda: defaultdict(dict))
     for result in results:
-        cells, column = sections[result["section"]][result["promise"]], _column(result)
-        before = cells.get(column, Cell())
-        cells[column] = Cell(before.passed and result["passed"], before.old or result.get("old", False))
+        cell = sections[result["section"]][result["promise"]].setdefault(_column(result), {})
+        beds = cell.setdefault(result["dtype"], {})
+        before = beds.get(result["bed"], Outcome())
+        old = before.old or result.get("old", False)
+        beds[result["bed"]] = Outcome(before.passed and result["passed"], old)
     parts = [_INTRO]
-    for section, promises in sections.items():
-        rows = [[promise, *_row(cells, columns)] for promise, cells in promises.items()]
+    for section in sorted(sections, key=lambda name: (not name.startswith("Families"), name)):
+        rows = [
+            [promise, *(_text(cells.get(column, {})) for column in columns)]
+            for promise, cells in sections[section].items()
+        ]
         parts.append(f"## {section}\n\n{table(['', *(column.title() for column in columns)], rows)}\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, _BEDS])
 
 
 def _column(result: Mapping[str, Any]) -> Column:
-    return Column(result["engine"], result["release"], result["bed"])
+    return Column(result["engine"], result["release"])
 
 
-def _row(cells: Mapping[Column, Cell], columns: Sequence[Column]) -> list[str]:
-    return [cells[column].text() if column in cells else "-" for column in columns]
+def _text(cell: Cell) -> str:
+    """A cell as the page shows it: "float32: v1, v2 (old); bfloat16: v1", or "float32" without beds."""
+    parts = []
+    for dtype in sorted(cell, reverse=True):
+        beds = ", ".join(f"{bed}{outcome.mark()}" for bed, outcome in sorted(cell[dtype].items()))
+        parts.append(dtype + (beds if "" in cell[dtype] else f": {beds}"))
+    return "; ".join(parts) or "-"
 
 
 def mark_old(file: Path = RESULTS, tree: Path = TREE) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +21,11 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.config import Config, load
 from cornplug.encoder_service.execution.encoder import EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
+from cornplug.encoder_service.http.models import ModelsRoute
 from cornplug.encoder_service.models.registry import ModelRegistry
+from cornplug.encoder_service.preprocess.image import ImagePreprocessor
+from cornplug.encoder_service.preprocess.preprocessor import MediumLimits
+from cornplug.encoder_service.preprocess.whole_processor import WholeProcessor
 from cornplug.encoder_service.wire.messages import EncodeRequest, WireTensor
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.store.memory import MemoryStore
@@ -48,6 +53,38 @@ def inputs_of(path: Path, image: Image.Image) -> dict[str, WireTensor]:
     asked = family.processor_defaults.get("image", {})
     made = AutoImageProcessor.from_pretrained(path)(images=image, return_tensors="pt", **asked)
     return {name: to_wire(made[name]) for name in family.inputs["image"]}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def processors_tried_once() -> Iterator[None]:
+    """Run each image processor on blank images once, not for each application of a test.
+
+    These runs take half of the CPU time of making an application. Their results depend on these keys only.
+    """
+    alike, probed = ModelsRoute._alike, ImagePreprocessor._probed
+    rows: dict[tuple[bytes, MediumLimits], bool] = {}
+    sizes: dict[tuple[str, str], tuple[int, int]] = {}
+
+    def known_alike(route: ModelsRoute, model: str) -> bool:
+        loaded = route._registry.by_name(model)
+        assert loaded is not None
+        key = loaded.served.identity, route._preparer._limits
+        if key not in rows:
+            rows[key] = alike(route, model)
+        return rows[key]
+
+    def known_probed(images: ImagePreprocessor) -> tuple[int, int]:
+        if isinstance(images._processor, WholeProcessor):
+            return probed(images)
+        key = images._processor.to_json_string(), repr(images._asked)
+        if key not in sizes:
+            sizes[key] = probed(images)
+        return sizes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelsRoute, "_alike", known_alike)
+        patch.setattr(ImagePreprocessor, "_probed", known_probed)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -110,9 +147,9 @@ def request_for(registry: ModelRegistry) -> Requests:
 MakeEncoder = Callable[..., EncoderCore]
 
 
-@pytest.fixture
-def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
-    """Encoders that are closed at the end of the test. `store` None: no store."""
+@contextlib.contextmanager
+def encoders(registry: ModelRegistry) -> Iterator[MakeEncoder]:
+    """A factory of encoders, which are closed at the end. `store` None: no store."""
     made: list[EncoderCore] = []
 
     def make(store: Any = None, **options: Any) -> EncoderCore:
@@ -130,15 +167,39 @@ def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
 
 
 @pytest.fixture
+def make_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
+    """Encoders that are closed at the end of the test."""
+    with encoders(registry) as make:
+        yield make
+
+
+@pytest.fixture(scope="module")
+def make_module_encoder(registry: ModelRegistry) -> Iterator[MakeEncoder]:
+    """Encoders that the tests of a module share."""
+    with encoders(registry) as make:
+        yield make
+
+
+@pytest.fixture
 def memory_store() -> MemoryStore:
     return MemoryStore(capacity_bytes=16 << 20)
 
 
+def service_config(folder: Path) -> Config:
+    """Settings of a service behind a gateway that may name tenants, as tests do."""
+    said = {"socket": str(folder / "e.sock"), "port": 0, "names": "e", "trust_salts": True}
+    return load({f"encoder.{name}": value for name, value in said.items()}, environ={})
+
+
 @pytest.fixture
 def config(short_path: Path) -> Config:
-    """As where a gateway asks that may name tenants: so tests may."""
-    said = {"socket": str(short_path / "e.sock"), "port": 0, "names": "e", "trust_salts": True}
-    return load({f"encoder.{name}": value for name, value in said.items()}, environ={})
+    return service_config(short_path)
+
+
+@pytest.fixture(scope="module")
+def module_config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """Settings for an application that the tests of a module share. Its path is too long for a socket."""
+    return service_config(tmp_path_factory.mktemp("service"))
 
 
 def eventually(condition: Callable[[], bool], seconds: float = 40.0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import struct
 import threading
 import time
@@ -34,6 +35,7 @@ def many(head: bytes, value: bytes, tail: bytes, size: int) -> bytes:
     return head + b",".join([value] * (size // (len(value) + 1))) + tail
 
 
+@functools.cache
 def hostile(size: int) -> dict[str, bytes]:
     """Name -> JSON text of at most `size` bytes."""
     fields = b",".join(b'"%d":0' % i for i in range(size // 12))
@@ -51,29 +53,31 @@ def hostile(size: int) -> dict[str, bytes]:
     }
 
 
+@pytest.fixture(scope="module")
+def shared(make_module_encoder: MakeEncoder, module_config: Config) -> Service:
+    """One service for all tests that need no settings of their own."""
+    sglang = module_config.encoder.model_copy(update={"sglang": True})
+    return Service(make_module_encoder(), module_config.model_copy(update={"encoder": sglang}))
+
+
 @pytest.mark.parametrize("name", hostile(0))
 @pytest.mark.parametrize("path", ["/v1/encode", "/encode", "/scheduler_receive_url", "/v1/reload"])
-def test_http_json_of_too_many_values_is_refused_by_shape(
-    make_encoder: MakeEncoder, config: Config, path: str, name: str
-) -> None:
+def test_http_json_of_too_many_values_is_refused_by_shape(shared: Service, path: str, name: str) -> None:
     """Nothing was parsed: a parser would say what is wrong with it."""
-    sglang = config.encoder.model_copy(update={"sglang": True})
-    service = Service(make_encoder(), config.model_copy(update={"encoder": sglang}))
-    answer = service.call("POST", path, content=hostile(3 << 20)[name], headers=JSON)
+    answer = shared.call("POST", path, content=hostile(3 << 20)[name], headers=JSON)
     assert answer.status_code == 413, answer.text
     said = answer.json()  # SGLang's servers expect another form
     assert said.get("error", said)["reason"] in ("too_many_items", "too_large")
 
 
 def test_http_json_with_many_frames_and_items_is_taken(
-    make_encoder: MakeEncoder, config: Config, llava_pair: tuple[Path, Path]
+    shared: Service, llava_pair: tuple[Path, Path]
 ) -> None:
     """What a real request has many of: media, fields of each, and images of a video."""
-    service = Service(make_encoder(), config)
     image = base64.b64encode(png(sample_image(1))).decode()
     url = "data:video/jpeg;base64," + ",".join([image] * 3000)
     body = {"model": str(llava_pair[0]), "items": [{"image": image}] * 20 + [{"video": url}]}
-    answer = service.post(json=body)
+    answer = shared.post(json=body)
     assert answer.status_code == 200, answer.text
     lines = [msgspec.json.decode(line) for line in answer.content.splitlines()]
     assert sum("error" not in line for line in lines) == 20
@@ -84,7 +88,7 @@ def test_medium_base64_of_any_length_is_decoded(size: int) -> None:
     from cornplug.encoder_service.preprocess.preparer import medium_bytes
     from cornplug.errors import EncoderRefused
 
-    data = bytes(i % 251 for i in range(size))
+    data = (bytes(range(251)) * (size // 251 + 1))[:size]
     text = base64.b64encode(data).decode()
     assert medium_bytes("image", text) == data
     for damaged in (text[:-1], "=" + text[1:], text + "A", text[:4] + "====" + text[4:]):
@@ -164,6 +168,7 @@ def encode_with(name: bytes, value: bytes) -> bytes:
     return bytes([0x80 + len(fields) + 1]) + b"\xa4type\xa6encode" + body
 
 
+@functools.cache
 def messages(size: int) -> dict[str, bytes]:
     """Name -> msgpack of at most `size` bytes that no engine sends."""
     tensor = b"\x93\xa1f\x90\xc4\x00"
@@ -183,11 +188,9 @@ def messages(size: int) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("name", messages(0))
-def test_engine_message_of_too_many_values_is_bad_input(
-    make_encoder: MakeEncoder, config: Config, name: str
-) -> None:
+def test_engine_message_of_too_many_values_is_bad_input(shared: Service, name: str) -> None:
     pytest.importorskip("cryptography")
-    answer = sealed(Service(make_encoder(), config), messages(1 << 20)[name])
+    answer = sealed(shared, messages(1 << 20)[name])
     assert answer.reason == "bad_input"
     assert answer.message.startswith("body: ")
 

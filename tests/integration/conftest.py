@@ -6,6 +6,8 @@ test_survives_faults leaves one of them dead.
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -63,3 +65,11 @@ def stack(
         engines = {"a": a, "b": stack.vllm("b", "b")}
         at_once(stack.encoder.start, lambda: stack.start(**engines))
         yield stack
+
+
+@pytest.fixture(scope="module")
+def sockets() -> Iterator[Path]:
+    """A folder whose paths are short enough for sockets."""
+    folder = Path(tempfile.mkdtemp(prefix="cp-"))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)

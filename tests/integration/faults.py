@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
+import random
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from integration.request_streams import Seen, answered, stream
 from integration.stack import (
@@ -25,6 +28,9 @@ from devkit.engines import EngineServer, wait_until
 
 UNSEEN = 8
 """An image that no ask shows."""
+_ARENA_BYTES: Final = 64 << 20
+"""Bytes at the beginning of the arena, more than the engines of a test fill."""
+_STRETCH_BYTES: Final = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -141,11 +147,29 @@ def encoder_killed(stack: Stack, subject: Subject) -> None:
 
 def flip_everything(pid: int) -> None:
     """Flip a bit in each of the arena's first bytes, through the daemon's own descriptor."""
+    with _arena(pid) as arena:
+        data = arena.read(_ARENA_BYTES)
+        arena.seek(0)
+        arena.write(bytes(byte ^ 1 for byte in data))
+
+
+def flip_some(pid: int, share: float, seed: int) -> None:
+    """Flip a bit in each byte of some stretches of 64 KiB, which are `share` of the arena's first bytes.
+
+    `seed` decides which.
+    """
+    chance = random.Random(seed)
+    with _arena(pid) as arena:
+        for at in range(0, _ARENA_BYTES, _STRETCH_BYTES):
+            if chance.random() < share:
+                arena.seek(at)
+                data = arena.read(_STRETCH_BYTES)
+                arena.seek(at)
+                arena.write(bytes(byte ^ 1 for byte in data))
+
+
+def _arena(pid: int) -> io.FileIO:
     for link in Path(f"/proc/{pid}/fd").iterdir():
         if "memfd:cornplug-store" in os.readlink(link):
-            with link.open("r+b", buffering=0) as arena:
-                data = arena.read(64 << 20)
-                arena.seek(0)
-                arena.write(bytes(byte ^ 1 for byte in data))
-            return
+            return link.open("r+b", buffering=0)
     raise AssertionError("the store has no arena")

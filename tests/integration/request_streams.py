@@ -7,14 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Final
 
 from integration.stack import ASKS, COUNTED_S, has_forgotten
 
 from devkit.engines import Answer, EngineServer
-
-_LONGEST_S: Final = 120.0
-"""More than any request takes."""
 
 
 @dataclass
@@ -23,6 +19,8 @@ class Seen:
 
     answers: list[tuple[int, Answer]] = field(default_factory=list)
     errors: list[BaseException] = field(default_factory=list)
+    timeout_s: float = 60.0
+    """Of a request."""
     _turns: threading.Condition = field(default_factory=threading.Condition)
     _asking: int = 0
     _held: bool = False
@@ -31,7 +29,7 @@ class Seen:
     def asking(self) -> Iterator[None]:
         """One request; not while somebody is `alone`."""
         with self._turns:
-            assert self._turns.wait_for(lambda: not self._held, _LONGEST_S)
+            assert self._turns.wait_for(lambda: not self._held, 2 * self.timeout_s)
             self._asking += 1
         try:
             yield
@@ -44,11 +42,11 @@ class Seen:
     def alone(self) -> Iterator[None]:
         """The engine has no request of the stream meanwhile: it forgets its prefixes only then."""
         with self._turns:
-            assert self._turns.wait_for(lambda: not self._held, _LONGEST_S)
+            assert self._turns.wait_for(lambda: not self._held, 2 * self.timeout_s)
             self._held = True
         try:
             with self._turns:
-                assert self._turns.wait_for(lambda: not self._asking, _LONGEST_S)
+                assert self._turns.wait_for(lambda: not self._asking, 2 * self.timeout_s)
             yield
         finally:
             with self._turns:
@@ -57,11 +55,11 @@ class Seen:
 
 
 @contextmanager
-def stream(server: EngineServer, name: str) -> Iterator[Seen]:
+def stream(server: EngineServer, name: str, timeout_s: float = 60.0) -> Iterator[Seen]:
     """Ask all the time, from two threads: known prompts under the shared salt and, so that there
     is always new work for store and encoder, under new salts. Those are asked twice: an engine that
     is never idle saves a prompt at its second use."""
-    seen = Seen()
+    seen = Seen(timeout_s=timeout_s)
     stop = threading.Event()
 
     def run(thread: int) -> None:
@@ -72,7 +70,7 @@ def stream(server: EngineServer, name: str) -> Iterator[Seen]:
             try:
                 for _ in range(2 if salt else 1):
                     with seen.asking():
-                        seen.answers.append((index, ASKS[index].put(server, salt=salt)))
+                        seen.answers.append((index, ASKS[index].put(server, salt=salt, timeout_s=timeout_s)))
                 if turn % 5 == 4:
                     with seen.alone():
                         has_forgotten(server)  # not beside a copy: often enough
@@ -89,7 +87,7 @@ def stream(server: EngineServer, name: str) -> Iterator[Seen]:
     finally:
         stop.set()
         for thread in threads:
-            thread.join(timeout=60)
+            thread.join(timeout=2 * timeout_s)
 
 
 def answered(seen: Seen, at_least: int, deadline_s: float = 2 * COUNTED_S) -> None:

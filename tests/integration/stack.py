@@ -192,7 +192,7 @@ def always_sharing() -> Iterator[pytest.MonkeyPatch]:
 
 @contextmanager
 def services(
-    folder: Path, models: Mapping[str, Path], stock: dict[tuple[str, int], Answer]
+    folder: Path, models: Mapping[str, Path], stock: dict[tuple[str, int], Answer], dtype: str = "float32"
 ) -> Iterator[Stack]:
     """A store and an encoder service for these models; both end with the engines of the stack."""
     sockets = Path(tempfile.mkdtemp(prefix="cp-"))
@@ -202,6 +202,7 @@ def services(
         *("--store-socket", str(store_socket)),
         socket=encoder_socket,
         port=free_port(),
+        dtype=dtype,
         log=folder / "encoder.log",
         env={"CORNPLUG_STORE_AUTOSTART": "false"},
     )

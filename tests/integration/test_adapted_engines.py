@@ -22,6 +22,7 @@ from devkit.checkpoints import qwen2_text
 from devkit.engines import Answer, EngineServer, StoreProcess, VllmServer
 from devkit.processes import together
 from devkit.sglang_engine import SglangServer
+from devkit.vllm_beds import next_vllm
 
 HIDDEN, LAYERS, RANK = 64, 2, 8
 V_ARGS = ("--block-size", "32", "--enable-lora", "--max-loras", "1", "--max-lora-rank", str(RANK))
@@ -88,6 +89,7 @@ def servers(folder: Path, model: Path, lora: Path, log: str, *flags: str) -> tup
         *(*V_ARGS, "--lora-modules", f"x={lora}", *sharing, *given("v")),
         log=folder / f"{log}-v.log",
         env={"VLLM_SERVER_DEV_MODE": "1", **env},
+        vllm=next_vllm(),  # its requests without an adapter share, too
     )
     s = SglangServer(
         model, *S_ARGS, "--lora-paths", f"x={lora}", *given("s"), log=folder / f"{log}-s.log", env=env

@@ -90,7 +90,7 @@ def test_kv_connector_beside_native_offloading_reaches_a_fresh_engine(folder: Pa
         continues(fresh, first)
 
 
-@pytest.mark.skipif(not SITE.is_dir(), reason="Run: script/lmcache-site")
+@pytest.mark.skipif(not SITE.is_dir(), reason="Run: script/site lmcache")
 @pytest.mark.support("Beside other connectors", "LMCache's multi-process server")
 def test_kv_connector_beside_lmcache_reaches_a_fresh_engine(folder: Path) -> None:
     with Lmcache(folder, size_gb=0.25) as lmcache:

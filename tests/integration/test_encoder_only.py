@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from integration.stack import Stack, count, services
-from integration.test_family_videos import missed, same, video
+from integration.stack import Stack, count, same_answers, services
+from integration.test_family_videos import missed, video
 
 from devkit import checkpoints
 from devkit.engines import Answer, EngineServer, VllmServer, data_url, photos, wait_until
@@ -78,7 +78,7 @@ def test_engine_takes_the_rows_of_an_engine_that_runs_its_encoder_only(bed: str,
             encode(producer, medium)
             assert stack.stat().entries == number + 1, "the answer came before the rows were stored"
         for name, answer in stock.items():
-            same(ask(consumer, name), answer)
+            same_answers([ask(consumer, name)], [answer])
         assert hits(consumer) == len(MEDIA), missed(consumer)
         assert count(consumer, "misses_total", what="embedding") == 0, "its tower ran"
         assert count(consumer, "saves_total", what="embedding") == 0

@@ -3,8 +3,13 @@
 One service knows all models. An engine is asked about two images, one of them wide: it takes both
 embeddings from the service, then those that a client had made, and, under another salt and with the service
 stopped, it encodes them.
-`VALIDATED_FAMILIES` in each room's `compat.py` are the lines that passed here: script/docs writes the list
-from the results that a run keeps. A line that is new is shared on trial (`devkit/family_trials.py`).
+
+In bfloat16 and float16 an answer says little of a row, so the rows themselves are compared. Those that the
+engine stores must be as near to the float32 service's as the rows of a service of the engine's dtype are.
+
+The families that a release of an engine shares in a dtype are the lines that passed here: script/docs writes
+`cornplug/checkpoints/validated_families.py` from the results that a run keeps. Here each line is shared on
+trial (`devkit/family_trials.py`).
 """
 
 from __future__ import annotations
@@ -13,23 +18,24 @@ import io
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pytest
-from integration.stack import Pairs, Stack, count, same_answers, selected
+from integration.stack import Pairs, Stack, count, same_answers, selected, settle_saves
 from PIL import Image
 
+from cornplug.checkpoints.validated_families import VALIDATED
 from cornplug.encoder_service.client.sync_client import EncoderClient
 from cornplug.host import free_port
-from cornplug.sglang_hooks import compat as sglang_room
-from cornplug.vllm_connector import compat as vllm_room
 from devkit import checkpoints
 from devkit.engines import Answer, EncoderProcess, EngineServer
 from devkit.family_trials import trial_environment
 from devkit.sglang_engine import sglang_python
+from devkit.vllm_beds import next_vllm
 
 VLLM: Mapping[str, Callable[[Path], Path]] = {
     "llava": checkpoints.llava,
@@ -44,18 +50,21 @@ VLLM: Mapping[str, Callable[[Path], Path]] = {
 }
 SGLANG = ("glm4v", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 MODELS = {**VLLM, "glm4v": checkpoints.glm4v}
+FLOAT16 = ("llava", "llava_next", "llava_onevision")
+"""Families whose checkpoints are published in float16; those of the others are in bfloat16."""
 needs_sglang = pytest.mark.skipif(sglang_python() is None, reason="SGLang is not installed: script/setup")
 SIZES = ((90, 80), (240, 100))
 TAKES, COMPUTES, OTHERS = "takes", "computes", "others"
 """Salts: an entry named under one is not known under another."""
 
 
-def lines(engine: str, families: Iterable[str]) -> list[object]:
-    """The lines of an engine, "ENGINE-FAMILY"."""
+def lines(engine: str, families: Iterable[str], dtype: str = "float32") -> list[object]:
+    """The lines of "vllm", "next" or "sglang": "ENGINE-FAMILY", and "-DTYPE" unless it is float32."""
     found = []
     for family in families:
-        name = f"{engine}-{family}"
-        mark = pytest.mark.support("Families: embeddings equal the engine's", family, engine=engine)
+        name = f"{engine}-{family}" + (f"-{dtype}" if dtype != "float32" else "")
+        of = "sglang" if engine == "sglang" else "vllm"
+        mark = pytest.mark.support("Families: embeddings equal the engine's", family, engine=of)
         found.append(pytest.param(name, marks=mark))
     return found
 
@@ -78,7 +87,21 @@ class Scene:
 
     def model(self, line: str) -> str:
         """The folder of a line's model, by which the service knows it."""
-        return str(self.stack.models[line.partition("-")[2]])
+        return str(self.stack.models[line.split("-")[1]])
+
+    @contextmanager
+    def service_in(self, dtype: str, model: str) -> Iterator[EncoderProcess]:
+        """A second service of the same store that computes one model in another dtype."""
+        socket = self.stack.store_socket.with_name(f"{dtype}.sock")
+        with EncoderProcess(
+            [model],
+            *("--store-socket", str(self.stack.store_socket)),
+            socket=socket,
+            dtype=dtype,
+            log=self.stack.folder / f"encoder-{dtype}.log",
+            env={"CORNPLUG_STORE_AUTOSTART": "false"},
+        ) as service:
+            yield service
 
 
 @pytest.fixture(scope="module")
@@ -96,17 +119,18 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     stack = Stack(folder, models, {}, sockets / "store.sock", encoder)
 
     def engine(line: str) -> EngineServer:
-        room, _, family = line.partition("-")
-        if room == "vllm":
-            return stack.vllm(line, family, env=trial(line, set(VLLM) - vllm_room.VALIDATED_FAMILIES))
-        return stack.sglang(line, family, env=trial(line, set(SGLANG) - sglang_room.VALIDATED_FAMILIES))
-
-    def trial(line: str, untested: set[str]) -> Mapping[str, str]:
-        return trial_environment(folder, untested & {line.partition("-")[2]})
+        room, family, *halves = line.split("-")
+        flags = [word for dtype in halves for word in ("--dtype", dtype)]
+        if room == "sglang":
+            return stack.sglang(
+                line, family, *flags, env=trial_environment(folder, {family}.intersection(SGLANG))
+            )
+        command = next_vllm() if room == "next" else None
+        return stack.vllm(line, family, *flags, env=trial_environment(folder, {family}), command=command)
 
     lines = selected(request, "line")
     engines = Pairs(
-        engine, [line for line in lines if line.startswith("vllm") or sglang_python() is not None]
+        engine, [line for line in lines if not line.startswith("sglang") or sglang_python() is not None]
     )
     store = stack.start_store()
     try:
@@ -155,7 +179,7 @@ def serves_as_it_computes(server: EngineServer, encoder: EncoderProcess, model: 
     assert first != pytest.approx(second, abs=1e-3)
 
 
-@pytest.mark.parametrize("line", lines("vllm", VLLM))
+@pytest.mark.parametrize("line", lines("vllm", VLLM) + lines("next", VLLM))
 def test_vllm_family_served_embeddings_equal_own_tower(scene: Scene, line: str) -> None:
     serves_as_it_computes(scene.engines.get(line), scene.encoder, scene.model(line))
 
@@ -164,6 +188,56 @@ def test_vllm_family_served_embeddings_equal_own_tower(scene: Scene, line: str) 
 @pytest.mark.parametrize("line", lines("sglang", SGLANG))
 def test_sglang_family_served_embeddings_equal_own_tower(scene: Scene, line: str) -> None:
     serves_as_it_computes(scene.engines.get(line), scene.encoder, scene.model(line))
+
+
+def stores_rows_of_its_dtype(scene: Scene, line: str) -> None:
+    server, model, dtype = scene.engines.get(line), scene.model(line), line.split("-")[2]
+    salt = TAKES + server.log.stem
+    ask(server, salt)
+    assert scene.stack.store is not None
+    settle_saves(server, scene.stack.store)
+    with (
+        scene.service_in(dtype, model) as service,
+        EncoderClient(service.url) as half,
+        EncoderClient(scene.encoder.url) as whole,
+    ):
+        for data in IMAGES:
+            stored = half.encode(data, model=model, cache_salt=salt)
+            computed = half.encode(data, model=model, cache_salt=OTHERS + server.log.stem)
+            assert (stored.dtype, computed.dtype) == (dtype, dtype)
+            assert stored.origin != "computed", counters(server)
+            assert computed.origin == "computed"
+            exact = whole.encode(data, model=model).numpy()
+            bound = 2 * spread(computed.numpy(), exact)
+            assert spread(stored.numpy(), exact) <= bound
+            # Else the comparison would say nothing: rows in another order are further away.
+            assert spread(exact[::-1], exact) > 2 * bound
+
+
+def spread(some: npt.NDArray[np.generic], others: npt.NDArray[np.generic]) -> float:
+    """Root mean square of the differences."""
+    assert some.shape == others.shape
+    return float(np.sqrt(np.mean((some.astype(np.float64) - others.astype(np.float64)) ** 2)))
+
+
+def halves_of_vllm() -> list[object]:
+    return [
+        line
+        for engine in ("vllm", "next")
+        for dtype, families in (("bfloat16", VLLM), ("float16", FLOAT16))
+        for line in lines(engine, families, dtype)
+    ]
+
+
+@pytest.mark.parametrize("line", halves_of_vllm())
+def test_vllm_family_rows_in_half_precision_are_as_the_services(scene: Scene, line: str) -> None:
+    stores_rows_of_its_dtype(scene, line)
+
+
+@needs_sglang
+@pytest.mark.parametrize("line", lines("sglang", SGLANG, "bfloat16"))
+def test_sglang_family_rows_in_half_precision_are_as_the_services(scene: Scene, line: str) -> None:
+    stores_rows_of_its_dtype(scene, line)
 
 
 @needs_sglang
@@ -180,6 +254,6 @@ def test_sglang_family_not_compared_asks_no_service(scene: Scene, line: str) -> 
     assert sum(f"sglang's embeddings of '{family}'" in text for text in lines) == 1
 
 
-def test_compat_validated_families_have_a_line_in_this_file() -> None:
-    assert set(VLLM) >= vllm_room.VALIDATED_FAMILIES
-    assert set(SGLANG) >= sglang_room.VALIDATED_FAMILIES
+def test_validated_families_have_a_line_in_this_file() -> None:
+    here = {"vllm": set(VLLM), "sglang": set(SGLANG)}
+    assert all(family in here[engine] for engine, _, _, kind, family in VALIDATED if kind == "image")

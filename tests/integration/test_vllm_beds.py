@@ -18,7 +18,7 @@ from devkit.processes import at_once
 ASKED = (0, 1, 2, 4, 7)
 """Text alone, one image twice, two images, a prompt of several chunks."""
 PAGE = 64
-ALL = ("v2", "v2-gpu", "next-v1", "next-v2", "next-v2-gpu")
+ALL = ("v2", "v2-gpu", "next-v1", "next-v2-gpu")
 
 
 @pytest.fixture(

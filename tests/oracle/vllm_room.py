@@ -20,7 +20,7 @@ from cornplug.engine_common.lora_digests import LoraDigests
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.kv_page import PageGeometry
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.compat import VALIDATED_FAMILIES
+from cornplug.vllm_connector.compat import validated_families
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 
@@ -41,7 +41,7 @@ def engine_model(deployment: Deployment, folder: Path) -> EngineModel:
         dtype=deployment.dtype,
         max_model_len=deployment.max_model_len,
         engine="vllm",
-        validated_families=VALIDATED_FAMILIES,
+        validated_families=validated_families("float32"),
         processor_kwargs=deployment.processor_kwargs,
         config_changes=changed,
     )

@@ -28,7 +28,7 @@ from devkit import checkpoints
 
 
 def described(folder: Path) -> EngineModel:
-    args = ServerArgs(model_path=str(folder), device="cpu")
+    args = ServerArgs(model_path=str(folder), device="cpu", dtype="float32")
     return model_config.describe(args, ModelConfig.from_server_args(args))
 
 

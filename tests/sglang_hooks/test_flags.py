@@ -534,13 +534,22 @@ def test_hicache_config_settle_follows_sglang_decisions(text: str) -> None:
         assert (settled.hicache_storage_backend == "dynamic") is shares
 
 
+def test_exclusions_of_forced_misses_name_the_variable(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang then takes no prefix from its tree, and so none that HiCache has loaded into it."""
+    record = given(text, "--enable-cornplug")
+    assert exclusions.excluded(record, page_tokens=64) == ""
+    monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", "1")
+    assert "SGLANG_RADIX_FORCE_MISS" in exclusions.excluded(record, page_tokens=64)
+    assert not shares_kv(resolved(text, "--enable-cornplug"))
+
+
 @pytest.mark.parametrize(
     ("model", "blind"),
     [("internvl", True), ("llava_next", True), ("llava_onevision", True), ("qwen2_vl", False)],
 )
 def test_hicache_config_settle_blind_model_shares_no_kv(tmp_path: Path, model: str, blind: bool) -> None:
     """SGLang runs models that it has no class for with transformers' own. Once it has one, compare what it
-    makes of their images (`test_families.py`), and see `compat.VALIDATED_FAMILIES`."""
+    makes of their images (`test_families.py`), and see `compat.validated_families`."""
     folder = getattr(checkpoints, model)(tmp_path / model)
     record = given(str(folder), "--enable-cornplug", "--enable-multimodal")
     with mock.patch.object(compat.logger, "warning") as warning:

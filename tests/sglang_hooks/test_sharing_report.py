@@ -48,7 +48,9 @@ def test_sharing_report_of_windows_beside_images_says_why(tmp_path: Path) -> Non
 
 
 def test_sharing_report_of_a_compared_tower_is_embeddings_too(tmp_path: Path) -> None:
-    _, embeddings = sharing_report.describe(str(checkpoints.qwen2_vl(tmp_path / "vl")))
+    _, embeddings = sharing_report.describe(
+        str(checkpoints.qwen2_vl(tmp_path / "vl")), ["--dtype", "float32"]
+    )
     assert embeddings == SharingVerdict(what="embeddings", shared=True)
 
 

@@ -31,8 +31,9 @@ registry._run_in_subprocess = lambda look: look()
 load_general_plugins()
 from cornplug.sharing_verdict import last_line
 from cornplug.vllm_connector.sharing_report import describe
+exact = ["--dtype", "float32"]  # vLLM makes bfloat16 of a float32 checkpoint
 for model in sys.argv[1:]:
-    print(last_line(describe(model)))
+    print(last_line(describe(model, exact if model == sys.argv[2] else [])))
 for flags in {flags}:
     print(last_line(describe(sys.argv[1], flags.split())))
 draft = '{"method":"draft_model","num_speculative_tokens":2,"model":"%s"}' % sys.argv[1]
@@ -44,8 +45,8 @@ for method, draft in ("eagle3", "head"), ("draft_model", "unlike"):
     found = '{"method":"%s","num_speculative_tokens":2,"model":"%s-%s"}' % (method, windowed, draft)
     print(last_line(describe(windowed, ["--speculative-config", found])))
 print(last_line(describe(sys.argv[4], ["--no-enable-prefix-caching"])))
-print(last_line(describe(sys.argv[2], ["--mm-encoder-only"])))
-print(last_line(describe(sys.argv[2], ["--enable-scale-out"])))
+print(last_line(describe(sys.argv[2], [*exact, "--mm-encoder-only"])))
+print(last_line(describe(sys.argv[2], [*exact, "--enable-scale-out"])))
 os.environ["CORNPLUG_ENGINE_PAGE_TOKENS"] = "48"
 print(last_line(describe(sys.argv[2])))
 os.environ["CORNPLUG_ENGINE_SHARE_KV"] = "false"

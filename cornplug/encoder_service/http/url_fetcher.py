@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ipaddress
+import os
 import re
 import socket
 import ssl
@@ -21,6 +22,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network
 from typing import Any, Final
 
@@ -109,6 +111,15 @@ class _Target:
     addresses: tuple[Address, ...]
 
 
+@cache
+def _system_tls(_file: str | None, _folder: str | None) -> ssl.SSLContext:
+    """TLS context with the host's authorities, or those that the two variables of OpenSSL name.
+
+    Kept, because reading the authorities takes 30 ms of CPU.
+    """
+    return ssl.create_default_context()
+
+
 class _Connections:
     """Kept connections, by host name and port. For one event loop.
 
@@ -117,7 +128,7 @@ class _Connections:
     """
 
     def __init__(self) -> None:
-        self._tls = ssl.create_default_context()
+        self._tls = _system_tls(os.environ.get("SSL_CERT_FILE"), os.environ.get("SSL_CERT_DIR"))
         self._kept: OrderedDict[tuple[str, str, int], httpx.AsyncHTTPTransport] = OrderedDict()
         self._used: Counter[tuple[str, str, int]] = Counter()
 

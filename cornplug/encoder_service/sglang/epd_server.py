@@ -34,6 +34,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
+from cornplug.checkpoints.validated_families import validated
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.access.audit import AuditLog
 from cornplug.encoder_service.access.policy import salt_of
@@ -50,7 +51,7 @@ from cornplug.encoder_service.preprocess.preparer import (
 )
 from cornplug.encoder_service.sglang import wire
 from cornplug.encoder_service.sglang.delivery import ReceiverGuard, ReceiverRendezvous, ZmqSender
-from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, ServedModel, WireTensor
 from cornplug.encoder_service.wire.signed_claims import SignedClaim, salt_is_proved
 from cornplug.encoder_service.wire.status_codes import status_of
 from cornplug.errors import EncoderRefused, MediaError
@@ -59,8 +60,8 @@ from cornplug.qos import APP_HEADER, QosCaller
 if TYPE_CHECKING:
     from cornplug.encoder_service.http.body_parsing import BodyParser
 
-SGLANG_FAMILIES: Final = ("qwen2_vl",)
-"""Supported families that SGLang 0.5.23 runs without a tower."""
+_FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+"""Families that SGLang 0.5.23 runs with `--language-only` and whose rows fit its protocol."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
 """Images of one part that are prepared at a time, as for one request of `/v1/encode`."""
@@ -271,6 +272,16 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
         for path in ("scheduler_receive_meta_data", "send"):
             routes.add_api_route(f"{prefix}/{path}", mooncake, methods=["POST"])
     return routes
+
+
+def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
+    """URLs for SGLang's `--encoder-urls`, one for each model whose embeddings SGLang shares in its dtype."""
+    models = [
+        model for model in served if model.family in _FAMILIES & validated("sglang", "0.5.23", model.dtype)
+    ]
+    if len(models) == len(served) == 1:
+        return [f"http://HOST:{port}"]
+    return [f"http://HOST:{port}/sglang/{url_name(model.name)}" for model in models]
 
 
 def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:

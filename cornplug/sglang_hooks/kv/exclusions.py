@@ -245,8 +245,12 @@ def _fp8(dtype: str, model: Any) -> str:
 
 
 def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
+    from sglang.srt.environ import envs
+
     if settled.disable_radix_cache:
         return "SGLang disables the radix cache for this model"
+    if envs.SGLANG_RADIX_FORCE_MISS.get():
+        return "SGLANG_RADIX_FORCE_MISS is set, with which SGLang takes no prefix from a cache"
     if is_free(server_args):
         if settled.disaggregation_mode != "null":
             return NO_PAGE_OF_PAIR

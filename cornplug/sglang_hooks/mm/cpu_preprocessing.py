@@ -16,15 +16,15 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from cornplug.config import Config, EncoderConfig
-from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES, Hook, logger
+from cornplug.sglang_hooks.compat import Hook, logger, validated_families
 
 _ANSWER_S: Final = 0.5
 
 
-def wanted(config: Config, *, device: str, family: str) -> bool:
+def wanted(config: Config, *, device: str, family: str, dtype: str) -> bool:
     """Whether a server on `device` preprocesses images of `family` on its CPU. Logs its decision."""
     # ROCm's device has this name too. On other devices SGLang's own choice stays.
-    if device != "cuda" or not config.engine.share_embeddings or family not in VALIDATED_FAMILIES:
+    if device != "cuda" or not config.engine.share_embeddings or family not in validated_families(dtype):
         return False
     how = config.engine.sglang_preprocessing
     if how == "auto":

@@ -26,7 +26,7 @@ import torch
 from cornplug.encoder_service.wire.tensors import dtype_name, raw_bytes
 from cornplug.engine_common.model_identity import EngineModel, TowerIdentity
 from cornplug.identity import array_digest, digest
-from cornplug.sglang_hooks.compat import OWN_TOWERS
+from cornplug.sglang_hooks.compat import validated_families
 
 _CODE: Final = ("sglang", "torch", "torchvision", "transformers")
 """Packages with the code of SGLang's towers."""
@@ -37,6 +37,7 @@ _SETTINGS: Final = (
     "prefill_attention_backend",
     "tp_size",
 )
+_MODALITIES: Final = ("image", "video", "audio")
 OURS: Final = "cornplug_"
 """Prefix of an item's fields that are this plugin's own."""
 
@@ -50,9 +51,9 @@ class OwnTower:
     """Names of the modalities that a test has compared: "image", "video", "audio"."""
 
 
-def own_modalities(model_type: str) -> frozenset[str]:
-    """The modalities of a family whose embeddings SGLang's servers share among themselves."""
-    return frozenset(modality for modality, families in OWN_TOWERS.items() if model_type in families)
+def own_modalities(model_type: str, dtype: str) -> frozenset[str]:
+    """The modalities of a family whose embeddings SGLang's servers share among themselves in a dtype."""
+    return frozenset(m for m in _MODALITIES if model_type in validated_families(dtype, f"own {m}"))
 
 
 def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
@@ -62,7 +63,7 @@ def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower |
     whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights (cached on
     disk). Raises CheckpointError as `EngineModel.own_identity`.
     """
-    modalities = own_modalities(str(model.checkpoint.config.get("model_type")))
+    modalities = own_modalities(str(model.checkpoint.config.get("model_type")), model.dtype)
     if not modalities or generic:
         return None
     code = {package: version(package) for package in _CODE}

@@ -16,7 +16,7 @@ from cornplug.engine_common.allow_lists import judge
 from cornplug.engine_common.model_identity import EngineModel, StartedModel, declares_quantization
 from cornplug.engine_common.resolved_config import remote_code
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, VALIDATED_FAMILIES
+from cornplug.sglang_hooks.compat import EPOCHS, GENERIC_INPUTS, validated_families
 from cornplug.sglang_hooks.model import environment
 from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QUANTISED
 
@@ -70,7 +70,7 @@ def describe(settings: Any, model: Any) -> EngineModel:
         max_model_len=model.context_len,
         processor_kwargs=dict((settings.mm_process_config or {}).get("image") or {}),
         engine="sglang",
-        validated_families=VALIDATED_FAMILIES,
+        validated_families=validated_families(dtype_name(model.dtype)),
         generic_inputs=GENERIC_INPUTS,
         began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,

@@ -281,6 +281,7 @@ class LoadOffers:
         load, tracked.loading = tracked.loading, None
         self._store_ops.release(load.tokens)
         whole, app = not tracked.load_failed, self._run.app
+        tracked.gives_way = not whole
         waited = self._costs.load_ended(tracked.request.request_id, whole=whole)
         self._tally.observe("cornplug_wait_seconds", waited, app, KV_PAGE)
         if whole:

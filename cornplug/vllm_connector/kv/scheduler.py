@@ -146,6 +146,19 @@ class SchedulerHalf:
         self._forget(tracked)
         return True
 
+    def _admitted(self, request: Request, computed: int) -> TrackedRequest:
+        """A request that the engine would admit with so many tokens of its own cache, tracked."""
+        self._drop_replaced()
+        tracked = self._requests.track(request)
+        if tracked.own is not None:
+            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
+        return tracked
+
+    def _gives_way(self, tracked: TrackedRequest) -> bool:
+        """Whether the request is to be passed over now; once after a failed load."""
+        gives_way, tracked.gives_way = tracked.gives_way, False
+        return gives_way
+
     def _may_load(self, tracked: TrackedRequest) -> bool:
         """Whether the end of a load under this request's id would be the end of its own load."""
         if tracked.request.request_id not in self._detached:
@@ -202,12 +215,11 @@ class KVScheduler(SchedulerHalf):
         self._announce(manager.block_pool, spec, 0, self._saves, self._idle)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
-        answers from memory."""
-        self._drop_replaced()
-        tracked = self._requests.track(request)
-        if tracked.own is not None:
-            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
+        """Tokens beyond `computed` that the store offers; None while pages are read from disk, and once after
+        a failed load. Asked often; answers from memory."""
+        tracked = self._admitted(request, computed)
+        if self._gives_way(tracked):
+            return None
         if tracked.keys is None or request.skip_reading_prefix_cache or not self._requests.sharing:
             return 0
         if not self._may_load(tracked):

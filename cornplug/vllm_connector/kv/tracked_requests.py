@@ -61,6 +61,9 @@ class TrackedRequest:
     """About its absent pages, once it was asked."""
     load_failed: bool = False
     """A load of it failed once: all further tokens are computed."""
+    gives_way: bool = False
+    """Its load has just failed. vLLM still has it first among the requests that hold blocks: were it not
+    passed over once, one behind it would hold the blocks that it needs for ever."""
     asked: list[AskedPage] = field(default_factory=list)
     """Pages for which room is asked, or will be in the next step, and not given or refused yet."""
     open_saves: set[int] = field(default_factory=set)
@@ -134,6 +137,7 @@ class TrackedRequests:
                 "cornplug: KV that vLLM's own prefix cache finds is not saved, as the hash of "
                 "--prefix-caching-hash-algo has collisions. Use sha256 or sha256_cbor to save it."
             )
+        self._adapts_neighbours = compat.adapts_neighbours(config)
         self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._current = self._identity.now()
@@ -352,6 +356,8 @@ class TrackedRequests:
             return "streaming"
         if _is_reread(request):
             return "lora_reread"
+        if self._adapts_neighbours and request.lora_request is None:
+            return "lora_neighbour"
         return ""
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:

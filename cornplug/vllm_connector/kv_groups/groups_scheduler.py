@@ -84,12 +84,11 @@ class GroupsScheduler(SchedulerHalf):
             group.idle.bind(manager.block_pool, group.kind.block_size)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond `computed` that the store offers; None while pages are read from disk. Asked often;
-        answers from memory."""
-        self._drop_replaced()
-        tracked = self._requests.track(request)
-        if tracked.own is not None:
-            tracked.own.admitted(computed if self._requests.trusts_cache(request) else 0)
+        """Tokens beyond `computed` that the store offers; None while pages are read from disk, and once after
+        a failed load. Asked often; answers from memory."""
+        tracked = self._admitted(request, computed)
+        if self._gives_way(tracked):
+            return None
         if tracked.keys is None:
             return 0
         end = computed // self._page_tokens * self._page_tokens

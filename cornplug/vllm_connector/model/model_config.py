@@ -12,7 +12,7 @@ from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, resolved_config
 from cornplug.engine_common.model_identity import EngineModel, StartedModel, TowerIdentity
 from cornplug.errors import CheckpointError
-from cornplug.vllm_connector.compat import EPOCHS, VALIDATED_FAMILIES, VALIDATED_VIDEOS
+from cornplug.vllm_connector.compat import EPOCHS, validated_families
 from cornplug.vllm_connector.model import code_in_use
 from cornplug.vllm_connector.model.setting_verdicts import of_embeddings, of_everything, of_kv
 
@@ -55,10 +55,12 @@ def processor_arguments(config: VllmConfig) -> dict[str, Any]:
 
 def why_no_videos(config: VllmConfig) -> str:
     """The reason why videos of this model are not shared here; "" where they are."""
-    if getattr(config.model_config.hf_config, "model_type", None) not in VALIDATED_VIDEOS:
+    model = config.model_config
+    compared = validated_families(dtype_name(model.dtype), "video")
+    if getattr(model.hf_config, "model_type", None) not in compared:
         return "unproven_family"
     # Pruned rows carry positions, and their places in the prompt do not say which were kept.
-    mm_config = config.model_config.get_multimodal_config()
+    mm_config = model.get_multimodal_config()
     return "video_pruning" if getattr(mm_config, "video_pruning_rate", None) else ""
 
 
@@ -169,7 +171,7 @@ def _engine_model(
         max_model_len=model.max_model_len,
         processor_kwargs=processor_kwargs or {},
         engine="vllm",
-        validated_families=VALIDATED_FAMILIES,
+        validated_families=validated_families(dtype_name(model.dtype)),
         began_ns=engine_state.current().began_ns(),
         epochs=EPOCHS,
         overrides=overrides,

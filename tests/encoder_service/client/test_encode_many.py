@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,14 @@ def app(make_encoder: MakeEncoder, config: Config) -> Any:
     return create_app(make_encoder(), config.encoder, secret=SECRET)
 
 
+@pytest.fixture(scope="module")
+def good(make_module_encoder: MakeEncoder, module_config: Config) -> Iterator[Served]:
+    """A service that works, beside faulty ones. The tests of this module share it, with its cache."""
+    app = create_app(make_module_encoder(), module_config.encoder, secret=SECRET)
+    with Served(app) as served:
+        yield served
+
+
 @pytest.fixture
 def llava(llava_pair: tuple[Path, Path]) -> str:
     return str(llava_pair[0])
@@ -98,9 +107,9 @@ def test_encode_many_shares_requests_and_equals_encode(app: Any, llava: str) -> 
             assert one.handle is not None
 
 
-def test_encode_many_bad_item_fails_alone(app: Any, llava: str) -> None:
+def test_encode_many_bad_item_fails_alone(good: Served, llava: str) -> None:
     items = [png(sample_image(seed)) if seed % 5 else b"no image" for seed in range(20)]
-    with Served(app) as server, EncoderClient(server.url, deadline_s=60) as client:
+    with EncoderClient(good.url, deadline_s=60) as client:
         found = dict(client.encode_many(items, model=llava))
         assert {i for i, r in found.items() if isinstance(r, EncoderRefused)} == {0, 5, 10, 15}
         unknown = dict(client.encode_many(items, model="nobody"))
@@ -122,7 +131,7 @@ FAULTS: dict[str, Behaviour] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_encode_many_with_faulty_service_answers_all_items(fault: str, app: Any, llava: str) -> None:
+def test_encode_many_with_faulty_service_answers_all_items(fault: str, good: Served, llava: str) -> None:
     if fault == "too large":
         # Its refusal of single items would be final: alone they are not too many.
         single, many = says(503, BUSY), FAULTS[fault]
@@ -132,7 +141,7 @@ def test_encode_many_with_faulty_service_answers_all_items(fault: str, app: Any,
     else:
         behave = FAULTS[fault]  # type: ignore[assignment]
     items = [png(sample_image(seed)) for seed in range(6)]
-    with Misbehaving(behave) as bad, Served(app) as good:
+    with Misbehaving(behave) as bad:
         urls = {bad.url: 1e6, good.url: 1.0}
         with EncoderClient(urls, deadline_s=3 if fault in ("silence", "dripping") else 20) as client:
             found = dict(client.encode_many(items, model=llava))
@@ -141,10 +150,10 @@ def test_encode_many_with_faulty_service_answers_all_items(fault: str, app: Any,
     assert len(found) == 6
 
 
-def test_encode_many_service_dying_midway_keeps_its_answers(app: Any, llava: str) -> None:
+def test_encode_many_service_dying_midway_keeps_its_answers(good: Served, llava: str) -> None:
     """What came is not asked for again."""
     items = [png(sample_image(seed)) for seed in range(4)]
-    with Served(app) as good, EncoderClient(good.url, deadline_s=60) as client:
+    with EncoderClient(good.url, deadline_s=60) as client:
         made = client.encode(items[0], model=llava)
         head = (
             f"--b\r\ncontent-length: {len(made.data)}\r\nx-cornplug-index: 0\r\n"

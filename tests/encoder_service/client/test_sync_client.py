@@ -48,12 +48,30 @@ def asgi(app: Any) -> httpx.ASGITransport:
     return httpx.ASGITransport(app)
 
 
-@pytest.fixture
-def app(make_encoder: MakeEncoder, config: Config) -> Any:
-    return create_app(make_encoder(), config.encoder, secret=SECRET)
+@pytest.fixture(scope="module")
+def app(make_module_encoder: MakeEncoder, module_config: Config) -> Any:
+    """An application that the tests of this module share, with its cache: a new image needs a new seed."""
+    return create_app(make_module_encoder(), module_config.encoder, secret=SECRET)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
+def served(make_module_encoder: MakeEncoder, module_config: Config) -> Iterator[list[Served]]:
+    """Two services at ports, which the tests of this module share too. Each has a cache of its own."""
+    encoder = module_config.encoder
+    with (
+        Served(create_app(make_module_encoder(), encoder, secret=SECRET)) as one,
+        Served(create_app(make_module_encoder(), encoder, secret=SECRET)) as other,
+    ):
+        yield [one, other]
+
+
+@pytest.fixture(scope="module")
+def good(served: list[Served]) -> Served:
+    """A service that works, beside one that does not."""
+    return served[0]
+
+
+@pytest.fixture(scope="module")
 def llava(llava_pair: tuple[Path, Path]) -> str:
     return str(llava_pair[0])
 
@@ -66,6 +84,7 @@ def client(app: Any) -> Iterator[EncoderClient]:
 
 @pytest.fixture
 def two(make_encoder: MakeEncoder, config: Config) -> Iterator[list[Served]]:
+    """Two services that a test may kill."""
     with (
         Served(create_app(make_encoder(), config.encoder, secret=SECRET)) as one,
         Served(create_app(make_encoder(), config.encoder, secret=SECRET)) as other,
@@ -80,11 +99,9 @@ def test_encoder_client_path_bytes_and_pil_give_same_key(
     client: EncoderClient, llava: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "photo.png"
-    sample_image(1).save(file)
-    refs = [
-        client.encode(image, model=llava)
-        for image in (str(file), file, png(sample_image(1)), sample_image(1))
-    ]
+    photo = sample_image(99)
+    photo.save(file)
+    refs = [client.encode(image, model=llava) for image in (str(file), file, png(photo), photo)]
     assert len({ref.key for ref in refs}) == 1
     assert (refs[0].shape, refs[0].dtype) == ((16, 64), "float32")
     assert [ref.origin for ref in refs] == ["computed", "cached", "cached", "cached"]
@@ -112,10 +129,10 @@ def test_encoder_client_errors_name_cause(client: EncoderClient, llava: str, tmp
 
 
 def test_encoder_client_default_uses_configured_urls(
-    two: list[Served], llava: str, monkeypatch: pytest.MonkeyPatch
+    served: list[Served], llava: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("CORNPLUG_ENCODER_URLS", f"{two[0].url} , {two[1].url}")
-    assert load().encoder.urls == (two[0].url, two[1].url)
+    monkeypatch.setenv("CORNPLUG_ENCODER_URLS", f"{served[0].url} , {served[1].url}")
+    assert load().encoder.urls == (served[0].url, served[1].url)
     with EncoderClient() as client:
         assert client.encode(sample_image(1), model=llava).shape == (16, 64)
 
@@ -189,10 +206,10 @@ FAULTS = {
     [pytest.param(each, marks=[pytest.mark.more] * each.startswith("a dripping")) for each in FAULTS],
 )
 def test_encoder_client_faulty_service_fails_in_time_or_over(
-    fault: str, app: Any, llava: str, within: TimeLimits
+    fault: str, good: Served, llava: str, within: TimeLimits
 ) -> None:
     behave, reason = FAULTS[fault]
-    with Misbehaving(behave) as bad, Served(app) as good:
+    with Misbehaving(behave) as bad:
         deadline_s = 0.3 if reason == "encoder_timeout" else 6.0
         with (
             within(deadline_s + 5),
@@ -212,7 +229,7 @@ def test_encoder_client_faulty_service_fails_in_time_or_over(
         assert len(bad.requests) >= 1
 
 
-def test_encoder_client_honours_retry_after(app: Any, llava: str) -> None:
+def test_encoder_client_honours_retry_after(llava: str) -> None:
     """The only service is busy twice, for 0.3 s each, by the body's precise number."""
     busy = says(503, OVERLOADED, retry_after="60")
 
@@ -230,9 +247,9 @@ def test_encoder_client_honours_retry_after(app: Any, llava: str) -> None:
 
 
 @pytest.mark.parametrize(("status", "reason"), [(429, "over_share"), (504, "too_late"), (503, "draining")])
-def test_encoder_client_late_service_fails_over(status: int, reason: str, app: Any, llava: str) -> None:
+def test_encoder_client_late_service_fails_over(status: int, reason: str, good: Served, llava: str) -> None:
     refusal = OVERLOADED.replace(b"overloaded", reason.encode()).replace(b"0.3", b"30")
-    with Misbehaving(says(status, refusal)) as busy, Served(app) as good:
+    with Misbehaving(says(status, refusal)) as busy:
         with EncoderClient({busy.url: 1e6, good.url: 1.0}, deadline_s=10) as client:
             for _ in range(3):
                 assert client.encode(sample_image(1), model=llava).shape == (16, 64)
@@ -253,9 +270,9 @@ def test_encoder_client_pause_beyond_deadline_fails_at_once(llava: str, within: 
 
 
 @pytest.mark.parametrize("status", [400, 401, 403, 404, 413, 422])
-def test_encoder_client_bad_request_is_not_retried(status: int, app: Any, llava: str) -> None:
+def test_encoder_client_bad_request_is_not_retried(status: int, good: Served, llava: str) -> None:
     refusal = says(status, b'{"error": {"reason": "no", "message": "never"}}')
-    with Misbehaving(refusal) as server, Served(app) as good:
+    with Misbehaving(refusal) as server:
         with (
             EncoderClient({server.url: 1e6, good.url: 1.0}, deadline_s=10) as client,
             pytest.raises(EncoderRefused, match="never"),
@@ -264,9 +281,9 @@ def test_encoder_client_bad_request_is_not_retried(status: int, app: Any, llava:
         assert len(server.requests) == 1
 
 
-def test_encoder_client_failure_of_one_medium_opens_no_circuit(app: Any, llava: str) -> None:
+def test_encoder_client_failure_of_one_medium_opens_no_circuit(good: Served, llava: str) -> None:
     internal = says(500, b'{"error": {"reason": "internal", "message": "oops"}}')
-    with Misbehaving(internal) as bad, Served(app) as good:
+    with Misbehaving(internal) as bad:
         with EncoderClient({bad.url: 1e6, good.url: 1.0}, deadline_s=10) as client:
             for _ in range(3):
                 assert client.encode(sample_image(1), model=llava).shape == (16, 64)
@@ -276,17 +293,18 @@ def test_encoder_client_failure_of_one_medium_opens_no_circuit(app: Any, llava: 
 # -- several services ----------------------------------------------------------------------------
 
 
-def test_encoder_client_repeats_go_to_cached_service(two: list[Served], llava: str) -> None:
+def test_encoder_client_repeats_go_to_cached_service(served: list[Served], llava: str) -> None:
     """Each image's tower runs once, wherever it is kept, and both services are used."""
-    urls = [served.url for served in two]
+    urls = [service.url for service in served]
+    seeds = range(100, 112)
     firsts = Counter(
         rendezvous.ranking(MediaPayload.of(sample_image(seed)).content, rendezvous.services(urls))[0]
-        for seed in range(12)
+        for seed in seeds
     )
     assert set(firsts) == set(urls)
     with EncoderClient(urls, deadline_s=60) as client, EncoderClient(urls[::-1], deadline_s=60) as another:
-        first = [client.encode(sample_image(seed), model=llava) for seed in range(12)]
-        again = [another.encode(sample_image(seed), model=llava) for seed in range(12)]
+        first = [client.encode(sample_image(seed), model=llava) for seed in seeds]
+        again = [another.encode(sample_image(seed), model=llava) for seed in seeds]
     assert {ref.origin for ref in first} == {"computed"}
     assert {ref.origin for ref in again} == {"cached"}
 

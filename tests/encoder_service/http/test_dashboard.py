@@ -1,16 +1,10 @@
-"""The ring of samples, `/v1/status`, and the page as Chromium shows it."""
+"""The ring of samples, `/v1/status`, and the files of the status page (in Chromium: tests/promises)."""
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,12 +14,9 @@ from cornplug.config import Config
 from cornplug.encoder_service.http.dashboard import POLICY
 from cornplug.encoder_service.telemetry.history import ServiceHistory, quantile
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
-from devkit.processes import EncoderProcess
 
-from ..conftest import MakeEncoder, eventually, png, sample_image
+from ..conftest import MakeEncoder, png, sample_image
 from ..http_service import Service
-
-HOSTILE = "<img src=x onerror=document.title='owned'>"
 
 
 @pytest.fixture
@@ -127,109 +118,3 @@ def test_dashboard_page_loads_no_foreign_scripts(service: Service) -> None:
 def test_dashboard_page_files_are_in_package() -> None:
     shipped = {file.name for file in (files("cornplug.encoder_service.http") / "static").iterdir()}
     assert shipped >= {"index.html", "status.js", "plots.js", "status.css", "icon.svg"}
-
-
-# -- in a browser -------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    if "CORNPLUG_NO_BROWSER" in os.environ:
-        pytest.skip("CORNPLUG_NO_BROWSER is set")
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service as Driver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = shutil.which("chromium") or "/usr/bin/chromium"
-    profile = tempfile.mkdtemp(prefix="cornplug-chromium-")
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-quic",
-        "--disable-dev-shm-usage",
-        "--no-first-run",
-        "--no-proxy-server",
-        "--disable-background-networking",
-        "--disable-component-update",
-        "--disable-sync",
-        "--window-size=1200,900",
-        f"--user-data-dir={profile}",
-    ):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    # script/setup installs Debian's; selenium would look on the internet for one of its own.
-    driver = webdriver.Chrome(options, Driver(shutil.which("chromedriver") or "/usr/bin/chromedriver"))
-    driver.set_page_load_timeout(20)
-    try:
-        yield driver
-    finally:
-        driver.quit()
-        shutil.rmtree(profile, ignore_errors=True)
-
-
-@pytest.fixture
-def process(llava_pair: tuple[Path, Path], short_path: Path) -> Iterator[EncoderProcess]:
-    options = ("--no-store", "--threads", "1")
-    settings = short_path / "c.toml"
-    settings.write_text(f'[qos.classes.shop]\napps = ["{HOSTILE}"]\n')
-    service = EncoderProcess(
-        llava_pair, *options, socket=short_path / "e.sock", env={"CORNPLUG_CONFIG": str(settings)}
-    )
-    with service:
-        yield service
-
-
-def again(process: EncoderProcess, models: tuple[Path, Path]) -> EncoderProcess:
-    """Another service at the same address."""
-    return EncoderProcess(models, "--no-store", "--threads", "1", socket=process.socket, port=process.port)
-
-
-def shown(browser: Any, selector: str) -> str:
-    return str(browser.execute_script(f"return document.querySelector({selector!r})?.innerText ?? ''"))
-
-
-def says(browser: Any, selector: str, text: str, seconds: float = 60) -> None:
-    """Wait until that part of the page has this text."""
-    eventually(lambda: text in shown(browser, selector), seconds)
-
-
-@pytest.mark.timeout(300)
-def test_dashboard_page_in_chromium_shows_figures(
-    browser: Any, process: EncoderProcess, llava_pair: tuple[Path, Path]
-) -> None:
-    browser.get(process.url)
-    says(browser, "#state", "serving")
-    says(browser, "#models", "shared by 2")
-    says(browser, "#apps", "Nothing was answered yet")
-    assert browser.execute_script("return document.querySelectorAll('#plots svg .grid').length") >= 18
-
-    def post() -> httpx.Response:
-        form: Any = {"data": {"model": str(llava_pair[0])}, "files": {"image": png(sample_image(1))}}
-        return httpx.post(f"{process.url}/v1/encode", **form, headers={"x-cornplug-app": HOSTILE}, timeout=30)
-
-    assert post().status_code == 200
-    assert httpx.post(f"{process.url}/v1/encode", json={"model": "nope", "image": ""}, timeout=30).is_error
-    says(browser, "#apps", HOSTILE)
-    says(browser, "#refusals", "default: ")
-    says(browser, "#facts", "answered\n1")
-    requests = "return document.querySelector('#plots figure:first-child').innerHTML"
-    eventually(lambda: 'd="M' in browser.execute_script(requests))
-    assert browser.execute_script("return document.images.length") == 1, "the app's name became an image"
-    assert "owned" not in browser.title
-
-    browser.set_window_size(390, 800)
-    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth"), (
-        "wider than a phone"
-    )
-    noise = [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"]
-    # The refusal above is no request of the page's.
-    assert noise == []
-
-    process.kill()
-    says(browser, "#alarm", "does not answer")
-    says(browser, "#state", "no answer")
-    assert browser.execute_script("return document.body.dataset.state") == "lost"
-    with again(process, llava_pair):
-        says(browser, "#state", "serving")
-        says(browser, "#apps", "Nothing was answered yet")

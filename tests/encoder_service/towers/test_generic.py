@@ -277,7 +277,7 @@ def test_generic_family_is_not_shared_in_an_engine_that_was_not_compared(room: A
         dtype="float32",
         max_model_len=64,
         engine="any",
-        validated_families=room.VALIDATED_FAMILIES,
+        validated_families=room.validated_families("float32"),
     )
     with pytest.raises(CheckpointError, match="no test compares any's embeddings of 'paligemma'") as caught:
         model.tower_identity()

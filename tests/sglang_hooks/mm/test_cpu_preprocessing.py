@@ -71,28 +71,29 @@ def test_cpu_preprocessing_on_gpu_server_moves_images_to_cpu(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(
-    ("how", "device", "family", "expected"),
+    ("how", "device", "family", "dtype", "expected"),
     [
-        ("cpu", "cuda", "qwen2_vl", True),
-        ("device", "cuda", "qwen2_vl", False),
-        ("auto", "cuda", "qwen2_vl", False),
-        ("cpu", "cpu", "qwen2_vl", False),
-        ("cpu", "xpu", "qwen2_vl", False),
-        ("cpu", "cuda", "internvl_chat", False),
+        ("cpu", "cuda", "qwen2_vl", "float32", True),
+        ("device", "cuda", "qwen2_vl", "float32", False),
+        ("auto", "cuda", "qwen2_vl", "float32", False),
+        ("cpu", "cpu", "qwen2_vl", "float32", False),
+        ("cpu", "xpu", "qwen2_vl", "float32", False),
+        ("cpu", "cuda", "internvl_chat", "float32", False),
+        ("cpu", "cuda", "qwen2_vl", "float64", False),
     ],
 )
-def test_cpu_preprocessing_is_wanted_by_setting_device_and_family(
-    how: str, device: str, family: str, expected: bool, short_path: Path
+def test_cpu_preprocessing_is_wanted_by_setting_device_and_model(
+    how: str, device: str, family: str, dtype: str, expected: bool, short_path: Path
 ) -> None:
-    assert wanted(config(how, short_path / "e"), device=device, family=family) is expected
+    assert wanted(config(how, short_path / "e"), device=device, family=family, dtype=dtype) is expected
 
 
 def test_cpu_preprocessing_is_default_beside_encoder_service(short_path: Path) -> None:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(str(short_path / "e"))
-    assert not wanted(config("auto", short_path / "e"), device="cuda", family="qwen2_vl")
+    assert not wanted(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
     listener.listen()
-    assert wanted(config("auto", short_path / "e"), device="cuda", family="qwen2_vl")
+    assert wanted(config("auto", short_path / "e"), device="cuda", family="qwen2_vl", dtype="float32")
     listener.close()
 
 
@@ -100,9 +101,9 @@ def test_cpu_preprocessing_is_default_beside_encoder_service_of_another_host(sho
     listener = socket.create_server(("127.0.0.1", 0))
     urls = f"http://127.0.0.1:1, http://127.0.0.1:{listener.getsockname()[1]}"
     beside = load({"encoder.engine_urls": urls, "encoder.socket": str(short_path / "e")}, environ={})
-    assert wanted(beside, device="cuda", family="qwen2_vl")
+    assert wanted(beside, device="cuda", family="qwen2_vl", dtype="float32")
     listener.close()
-    assert not wanted(beside, device="cuda", family="qwen2_vl")
+    assert not wanted(beside, device="cuda", family="qwen2_vl", dtype="float32")
 
 
 def test_cpu_preprocessing_has_its_own_part_of_hooks() -> None:

@@ -26,7 +26,7 @@ from cornplug.engine_common.shared_flags import settings
 from cornplug.errors import CheckpointError
 from cornplug.identity import embedding_key, medium_lineage, placeholder_tokens
 from cornplug.sglang_hooks import activation
-from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES
+from cornplug.sglang_hooks.compat import validated_families
 from cornplug.sglang_hooks.mm import media_digests, mm_identifiers
 from cornplug.sglang_hooks.mm.mm_identifiers import Towers
 from cornplug.sglang_hooks.mm.placeholder_tokens import key_of
@@ -321,7 +321,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
         dtype="float32",
         max_model_len=64,
         engine="sglang",
-        validated_families=VALIDATED_FAMILIES,
+        validated_families=validated_families("float32"),
     )
     monkeypatch.setattr(mm_identifiers, "engine_model", lambda: described)
     with pytest.raises(CheckpointError, match="no test compares") as caught:

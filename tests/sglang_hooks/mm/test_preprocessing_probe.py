@@ -13,7 +13,7 @@ from transformers import AutoImageProcessor
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.engine_common.model_identity import EngineModel
 from cornplug.errors import CheckpointError
-from cornplug.sglang_hooks.compat import VALIDATED_FAMILIES
+from cornplug.sglang_hooks.compat import validated_families
 from cornplug.sglang_hooks.mm import preprocessing_probe
 from cornplug.sglang_hooks.mm.preprocessing_probe import preprocessing_difference
 
@@ -45,7 +45,7 @@ def model(folder: Path, preprocessor: dict[str, Any], **kwargs: Any) -> EngineMo
         dtype="float32",
         max_model_len=128,
         engine="sglang",
-        validated_families=VALIDATED_FAMILIES,
+        validated_families=validated_families("float32"),
         processor_kwargs=kwargs,
     )
 

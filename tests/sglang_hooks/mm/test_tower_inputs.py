@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,10 +127,19 @@ def model(folder: Path, **fields: Any) -> EngineModel:
     )
 
 
+def shared(monkeypatch: pytest.MonkeyPatch, own: Mapping[str, set[str]]) -> None:
+    """Let SGLang's servers share these families among themselves: modality -> families."""
+
+    def families(_dtype: str, kind: str) -> frozenset[str]:
+        return frozenset(own.get(kind.removeprefix("own "), ()))
+
+    monkeypatch.setattr(tower_inputs, "validated_families", families)
+
+
 def test_own_tower_of_another_checkpoint_or_setting_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"image": {"gemma3"}, "audio": {"qwen2_audio"}})
+    shared(monkeypatch, {"image": {"gemma3"}, "audio": {"qwen2_audio"}})
     folder = checkpoints.gemma3(tmp_path / "a")
     twin, tuned = checkpoints.gemma3(tmp_path / "b"), checkpoints.gemma3(tmp_path / "c", llm_seed=2)
 
@@ -157,18 +167,18 @@ def test_own_tower_of_another_checkpoint_or_setting_is_another(
 
 
 def test_own_tower_of_family_without_a_test_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"image": {"gemma3"}})
+    shared(monkeypatch, {"image": {"gemma3"}})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody_knows"}))
     assert own_tower(model(tmp_path), SETTINGS, generic=False) is None
 
 
 def test_own_tower_of_the_generic_backend_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"image": {"gemma3"}})
+    shared(monkeypatch, {"image": {"gemma3"}})
     assert own_tower(model(checkpoints.gemma3(tmp_path)), SETTINGS, generic=True) is None
 
 
 def test_own_tower_with_parts_elsewhere_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tower_inputs, "OWN_TOWERS", {"audio": {"ultravox"}})
+    shared(monkeypatch, {"audio": {"ultravox"}})
     folder = checkpoints.ultravox(tmp_path / "model", base=tmp_path / "whisper")
     with pytest.raises(CheckpointError, match="another checkpoint"):
         own_tower(model(folder), SETTINGS, generic=False)

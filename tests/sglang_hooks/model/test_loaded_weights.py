@@ -50,7 +50,7 @@ def in_child() -> tuple[int, bool]:
 
 
 def described(folder: Path) -> Any:
-    args = ServerArgs(model_path=str(folder), device="cpu")
+    args = ServerArgs(model_path=str(folder), device="cpu", dtype="float32")
     return model_config.describe(args, ModelConfig.from_server_args(args))
 
 

@@ -130,6 +130,17 @@ def test_environment_harmless_variables_change_no_key(monkeypatch: Any) -> None:
     assert environment.verdict() == environment.judge(ENVIRONMENT, {}, {})
 
 
+def test_describe_mamba_ssm_dtype_is_no_override(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang writes the flag into a variable, which other servers do not have."""
+    monkeypatch.delenv("SGLANG_MAMBA_SSM_DTYPE", raising=False)  # restored when the test ends
+    args = ServerArgs(
+        model_path=str(folder), device="cpu", attention_backend="torch_native", mamba_ssm_dtype="float32"
+    )
+    args.resolve_once()
+    assert environment.os.environ["SGLANG_MAMBA_SSM_DTYPE"] == "float32"
+    assert describe(resolved_view(args), model_config_of(args)).overrides == {}
+
+
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mha"])
 def test_describe_full_attention_backends_are_no_override(folder: Path, backend: str) -> None:
     assert overrides(folder, attention_backend=backend, mm_attention_backend="fa3") == {}

@@ -34,6 +34,7 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec import mm_identifiers
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers, key_of
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
+from cornplug.vllm_connector.model import model_config
 from cornplug.vllm_connector.model.model_config import embedding_width, kv_identity, tower_identity
 from devkit import checkpoints
 
@@ -412,7 +413,10 @@ def test_input_processor_init_without_secret_stays_inactive(
 # -- what an engine's model is ----------------------------------------------------------------
 
 
-def test_tower_identity_follows_engine_settings(llava: Path, tmp_path: Path) -> None:
+def test_tower_identity_follows_engine_settings(
+    llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_config, "validated_families", lambda *_: frozenset({"llava"}))
     base = tower_identity(config(llava))
     assert base.identity == base.served_identity
     others = [

@@ -37,7 +37,12 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def validated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_config, "VALIDATED_VIDEOS", frozenset({"qwen2_5_vl", "qwen2_vl"}))
+    recorded = model_config.validated_families
+
+    def families(dtype: str, kind: str = "image") -> frozenset[str]:
+        return frozenset({"qwen2_5_vl", "qwen2_vl"}) if kind == "video" else recorded(dtype, kind)
+
+    monkeypatch.setattr(model_config, "validated_families", families)
 
 
 @pytest.fixture
@@ -144,7 +149,12 @@ def test_video_uuid_alone_names_its_last_video_and_no_image(active: MmIdentifier
 def test_video_of_unproven_family_keeps_name_of_vllm(
     active: MmIdentifiers, qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model_config, "VALIDATED_VIDEOS", frozenset())
+    recorded = model_config.validated_families
+
+    def images_alone(dtype: str, kind: str = "image") -> frozenset[str]:
+        return frozenset() if kind == "video" else recorded(dtype, kind)
+
+    monkeypatch.setattr(model_config, "validated_families", images_alone)
     monkeypatch.setattr(mm_identifiers, "_active", named(config(qwen), tmp_path))
     monkeypatch.setattr(mm_identifiers, "video_digest", None)  # not even hashed
     assert unshared_reason(name()) == "unproven_family"
@@ -181,7 +191,12 @@ def test_tower_identity_of_videos_is_served_and_counts_positions(
     assert spelled.served_identity == served
     # Of the same rows: positions alone differ.
     assert videos(faster).served_identity == served
-    monkeypatch.setattr(model_config.importlib.metadata, "version", lambda name: "0.0")
+    version = model_config.importlib.metadata.version
+
+    def other_transformers(name: str) -> str:
+        return "0.0" if name == "transformers" else version(name)
+
+    monkeypatch.setattr(model_config.importlib.metadata, "version", other_transformers)
     found = {base.identity, videos(faster).identity, asked.identity, videos(qwen).identity, served}
     found.add(spelled.identity)
     assert len(found) == 6

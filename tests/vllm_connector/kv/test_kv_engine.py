@@ -243,6 +243,21 @@ def test_kv_lora_loaded_in_place_shares_nothing_from_then_on(
     assert first.counts["saves", "kv_page", "stored"] > 0
 
 
+def test_kv_of_requests_without_adapter_beside_adapters_that_leak_is_not_shared(
+    engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a request may have KV of the adapter of another one in its batch."""
+    monkeypatch.setattr(tracked_requests, "LaterAdapters", LoraDigests)
+    monkeypatch.setattr(compat, "adapts_neighbours", lambda config: True)
+    write_adapter(tmp_path, b"1")
+    first = engine(blocks=128)
+    first.run("plain", PROMPT)
+    assert first.counts["misses", "kv_page", "lora_neighbour"] == 1
+    assert ("saves", "kv_page", "stored") not in first.counts
+    first.run("adapted", PROMPT, lora_request=adapter(tmp_path))
+    assert first.counts["saves", "kv_page", "stored"] > 0
+
+
 def test_kv_pages_are_shared_between_equal_loras(
     engine: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

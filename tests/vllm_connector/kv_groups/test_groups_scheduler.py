@@ -169,6 +169,27 @@ def test_groups_scheduler_damaged_page_fails_the_load_as_a_whole(
     nothing_left(store, second, third)
 
 
+def test_groups_scheduler_failed_loads_side_by_side_do_not_block_each_other(
+    cores: Make, store: MemoryStore
+) -> None:
+    """Computed from the start, each needs more than the other leaves: blocks that windows have moved past."""
+    first, second = cores(), cores(blocks=56)
+    others = [(5 * i) % 239 for i in range(300)]
+    for prompt in (PROMPT, others):
+        first.answer(prompt)
+    first.settle()
+    for entry in store.index._entries.values():
+        store.arena[entry.location.offset + entry.location.size - 1] ^= 1
+    requests = [second.add(prompt) for prompt in (PROMPT, others)]
+    for _ in range(100):
+        second.step()
+        second.drain()
+    assert second.failed == 2
+    assert all(request.is_finished() for request in requests)
+    second.settle()
+    nothing_left(store, second)
+
+
 def test_groups_scheduler_engine_that_takes_less_computes(
     cores: Make, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

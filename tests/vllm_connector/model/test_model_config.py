@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.metadata
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -665,4 +666,20 @@ def test_tower_identity_of_unvalidated_family_is_refused(
     (path / "config.json").write_text(json.dumps(described | {"model_type": model_type}))
     with pytest.raises(CheckpointError, match="no test compares") as caught:
         tower_identity(changed("model_config", model=str(path)))
+    assert caught.value.reason == "unproven_family"
+
+
+def test_tower_identity_is_of_a_validated_release_and_dtype(
+    changed: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One family, compared in vLLM 0.32.0 in float32."""
+    assert tower_identity(changed("model_config", dtype=torch.float32))
+    with pytest.raises(CheckpointError, match=r"of 'llava' in float64 .* Compared in float64: none"):
+        tower_identity(changed("model_config", dtype=torch.float64))
+    version = importlib.metadata.version
+    monkeypatch.setattr(
+        importlib.metadata, "version", lambda name: "0.32.7" if name == "vllm" else version(name)
+    )
+    with pytest.raises(CheckpointError, match="in this release") as caught:
+        tower_identity(changed("model_config", dtype=torch.float32))
     assert caught.value.reason == "unproven_family"

@@ -17,7 +17,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.multimodal.parse import MultiModalDataParser
 
 from cornplug.errors import ConfigError
-from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, VALIDATED_FAMILIES
+from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
 from cornplug.vllm_connector.no_tower import engine_arguments
 from cornplug.vllm_connector.no_tower.engine_arguments import TAKES_EMBEDDINGS, check_model, leave_out
 
@@ -51,7 +51,7 @@ def embedding_input(family: str, **inputs: Any) -> Any:
     return made if made["type"] == "image_embeds" else None
 
 
-@pytest.mark.parametrize("family", sorted(VALIDATED_FAMILIES))
+@pytest.mark.parametrize("family", sorted(validated_families("float32")))
 def test_engine_arguments_families_equal_what_vllms_models_take(family: str) -> None:
     rows = torch.zeros(4, 8)
     wants_grid = TAKES_EMBEDDINGS.get(family, False)
@@ -64,7 +64,7 @@ def test_engine_arguments_families_equal_what_vllms_models_take(family: str) -> 
 
 
 def test_engine_arguments_families_are_validated_ones_only() -> None:
-    assert set(TAKES_EMBEDDINGS) <= VALIDATED_FAMILIES
+    assert set(TAKES_EMBEDDINGS) <= validated_families("float32")
 
 
 def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
