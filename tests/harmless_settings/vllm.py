@@ -177,7 +177,8 @@ FIELDS: Final[Mapping[str, str]] = {
     _OTHER_MODEL: """
         ModelConfig.pooler_config MultiModalConfig.mm_encoder_fp8_scale_save_path CacheConfig.mamba_*
         CacheConfig.enable_mamba_shared_prefix_checkpoint CacheConfig.use_replayssm
-        CacheConfig.replayssm_buffer_len CacheConfig.swa_bounded_replay CacheConfig.prefix_match_unit CacheConfig.prefix_cache_retention_interval
+        CacheConfig.replayssm_buffer_len CacheConfig.swa_bounded_replay
+        CacheConfig.prefix_match_unit CacheConfig.prefix_cache_retention_interval
         CompilationConfig.compile_mm_encoder
         CompilationConfig.fast_moe_cold_start EngramConfig.* LoRAConfig.default_mm_loras
         LoRAConfig.enable_tower_connector_lora LoRAConfig.max_lora_cls_labels VllmConfig.aux_output_config
