@@ -190,8 +190,14 @@ def _build_draft(config: VllmConfig) -> None:
 
 def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheConfig:
     """The cache groups that vLLM makes of these layers."""
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    try:
+        from vllm.v1.core.kv_cache_config_builder import get_kv_cache_config_builder
+    except ImportError:  # 0.32
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+    else:
+        get_kv_cache_groups = get_kv_cache_config_builder(config).get_kv_cache_groups
 
     if config.cache_config.kv_cache_layout is None:
         # An engine core asks its workers; the choice decides how groups share memory, not which there are.

@@ -59,13 +59,13 @@ SERVER: Final = Run(
     --log-level debug --log-level-http warning --log-requests --log-requests-format json
     --log-requests-level 1 --log-requests-target stdout --show-time-cost --crash-dump-folder {given}/crash
     --decode-log-interval 1 --enable-mfu-metrics --enable-request-time-stats-logging
-    --enable-metrics-for-all-schedulers --extra-metric-labels '{"kind": "harmless"}'
+    --enable-metrics-for-all-schedulers --extra-metric-labels '{"run": "harmless"}'
     --export-metrics-to-file --export-metrics-to-file-dir {given}/metrics --gc-warning-threshold-secs 1
     --bucket-e2e-request-latency 0.1 1 --bucket-inter-token-latency 0.1 1 --bucket-time-to-first-token 0.1 1
     --prompt-tokens-buckets custom 8 64 --generation-tokens-buckets custom 8 64
     --load-snapshot-publish-interval 4 --tokenizer-metrics-allowed-custom-labels tenant
     --tokenizer-metrics-custom-labels-header x-tenant --uvicorn-access-log-exclude-prefixes /health
-    --kv-events-config '{"publisher": "null"}'
+    --kv-events-config '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:28650"}'
     """,
     variables="""
     SGLANG_AUTO_NUMA_BIND=0 SGLANG_NUMA_BIND_V2=0 SGLANG_CPU_WORKERS=2 SGLANG_DETOKENIZER_MAX_STATES=1024
@@ -93,7 +93,7 @@ SERVER: Final = Run(
     SGLANG_PROFILE_WITH_STACK=0 SGLANG_PROFILE_BY_STAGE_DECODE_MIN_BS=2 SGLANG_PYSPY_DUMP_BEFORE_CRASH=0
     SGLANG_PHASE_CHECKER_DEBUG=1 SGLANG_RECORD_STEP_TIME=1 SGLANG_ROUTING_KEY_POLICY_DEBUG_LOG=1
     SGLANG_TORCH_PROFILER_DIR={given}/profile SGLANG_TRACE_LOGITS_E2E=1
-    SGLANG_TRACE_LOGITS_E2E_SYNC=1 SGLANG_TRACE_SAMPLER_E2E=1 SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0
+    SGLANG_TRACE_SAMPLER_E2E=1 SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK=0
     SGLANG_BUCKET_EVICTION_DURATION=0.1,1 SGLANG_BUCKET_LOAD_BACK_DURATION=0.1,1
     SGLANG_CACHE_HIT_RATE_WINDOW_SECONDS=30 SGLANG_CRASH_ON_NUMA_BIND_FAILURE=1
     SGLANG_TEST_REQUEST_TIME_STATS=1
@@ -227,6 +227,7 @@ FIELDS: Final[Mapping[str, str]] = {
 
 VARIABLES: Final[Mapping[str, str]] = {
     _GPU: _variables("""
+        TRACE_LOGITS_E2E_SYNC
         AITER_* CUDA_* DEEPGEMM_* DG_* FLASHINFER_* IN_DEEPGEMM_* JIT_* MLX_* NPU_* TRITON_* TRTLLM_* ZBAL_*
         BATCH_INVARIANT_OPS_* CRASH_ON_JIT_COMPILE CRASH_ON_TRITON_LOAD_AFTER_READY CUTE_AOT_CACHE_DIR
         CUSTOM_ALL_REDUCE_* FORCE_CUSTOM_ALL_REDUCE_* OPT_USE_CUSTOM_ALL_REDUCE_V2 USE_1STAGE_ALLREDUCE

@@ -30,13 +30,13 @@ _SERVER: Final = Run(
     --safetensors-prefetch-num-threads 2 --safetensors-prefetch-block-size 1048576
     --no-use-tqdm-on-load --pt-load-map-location '{"cuda:0": "cpu"}' --download-dir {given}/downloads
 
-    --block-size 32 --prefix-match-unit 16 --prefix-cache-retention-interval 64
+    --block-size 32
     --prefix-caching-hash-algo sha256_cbor --gpu-memory-utilization 0.5 --num-gpu-blocks-override 256
 
     --distributed-timeout-seconds 300 --cpu-distributed-timeout-seconds 300 --master-port 29777
-    --dp-sync-interval 8 --enable-lora --max-loras 2 --max-lora-rank 8 --max-cpu-loras 4
+    --dp-sync-interval 8
 
-    --max-num-batched-tokens 256 --max-num-scheduled-tokens 192 --max-num-seqs 8 --max-num-active-seqs 4
+    --max-num-batched-tokens 512 --max-num-scheduled-tokens 448 --max-num-seqs 8 --max-num-active-seqs 4
     --max-num-queued-reqs 64 --max-num-queued-tokens 100000
     --long-prefill-token-threshold 128 --long-prefill-token-threshold-adaptive
     --scheduling-policy priority --disable-chunked-mm-input --no-scheduler-reserve-full-isl
@@ -79,7 +79,7 @@ _SERVER: Final = Run(
     VLLM_DISABLE_LOG_LOGO=1 VLLM_LOGGING_COLOR=1 VLLM_LOGGING_PREFIX='[harmless] '
     VLLM_LOGGING_STREAM=ext://sys.stderr VLLM_LOG_BATCHSIZE_INTERVAL=1 VLLM_LOG_MODEL_INSPECTION=1
     VLLM_LOG_STATS_INTERVAL=1 VLLM_GC_DEBUG=1 VLLM_CUSTOM_SCOPES_FOR_PROFILING=1
-    VLLM_DEBUG_LOG_API_SERVER_RESPONSE=true VLLM_DEBUG_MFU_METRICS=1 VLLM_DEBUG_WORKSPACE=1
+    VLLM_DEBUG_LOG_API_SERVER_RESPONSE=true VLLM_DEBUG_WORKSPACE=1
     VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES=0
     """,
 )
@@ -103,7 +103,10 @@ _COMPILED: Final = Run(
 )
 
 _NEXT: Final = Run(
-    flags="""--watchdog-config '{"dump_dir": "{given}/stacks"}'""",
+    flags="""
+    --watchdog-config '{"dump_dir": "{given}/stacks"}'
+    --enable-lora --max-loras 2 --max-lora-rank 8 --max-cpu-loras 4
+    """,
     variables="""
     VLLM_BEAM_ALWAYS_CONSTRAIN_OUTPUT=0 VLLM_CHAT_TEMPLATE_FUEL=400000
     VLLM_HTTP_MAX_REQUEST_BODY_SIZE=10000000 VLLM_REQUEST_BODY_LOG_LEVEL=INFO
@@ -132,6 +135,9 @@ _V2: Final = (
 )
 
 FIELDS: Final[Mapping[str, str]] = {
+    "with adapters on a CPU, vLLM 0.32 shares no KV of requests without one (`lora_neighbour`)": (
+        "LoRAConfig.*"
+    ),
     _COMPUTED: """
         ModelConfig.is_submodel_config ModelConfig.word_embeddings_untied_by_checkpoint
         ModelConfig.spec_target_max_model_len MultiModalConfig.allow_missing_mm_embeddings LoadConfig.device
@@ -171,7 +177,9 @@ FIELDS: Final[Mapping[str, str]] = {
     _OTHER_MODEL: """
         ModelConfig.pooler_config MultiModalConfig.mm_encoder_fp8_scale_save_path CacheConfig.mamba_*
         CacheConfig.enable_mamba_shared_prefix_checkpoint CacheConfig.use_replayssm
-        CacheConfig.replayssm_buffer_len CacheConfig.swa_bounded_replay CompilationConfig.compile_mm_encoder
+        CacheConfig.replayssm_buffer_len CacheConfig.swa_bounded_replay
+        CacheConfig.prefix_match_unit CacheConfig.prefix_cache_retention_interval
+        CompilationConfig.compile_mm_encoder
         CompilationConfig.fast_moe_cold_start EngramConfig.* LoRAConfig.default_mm_loras
         LoRAConfig.enable_tower_connector_lora LoRAConfig.max_lora_cls_labels VllmConfig.aux_output_config
         VllmConfig.reasoning_config""",
@@ -212,5 +220,6 @@ VARIABLES: Final[Mapping[str, str]] = {
     "the test's client sends no key": "VLLM_API_KEY",
     "the test reads the engine's log": "VLLM_CONFIGURE_LOGGING",
     "it logs every call of Python, too slowly for a test": "VLLM_TRACE_FUNCTION",
+    "vLLM's front end cannot read what the engine core sends with it": "VLLM_DEBUG_MFU_METRICS",
 }
 """Reason -> variables that no run sets."""

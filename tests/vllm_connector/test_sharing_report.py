@@ -14,7 +14,7 @@ import pytest
 from cornplug.commands import engine_checks
 from cornplug.commands.engine_checks import VLLM
 from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, verdicts_of
-from devkit import checkpoints
+from devkit import checkpoints, vllm_beds
 from devkit.quantised import with_kv_scales
 
 # One process builds every kind, and one starts as the doctor starts it.
@@ -80,10 +80,21 @@ AROUND = (
 Said = dict[str, SharingVerdict]
 
 
-def run(program: str, *arguments: str) -> list[Said]:
+_SOME = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from cornplug.sharing_verdict import last_line
+from cornplug.vllm_connector.sharing_report import describe
+for model in sys.argv[1:]:
+    print(last_line(describe(model, ["--dtype", "float32"])))
+"""
+
+
+def run(program: str, *arguments: str, python: str = sys.executable) -> list[Said]:
     """The verdicts in those lines of a process's output that are a list."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [python, "-c", program, *arguments],
         capture_output=True,
         text=True,
         env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
@@ -99,10 +110,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Said]:
-    """Checkpoint -> the verdicts of vLLM."""
+def models(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    models = {
+    return {
         "text": text,
         "windows": _with_windows(folder / "windows"),
         "latents": checkpoints.deepseek_v2(folder / "latents", kv_lora_rank=512, rope_dim=64),
@@ -118,6 +128,11 @@ def said(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, S
         "none": folder,
         "unreadable": checkpoints.qwen2_text(folder / "unreadable"),
     }
+
+
+@pytest.fixture(scope="module")
+def said(text: Path, models: Mapping[str, Path]) -> Mapping[str, Said]:
+    """Checkpoint -> the verdicts of vLLM."""
     checkpoints.eagle_head(f"{text}-eagle", text)
     windowed = checkpoints.llama_windowed(f"{text}-windowed", windows=3, full=2)
     checkpoints.eagle3_head(f"{windowed}-head", windowed, seen=(1, 2, 4))
@@ -133,6 +148,16 @@ def _with_windows(folder: Path) -> Path:
     config["text_config"]["layer_types"] = ["sliding_attention", "full_attention"]
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def test_sharing_report_of_the_next_release_is_the_same(
+    models: Mapping[str, Path], said: Mapping[str, Said]
+) -> None:
+    python = vllm_beds.next_vllm().with_name("python")
+    names = ["windows", "chunks", "audio"]
+    found = run(_SOME, *(str(models[name]) for name in names), python=str(python))
+    verdicts = [{what: verdict.shared for what, verdict in one.items()} for one in found]
+    assert verdicts == [{what: verdict.shared for what, verdict in said[name].items()} for name in names]
 
 
 def test_sharing_report_server_of_rendered_requests_has_a_remedy(said: Mapping[str, Said]) -> None:
