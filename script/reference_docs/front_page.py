@@ -71,7 +71,6 @@ _GUIDE: Final = {
         "[configuration](configuration.md)",
         "[command line](command-line.md)",
         "[HTTP API](http-api.md)",
-        "[glossary](glossary.md)",
     ),
 }
 
