@@ -27,7 +27,7 @@ REFUSALS: Final = (
     RuntimeError, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
 """What transformers raises for a config or a processor that it cannot use."""
-DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "A family").'
+DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "Add a model family").'
 _LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 _NAMED: Final = 5
 _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
