@@ -20,7 +20,7 @@ _INTRO: Final = """# Metrics
 
 Every series is a Prometheus counter, gauge or histogram. [Troubleshooting](troubleshooting.md) explains each
 value of `reason` and `outcome`, with its remedy. There are
-[boards and alert rules](operate.md#monitor).
+[boards and alert rules](operations.md#boards-and-alerts).
 """
 _ENGINES: Final = """## Engines
 
