@@ -148,8 +148,9 @@ LABELS: Mapping[str, str] = {
     "reason": "Why; docs/troubleshooting.md has every value.",
     "direction": '"load" or "save".',
     "outcome": "The result; docs/troubleshooting.md has every value.",
-    "namespace": 'A namespace of the store ([store](store.md#namespaces)); "" where an entry was gone before '
-    "the store learned of its reading.",
+    "namespace": "A namespace of the store "
+    "([settings](deploy-one-host.md#divide-resources-between-applications)); "
+    '"" where an entry was gone before the store learned of its reading.',
     "tier": 'Where the bytes lie: "memory", or "disk" of a store that has one. Hits on disk are entries that '
     "came back into memory; their reads count in memory too.",
     "write": '"written"; "gone": evicted or deleted before its turn; "dropped": too many waited; '
