@@ -30,6 +30,9 @@ The engines export these at their own `/metrics`. SGLang needs `--enable-metrics
 _SERVICE: Final = """## Encoder service
 
 The service exports these at `/metrics` of its HTTP port. The `replica` series exist only with `--replicas`.
+
+It also sends OpenTelemetry traces, which join the caller's `traceparent`. Install `opentelemetry-sdk` and
+`opentelemetry-exporter-otlp`, and set `OTEL_EXPORTER_OTLP_ENDPOINT`.
 """
 _ADMISSION: Final = """## Admission middleware in vLLM
 
