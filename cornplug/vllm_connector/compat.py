@@ -52,6 +52,8 @@ EPOCHS: Final[dict[str, int]] = {}
 """`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes that model's values
 (a mended tower, another rope), so that engines before and after it do not share."""
 
+_ADAPTS_NEIGHBOURS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
+"""Releases whose LoRA kernels for CPUs leave requests without an adapter under that of a neighbour (vllm#48421)."""
 _MARK = "_cornplug_original"
 
 
@@ -65,14 +67,11 @@ def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
 
 
 def adapts_neighbours(config: VllmConfig) -> bool:
-    """Whether a request without a LoRA adapter may be computed under the one of another request in its batch.
-
-    So vLLM 0.32 does on a CPU (vllm#48421).
-    """
+    """Whether a request without a LoRA adapter may be computed under that of another request in its batch."""
     from vllm.platforms import current_platform
 
-    mended = str(SUPPORTED_VERSIONS.installed()) not in VersionRange("vLLM", "vllm", (0, 32), (0, 33))
-    return not mended and current_platform.is_cpu() and getattr(config, "lora_config", None) is not None
+    affected = str(SUPPORTED_VERSIONS.installed()) in _ADAPTS_NEIGHBOURS and current_platform.is_cpu()
+    return affected and getattr(config, "lora_config", None) is not None
 
 
 def decoding() -> str:
