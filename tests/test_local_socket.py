@@ -220,7 +220,7 @@ def test_socket_claim_folder_and_socket_are_private_to_this_user(short_path: Pat
 
 def test_socket_claim_path_of_a_live_process_is_taken(short_path: Path) -> None:
     first = claim(short_path / "s.sock")
-    with pytest.raises(SocketTaken, match=r"store\.socket: another process serves"):
+    with pytest.raises(SocketTaken, match=r"store\.socket: another process is listening on"):
         claim(short_path / "s.sock")
     assert answers(short_path / "s.sock"), "the second one touched nothing"
     first.close()

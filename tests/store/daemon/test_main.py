@@ -301,7 +301,7 @@ def test_daemon_wrong_arguments_exit_with_2(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as ended:
         daemon.main(["--size", "none"])
     assert ended.value.code == 2
-    assert "argument --size: 'none' is no size: write 64GiB" in capsys.readouterr().err
+    assert "argument --size: 'none' is not a size: write 64GiB" in capsys.readouterr().err
 
 
 def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:
