@@ -184,7 +184,7 @@ def test_warm_refused_line_is_named_and_loses_no_other(
     seen = capsys.readouterr()
     assert seen.err.splitlines()[0] == "line 2, prompt: HTTP 400: too long"
     assert seen.err.splitlines()[1].startswith("line 3: not JSON")
-    assert seen.err.splitlines()[2] == "line 4, prompt: neither a text nor a list of tokens"
+    assert seen.err.splitlines()[2] == "line 4, prompt: must be a string or a list of tokens"
     assert "5, of which 3 failed" in seen.out
     assert left.read_text().splitlines() == ['{"prompt": "long"}', "{", '{"prompt": ""}']
     assert {body["prompt"] for _, body in api.bodies} == {"a", "b", "long"}
