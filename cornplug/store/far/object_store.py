@@ -119,9 +119,7 @@ def open_s3_url(url: str) -> ObjectFarStore:
             retry_config={"max_retries": 1, "retry_timeout": second},
         )  # fmt: skip
     except (BaseError, ValueError) as e:
-        raise ConfigError(
-            _SETTING, f"{url}: {_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys."
-        ) from e
+        raise ConfigError(_SETTING, f"{url}: {_line(e)}", "Set AWS_REGION, AWS_ENDPOINT_URL and keys.") from e
     return ObjectFarStore(store)
 
 
