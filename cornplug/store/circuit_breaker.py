@@ -1,8 +1,8 @@
 """Circuit breaker for a slow store, with a pause that grows with each failure.
 
 Without it, an engine would wait 0.1 s in every step for a store that does not reply in time. Callers with
-longer deadlines may still get replies, so failures are counted separately for each order of magnitude of the
-deadline.
+longer deadlines may still get replies, so failures are counted separately for each binary order of
+magnitude of the deadline.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class CircuitBreaker:
         return missed is not None and now_s < missed[1]
 
     def missed(self, deadline_s: float, now_s: float) -> None:
-        """An answer did not come in time."""
+        """Record that a reply was late."""
         kind = _kind(deadline_s)
         times, until_s = self._missed.get(kind, (0, 0.0))
-        # Those that waited together were disappointed together: one failure.
+        # Callers that waited at the same time count as one failure.
         if now_s >= until_s:
             pause_s = _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
             self._missed[kind] = (times + 1, now_s + pause_s)

@@ -56,13 +56,14 @@ def copy_checksummed(
 def get_payload(
     store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S, recall_s: float | None = None
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
-    """The header and a verified copy of a payload, or None when it is absent.
+    """Return the header and a verified copy of a payload, or None if it is absent.
 
-    Where it is on disk only, it is recalled, and waited for until `recall_s` is over: 0 only begins that,
-    None does not. Asks for a lease only if the store offers no other read, or the other read did not find
-    this entry whole.
-    Raises CodecError for an entry that does not match its header (it is dropped from the store first),
-    StoreUnavailable when the store does not answer.
+    If the entry is on disk only, it is recalled, and this call waits for at most `recall_s`. With 0 it only
+    starts the recall, and with None it does not. A lease is used only if the store does not support reads
+    without a lease, or if such a read failed.
+
+    Raises CodecError if the entry does not match its header, after deleting the entry from the store. Raises
+    StoreUnavailable if the store does not reply.
     """
     return _recalled(store, key, lambda: _get_copy(store, key, deadline_s, lease_s), recall_s, deadline_s)
 
