@@ -46,8 +46,8 @@ def test_store_flags_outlive_a_plan_file(tmp_path: Path) -> None:
         (("-h",), "no flag '-h'", "Known: --far"),
         (("--far",), "expected one argument", "serve-store --help"),
         (("9464",), "'9464' belongs to no flag", "serve-store --help"),
-        (("--disk-size", "much"), "'much' is no size: write 64GiB", "serve-store --help"),
-        (("--metrics", "here"), "'here' is no address", "127.0.0.1:9464"),
+        (("--disk-size", "much"), "'much' is not a size: write 64GiB", "serve-store --help"),
+        (("--metrics", "here"), "'here' is not an address", "127.0.0.1:9464"),
     ],
 )
 def test_store_flags_wrong_one_is_an_error_with_its_line(

@@ -186,7 +186,7 @@ def test_encoder_socket_folder_open_to_others_is_refused(short_path: Path) -> No
     os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
     for folder in (theirs, open_, link):
         with pytest.raises(
-            ConfigError, match=r"encoder\.socket: .* (belongs to user|can be written to|is a symbolic link)"
+            ConfigError, match=r"encoder\.socket: .* (belongs to user|is writable by|is a symbolic link)"
         ):
             SocketClaim(folder / "e.sock", setting="encoder.socket")
         assert not list(folder.iterdir())

@@ -148,7 +148,7 @@ def test_init_unknown_name_gives_nearest_ones(
     ("config", "said"),
     [
         (None, "has no config.json"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"model_type": "bert"}', "MODEL: config.json of 'bert' has no hidden_size"),
     ],
 )
