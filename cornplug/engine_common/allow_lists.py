@@ -19,7 +19,7 @@ from cornplug.errors import CheckpointError
 
 AS_OVERRIDE: Final = "override"
 """In `FieldTables.in_key`: the value itself goes into the key wherever it is not the default."""
-_UNKNOWN: Final = "a setting that this release of cornplug does not know; at its default the engine shares"
+_UNKNOWN: Final = "this release of cornplug does not know the setting; leave it at its default to share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +56,7 @@ class SettingsVerdict:
         """The overrides. Raises CheckpointError("settings") that names every field in the way."""
         if self.refusals:
             raise CheckpointError(
-                "settings under which nothing can be shared: "
+                "these settings prevent sharing:  "
                 + "; ".join(f"{name}: {why}" for name, why in sorted(self.refusals.items())),
                 reason="settings",
             )
@@ -83,13 +83,13 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
         if where is None:
             refusals[full] = tables.refused.get(
                 name,
-                "a setting that this release of cornplug does not know; leave it at its default to share",
+                "this release of cornplug does not know the setting; leave it at its default to share",
             )
             continue
         try:
             overrides[full] = plain(value)
         except TypeError as e:
-            refusals[full] = f"its value cannot be identified: {e}"
+            refusals[full] = f"cornplug cannot identify its value: {e}"
     return SettingsVerdict(overrides, refusals)
 
 
@@ -99,10 +99,10 @@ def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
     existing = set(fields)
     places = (tables.in_key, tables.harmless, tables.refused)
     found = {name: sum(name in place for place in places) for name in existing}
-    wrong = {name: "in none of the tables" for name, count in found.items() if count == 0}
-    wrong |= {name: "in several tables" for name, count in found.items() if count > 1}
+    wrong = {name: "not in any table" for name, count in found.items() if count == 0}
+    wrong |= {name: "in more than one table" for name, count in found.items() if count > 1}
     listed = {name for place in (*places, tables.same_as_default) for name in place}
-    return wrong | dict.fromkeys(listed - existing - tables.not_in_all, f"no field of {tables.of}")
+    return wrong | dict.fromkeys(listed - existing - tables.not_in_all, f"{tables.of} has no such field")
 
 
 def defaults_of(config_class: Any) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("a mapping whose keys are no words")
+            raise TypeError("a mapping has keys that are not strings")
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]

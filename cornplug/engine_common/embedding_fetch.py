@@ -37,7 +37,9 @@ class ExpectedEmbedding:
         if tuple(shape) != wanted or dtype not in ITEM_BYTES or self.dtype not in (None, dtype):
             raise CodecError(f"{dtype} {tuple(shape)}", reason="wrong_shape")
         if size_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise CodecError(f"{size_bytes} bytes for {dtype} {tuple(shape)}", reason="wrong_shape")
+            raise CodecError(
+                f"expected {dtype} {tuple(shape)}, received {size_bytes} bytes", reason="wrong_shape"
+            )
 
 
 class EncoderRequestPolicy:
@@ -60,11 +62,11 @@ class EncoderRequestPolicy:
         """
         if tower is None or tower.served_identity is None:
             reason = "not_served" if identified else "identifying"
-            raise EncoderUnavailable("no service is known to serve this model", reason=reason)
+            raise EncoderUnavailable("no encoder service is known to serve this model", reason=reason)
         if refusal is not None:
             raise refusal
         if self._backoff.spares(now):
-            raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
+            raise EncoderUnavailable("the encoder service failed recently", reason="encoder_backoff")
         return tower.served_identity
 
     def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
@@ -74,7 +76,9 @@ class EncoderRequestPolicy:
         """
         self._backoff.answered()
         if reply.key != expected.key:
-            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
+            raise EncoderUnavailable(
+                "the encoder service replied with a different key", reason="encoder_bad_response"
+            )
         if reply.tensor is not None:
             expected.check(reply.tensor.dtype, reply.tensor.shape, len(reply.tensor.data))
         return f"service_{reply.origin}"
@@ -87,4 +91,6 @@ class EncoderRequestPolicy:
 
     def late(self, now: float) -> str:
         """`failed`, for a request without a reply inside its deadline."""
-        return self.failed(EncoderUnavailable("no reply in time", reason="encoder_timeout"), now)
+        return self.failed(
+            EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
+        )

@@ -100,7 +100,7 @@ class EmbeddingPublisher:
                 cost_s=cost_s,
             )
         except CornplugError as e:
-            log.debug("embedding not published: %s", e)
+            log.debug("embedding not saved: %s", e)
             outcome = e.reason
         finally:
             with self._lock:

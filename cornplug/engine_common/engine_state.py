@@ -120,14 +120,14 @@ class EngineState:
         """
         name = os.fsencode(path)
         if len(name) > LONGEST_PATH_BYTES:
-            raise ValueError(f"a path of {len(name)} bytes")
+            raise ValueError(f"path too long: {len(name)} bytes")
         self._end(epoch, name, began_ns, is_version=False)
 
     def end_named_update(self, epoch: int, version: str) -> None:
         """The weights are those that a trainer calls by this name. Otherwise as `end_update`."""
         name = version.encode("utf-8", errors="surrogatepass")
         if len(name) > LONGEST_VERSION_BYTES:
-            raise ValueError(f"a version of {len(name)} bytes")
+            raise ValueError(f"version too long: {len(name)} bytes")
         self._end(epoch, name, 0, is_version=True)
 
     def _end(self, epoch: int, name: bytes, began_ns: int, *, is_version: bool) -> None:
@@ -220,10 +220,10 @@ def _attach() -> mmap.mmap | None:
         with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b") as file:
             page = mmap.mmap(file.fileno(), _PAGE)
     except (OSError, ValueError) as e:
-        _log.warning("cornplug: this process cannot see its engine's state and shares nothing: %s", e)
+        _log.warning("cornplug: this process cannot read its engine's state and shares nothing: %s", e)
         return None
     if bytes(page[:_TOKEN_BYTES]) != bytes.fromhex(token):
         # The engine that this environment is of has ended, and its process id is another's.
-        _log.warning("cornplug: the engine's state is gone; this process shares nothing")
+        _log.warning("cornplug: the engine's state file was removed; this process shares nothing")
         return None
     return page

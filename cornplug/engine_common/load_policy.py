@@ -135,11 +135,15 @@ class LoadRule:
         self._said_at = self._clock()
         notice_s = self._noticing.seconds(1) or 0.0
         gain_s = token_s - bytes_a_token / self._moving.per_second()
-        least = f"pays from {math.ceil(notice_s / gain_s)} tokens on" if gain_s > 0 else "does not pay"
+        least = (
+            f"is faster than prefill from {math.ceil(notice_s / gain_s)} tokens"
+            if gain_s > 0
+            else "is not faster than prefill"
+        )
         return (
-            f"measured: KV loads at {self._moving.per_second() / 1e9:.2f} GB/s and is noticed after "
-            f"{notice_s * 1e3:.1f} ms; prefill at {1 / token_s if token_s else math.inf:.0f} tokens/s: "
-            f"a load {least}" + (" (store.load_when is always)" if self._when == "always" else "")
+            f"measured: KV loads at {self._moving.per_second() / 1e9:.2f} GB/s and is available after "
+            f"{notice_s * 1e3:.1f} ms; prefill at {1 / token_s if token_s else math.inf:.0f} tokens/s: a "
+            f"load {least}" + (" (store.load_when is always)" if self._when == "always" else "")
         )
 
 

@@ -125,7 +125,8 @@ class LoraDigests:
         """
         if (path, load) in _unseen:
             raise CheckpointError(
-                f"adapter {path}: its files did not answer before the engine loaded them", reason="lora"
+                f"adapter {path}: cornplug could not read its files before the engine loaded them",
+                reason="lora",
             )
         note(path, load)
         if (path, load) not in self._known:
@@ -135,12 +136,14 @@ class LoraDigests:
                 raise _unreadable(path, e) from e
             self._known[path, load] = digest("cornplug-adapter-v1", *parts)
         if _noted[path, load] != _signature(path):
-            raise CheckpointError(f"adapter {path} was changed under the engine", reason="lora_changed")
+            raise CheckpointError(
+                f"the files of adapter {path} changed after the engine loaded them", reason="lora_changed"
+            )
         return self._known[path, load]
 
 
 def _identifying(path: str) -> CheckpointError:
-    return CheckpointError(f"adapter {path} is being read", reason="identifying")
+    return CheckpointError(f"cornplug is still reading adapter {path}", reason="identifying")
 
 
 def _files(path: str) -> list[Path]:
@@ -149,7 +152,7 @@ def _files(path: str) -> list[Path]:
     if others:
         # SGLang loads every safetensors file of the folder, vLLM the one of this name.
         raise CheckpointError(
-            f"adapter {path} has weights in {', '.join(others)} too; leave {_WEIGHTS} alone there",
+            f"adapter {path} has weights in {', '.join(others)} too; keep only {_WEIGHTS}",
             reason="lora_files",
         )
     return [folder / "adapter_config.json", folder / _WEIGHTS]

@@ -125,7 +125,7 @@ class EngineModel:
         try:
             json.dumps(self.overrides)
         except (TypeError, ValueError) as e:
-            raise CheckpointError(f"overrides cannot be identified: {e}", reason="overrides") from e
+            raise CheckpointError(f"cannot identify overrides: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
         """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
@@ -137,8 +137,8 @@ class EngineModel:
         if name not in self.validated_families or not (described or name in self.generic_inputs):
             compared = ", ".join(sorted(self.validated_families)) or "none"
             raise CheckpointError(
-                f"no test compares {self.engine}'s embeddings of {name!r} in {self.dtype} with those of the "
-                f"encoder service, in this release. Compared in {self.dtype}: {compared}.",
+                f"this release has not been tested with {self.engine}'s embeddings of {name!r} in "
+                f"{self.dtype}. Tested for {self.dtype}: {compared}.",
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
@@ -165,7 +165,7 @@ class EngineModel:
         """
         if self.checkpoint.base:
             raise CheckpointError(
-                f"{self.checkpoint.path}: a part of this model lies in another checkpoint.",
+                f"{self.checkpoint.path}: a part of this model is stored in another checkpoint.",
                 reason="unknown_family",
             )
         name = str(self.checkpoint.config.get("model_type"))
@@ -194,7 +194,9 @@ class EngineModel:
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
         """Identity of videos. Raises CheckpointError where this engine shares images alone."""
         if self.why_no_videos:
-            raise CheckpointError(f"{self.engine} shares no videos of {name!r}", reason=self.why_no_videos)
+            raise CheckpointError(
+                f"{self.engine} does not share videos of {name!r}", reason=self.why_no_videos
+            )
         served = self.checkpoint.identity(
             self.dtype, modality="video", processor_kwargs=self.processor_kwargs
         ).identity
@@ -231,8 +233,8 @@ class EngineModel:
         changed = self.checkpoint.changed_since(self.began_ns) if self.began_ns is not None else None
         if changed is not None:
             raise CheckpointError(
-                f"{changed} changed after this engine began to load the model; what it computes with may be "
-                "the older. Restart the engine to share.",
+                f"{changed} changed after this engine began to load the model, so the loaded weights may be "
+                "older. Restart the engine to share.",
                 reason="weights_changed",
             )
 
@@ -290,7 +292,7 @@ class StartedModel:
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         if self._model.checkpoint.base:
-            raise _unknown("a part of this model lies in another checkpoint")
+            raise _unknown("a part of this model is stored in another checkpoint")
         return replace(self._model, weight_version=version)
 
 
@@ -304,19 +306,19 @@ def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel
     if len(os.fsencode(path)) > engine_state.LONGEST_PATH_BYTES:
         raise _unknown("the path of the folder is too long")
     if not Path(path).is_dir():
-        raise _unknown(f"the weights were replaced from {path!r}, which is no folder")
+        raise _unknown(f"the weights were replaced from {path!r}, which is not a folder")
     found = Checkpoint.open(path)
     if old.base or found.base:
-        raise _unknown("a part of this model lies in another checkpoint")
+        raise _unknown("a part of this model is stored in another checkpoint")
     new = replace(found, config=old.config, preprocessors=old.preprocessors)
     if old.tensor_layout() != new.tensor_layout():
         # Tensors that one of them lacks stay as they were: then no folder holds what runs.
-        raise _unknown(f"the tensors of {path} are not those of {old.path}")
+        raise _unknown(f"{path} and {old.path} have different tensors")
     # The identity reads these from the folder, and the engine has read the other's.
     read = PROCESSOR_FILES if str(old.config.get("model_type")) in model.generic_inputs else ()
     for name in (*read, "generation_config.json"):
         if _settings(old, name) != _settings(new, name):
-            raise _unknown(f"{path} and {old.path} differ in {name}")
+            raise _unknown(f"{name} differs between {path} and {old.path}")
     return replace(model, checkpoint=new, began_ns=began_ns)
 
 

@@ -99,7 +99,7 @@ def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
     """The header of a leased page. Raises CodecError, "wrong_shape" for a page of other geometry."""
     header = decode_header(lease.meta, key=lease.key)
     if header.shape != page.shape or header.dtype != page.dtype:
-        raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
+        raise CodecError(f"unexpected page: shape {header.shape} {header.dtype}", reason="wrong_shape")
     if page.runs_in(len(header.checksums)) is None or lease.location.size != page.page_bytes:
-        raise CodecError("a page of other size than it says", reason="wrong_shape")
+        raise CodecError("the size of a page does not match its header", reason="wrong_shape")
     return header

@@ -84,7 +84,7 @@ class RankPages:
             for number, one, source in zip(numbers, heads_copied, head, strict=True):
                 one[:] = source
                 if digest(one) != checksums[number]:
-                    raise CodecError("a page is corrupt", reason="corrupt")
+                    raise CodecError("checksum mismatch in a page", reason="corrupt")
         if not whole:
             first = held.layers.start % (page.layers // runs) * page.layer_bytes
             here[:] = copied.reshape(len(here), -1)[:, first : first + here.shape[1]]

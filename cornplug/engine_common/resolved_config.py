@@ -59,7 +59,9 @@ def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, An
             # Of None and of nothing the same is said: no config class tells them apart.
             found[path] = plain(ours.get(path))
         except TypeError as e:
-            raise CheckpointError(f"{path} of the model's config is {e}", reason="overrides") from e
+            raise CheckpointError(
+                f"cannot identify the model's config: {path} is {e}", reason="overrides"
+            ) from e
     return found
 
 
@@ -103,7 +105,7 @@ def remote_code(folder: Path) -> str | None:
     for name, found in named.items():
         if "--" in repr(found):
             raise CheckpointError(
-                f"{folder / name} runs code of another repository; download the code into the folder",
+                f"{folder / name} runs code from another repository; download the code into the folder",
                 reason="remote_code",
             )
     parts = []

@@ -76,7 +76,7 @@ def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logg
     try:
         stat = runtime.store.stat(deadline_s=runtime.background_timeout_s)
     except StoreUnavailable as e:
-        logger.info("cornplug: store: its size in tokens of this model is unknown: %s", e)
+        logger.info("cornplug: store: cannot compute its size in tokens of this model: %s", e)
         return
     tokens = stat.capacity_bytes // page.page_bytes * page.page_tokens
     size = f"{stat.capacity_bytes / (1 << 30):.1f} GiB = {tokens:,} tokens of this model"
@@ -84,8 +84,8 @@ def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logg
         logger.info("cornplug: store: %s", size)
         return
     logger.warning(
-        "cornplug: store: %s, fewer than the %s tokens of this engine's own KV cache. Raise store.size_bytes "
-        "(cornplug serve-store --size) to share more than the most recent prompts.",
+        "cornplug: store: %s, less than the %s tokens of this engine's own KV cache. To share more than "
+        "the most recent prompts, increase store.size_bytes (cornplug serve-store --size).",
         size,
         f"{own_tokens:,}",
     )

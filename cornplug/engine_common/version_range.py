@@ -41,4 +41,4 @@ class VersionRange:
         if version is not None and version in self:
             return ""
         found = f"{self.engine} {version}"
-        return f"{found} is outside the tested range {self}; install a release of cornplug for it"
+        return f"{found} is outside the tested range {self}; install a release of cornplug that supports it"

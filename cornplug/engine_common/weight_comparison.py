@@ -32,12 +32,12 @@ def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: log
         checkpoint = identified()
         name, compared = differing(model, checkpoint)
     except CheckpointError as e:
-        log.debug("cornplug: loaded weights not compared: %s", e)
+        log.debug("cornplug: did not compare loaded weights: %s", e)
         return
     if name is not None:
-        weights_guard.end_sharing(f"{name} in memory is not what {checkpoint.path} holds", log)
+        weights_guard.end_sharing(f"{name} in memory differs from {checkpoint.path}", log)
     else:
-        log.debug("cornplug: %d tensors in memory are those of the files", compared)
+        log.debug("cornplug: %d tensors in memory match the files", compared)
 
 
 def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:

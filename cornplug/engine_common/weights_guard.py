@@ -30,7 +30,7 @@ def epoch() -> int:
 def begin_update(by: str, log: logging.Logger) -> int:
     """The epoch in which the call `by` replaces the weights by those of a checkpoint: no process shares."""
     if not replaced():
-        log.info("cornplug: weights are replaced by %s; nothing is shared meanwhile", by)
+        log.info("cornplug: %s is replacing the weights; nothing is shared until it finishes", by)
     return engine_state.current().begin_update()
 
 
@@ -53,11 +53,11 @@ def unusable_version(version: object, before: object) -> str:
     `before` is the engine's version until then.
     """
     if not isinstance(version, str) or not version.strip():
-        return "no weight_version came with the update"
+        return "the update had no weight_version"
     if version == _UNNAMED:
-        return f"{_UNNAMED!r} is the version of weights that no trainer named"
+        return f"{_UNNAMED!r} is the default weight_version"
     if version == before:
-        return f"weight_version {version!r} is that of the weights before"
+        return f"weight_version {version!r} did not change with the weights"
     if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.LONGEST_VERSION_BYTES:
         return "the weight_version is too long"
     return ""

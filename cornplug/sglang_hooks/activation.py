@@ -40,8 +40,8 @@ def turn_on(extra: Mapping[str, str]) -> None:
     if settings(extra).engine.tower == "service":
         raise ConfigError(
             "--cornplug-tower",
-            "SGLang has a way of its own to leave the tower to the encoder service",
-            "Start it with --language-only --encoder-urls http://HOST:8750 instead.",
+            "SGLang has its own flags to run without a tower",
+            "Start the server with --language-only --encoder-urls http://HOST:8750 instead.",
         )
     os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
     os.environ.pop(_PARTS, None)

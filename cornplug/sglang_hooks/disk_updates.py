@@ -56,9 +56,9 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 def _excluded(manager: Any, recv_req: Any) -> str:
     """The reason why the weights that the request names cannot be followed; "" for none."""
     if recv_req.load_format not in READS_SAFETENSORS:
-        return f"load format {recv_req.load_format!r}"
+        return f"load format {recv_req.load_format!r} is not supported"
     if _trained:
-        return "a trainer's tensors were loaded before, of which some may stay"
+        return "a trainer sent tensors before, and some of them may still be in use"
     return excluded_server(manager)
 
 
@@ -74,15 +74,15 @@ def excluded_server(manager: Any) -> str:
 
     settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
     found = {
-        "the weights were unknown before": engine_state.current().unknown(),
+        "cornplug could not identify the previous weights": engine_state.current().unknown(),
         # Replicas, stages and hosts have votes of their own.
         "data or pipeline parallelism, or several hosts": max(
             settings.dp_size, settings.pp_size, settings.nnodes
         )
         > 1,
         "quantised weights": settings.quantization or declares_quantization(model.hf_config),
-        "a draft model, whose weights are replaced too": manager.draft_worker is not None,
-        "encoders, which keep their weights": settings.language_only
+        "the server has a draft model, whose weights are replaced too": manager.draft_worker is not None,
+        "the server has encoders, which keep their weights": settings.language_only
         or settings.encoder_urls
         or settings.enable_adaptive_dispatch_to_encoder,
     }
@@ -92,9 +92,9 @@ def excluded_server(manager: Any) -> str:
 def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
     """The reason why this rank does not hold the folder's weights, and nothing of others; "" if it does."""
     if not (result.success and recv_req.flush_cache):
-        return "SGLang did not load them and flush its cache"
+        return "SGLang did not load the weights and flush its cache"
     if str(Path(recv_req.model_path).resolve()) != path:
-        return "the folder is another by now"
+        return "the path now refers to another folder"
     try:
         checkpoint = started_model().with_weights(path, began_ns).checkpoint
         name, compared = differing(manager.tp_worker.model_runner.model, checkpoint)
@@ -102,9 +102,9 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
     except CheckpointError as e:
         return str(e)
     if name is not None:
-        return f"{name} in memory is not what the folder holds"
+        return f"{name} in memory differs from the folder"
     if changed is not None:
-        return f"{changed} was written meanwhile"
+        return f"{changed} changed during the update"
     return "" if compared else "no tensor could be compared"
 
 
@@ -128,7 +128,9 @@ def _settle(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group)
     agreed, first_ns = vote.tolist()
     if not agreed:
-        weights_guard.end_sharing(f"weights replaced from {path}: {why or 'not on every rank'}", logger)
+        weights_guard.end_sharing(
+            f"weights replaced from {path}: {why or 'another rank rejected the update'}", logger
+        )
     elif torch.distributed.get_rank(group) == 0:
         engine_state.current().end_update(epoch, path, first_ns)
         logger.info("cornplug: this engine shares again, with the weights of %s", path)

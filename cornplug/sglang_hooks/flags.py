@@ -42,8 +42,9 @@ def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
         parser,
         ENABLE,
         action="store_true",
-        help="Share with default settings. Each option below implies it. It enables SGLang's hierarchical "
-        "cache (HiCache) with cornplug as its storage; HiCache flags that you set are kept.",
+        help="Share KV and embeddings with default settings. Each --cornplug-* option implies this flag. It "
+        "enables SGLang's hierarchical cache (HiCache) with cornplug as its storage, and keeps HiCache "
+        "flags that you set.",
     )
 
 

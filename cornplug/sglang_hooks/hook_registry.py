@@ -38,15 +38,17 @@ def verify(*_args: Any, **_kwargs: Any) -> None:
     if missing:
         raise ConfigError(
             ENABLE,
-            f"SGLang {SUPPORTED_VERSIONS.installed()} cannot be hooked at {', '.join(missing)}",
-            "Its log says why. Leave the flag out, or the plugin that holds the same place (SGLANG_PLUGINS).",
+            f"cornplug cannot hook SGLang {SUPPORTED_VERSIONS.installed()} at {', '.join(missing)}",
+            "See SGLang's log for the reason. Remove the flag, or the plugin that replaces the same "
+            "function (SGLANG_PLUGINS).",
         )
     unlike = sorted(f"{name}: {why}" for name, hook in _registered.items() if (why := misfit(hook)))
     if unlike:
         raise ConfigError(
             ENABLE,
-            f"SGLang {SUPPORTED_VERSIONS.installed()} calls with other parameters: {'; '.join(unlike)}",
-            "Install a release of cornplug for it, or leave the flag out.",
+            f"SGLang {SUPPORTED_VERSIONS.installed()} has functions with other parameters: "
+            f"{'; '.join(unlike)}",
+            "Install a release of cornplug that supports it, or remove the flag.",
         )
 
 

@@ -45,7 +45,8 @@ def hook(server_args: Any, needed: Iterable[str]) -> None:
     ]
     if unhooked:
         logger.warning(
-            "cornplug: images are not shared: SGLang runs no plugin where it reads them under %s",
+            "cornplug: images are not shared: SGLang does not load plugins in the process that reads "
+            "images with %s",
             ", ".join(unhooked),
         )
     elif workers > 1:

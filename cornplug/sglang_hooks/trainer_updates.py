@@ -134,10 +134,10 @@ def _is_empty(manager: Any, update: _Update) -> bool:
 
 def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
     """Let the ranks vote, and the first one say what came of it."""
-    excluded = "a call failed" if update.failed else excluded_server(manager)
+    excluded = "one of the calls failed" if update.failed else excluded_server(manager)
     why = weights_guard.unusable_version(update.version(), update.before)
     if len(update.versions) > 1:
-        why = f"its calls gave {len(update.versions)} versions"
+        why = f"its calls had {len(update.versions)} different versions"
     if is_empty:
         forget()
     name = int.from_bytes(digest("cornplug-version-vote-v1", repr(update.version()).encode())[:7])
@@ -147,13 +147,15 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
     update.waits_for_flush = False
     if not may or least != -most:
         _rank.update = None
-        why = excluded or ("not on every rank" if not may else "the ranks saw different versions")
+        why = excluded or (
+            "another rank rejected the update" if not may else "the ranks received different versions"
+        )
         weights_guard.end_sharing(f"weights replaced by a trainer: {why}", logger)
     elif not named:
-        logger.warning("cornplug: nothing is shared until an update is named: %s", why)
+        logger.warning("cornplug: nothing is shared until an update has a weight_version: %s", why)
     elif not empty:
         update.waits_for_flush = True
-        logger.info("cornplug: this engine shares again after /flush_cache")
+        logger.info("cornplug: this engine will share again after /flush_cache")
     else:
         _rank.update = None
         if torch.distributed.get_rank(manager.tp_cpu_group) == 0:

@@ -150,9 +150,10 @@ def _refusal(qos: ServiceClass, verdict: TtftVerdict) -> JSONResponse:
     status, kind = _STATUS[verdict.outcome]
     wait_s = verdict.wait_s or 0.0
     why = (
-        f"the first token would come after {wait_s:.1f} s, and class {qos.name!r} has {qos.deadline_s:g} s"
+        f"the predicted time to the first token is {wait_s:.1f} s, and the deadline of class {qos.name!r} is "
+        f"{qos.deadline_s:g} s"
         if verdict.outcome == "overloaded"
-        else f"class {qos.name!r} has used its share, and the rest is kept for others"
+        else f"class {qos.name!r} has used its share, and other classes reserve the rest"
     )
     retry_s = max(1, math.ceil(verdict.retry_after_s or 0.0))
     error = {"message": f"{why}; try again in {retry_s} s", "type": kind, "param": None, "code": status}
@@ -168,14 +169,14 @@ def _path(scope: Scope) -> str:
 def _meters(registry: CollectorRegistry) -> tuple[Counter, Gauge]:
     outcomes = Counter(
         "cornplug_admission_total",
-        "Requests of generation by class and outcome: admitted, blind (admitted without vLLM's figures), "
-        "over_share (429), overloaded (503).",
+        "Generation requests by class and outcome: admitted, blind (admitted because vLLM's metrics were "
+        "not available), over_share (status 429), overloaded (status 503).",
         ("qos", "outcome"),
         registry=registry,
     )
     predicted = Gauge(
         "cornplug_admission_predicted_seconds",
-        "Predicted time to the first token of the last request; 0 where there was no queue.",
+        "Predicted time to the first token of the last request, 0 if there was no queue.",
         multiprocess_mode="mostrecent",
         registry=registry,
     )

@@ -28,7 +28,7 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
             "--kv-connector",
             metavar="NAME",
             default=None,
-            help="Name of a KV connector. 'cornplug' has no effect beside this release of vLLM.",
+            help="Name of a KV connector. 'cornplug' has no effect with this release of vLLM.",
         )
     return parser
 

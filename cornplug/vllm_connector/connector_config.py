@@ -108,7 +108,7 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     if not config.is_mm_encoder_only:
         return None
     _left_out[:] = ["this engine runs the encoder only"]
-    compat.logger.info("cornplug: %s: it has no KV to share", _left_out[0])
+    compat.logger.info("cornplug: %s, so there is no KV to share", _left_out[0])
     return config
 
 
@@ -152,7 +152,8 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
             pass
         else:
             _no_kv(
-                "cornplug: KV of this engine is not shared, as vLLM does not take a KV connector here: %s",
+                "cornplug: KV of this engine is not shared, because vLLM rejects a KV connector with this "
+                "configuration: %s",
                 refused,
             )
             return config
@@ -163,7 +164,11 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
         names.append("kv_transfer_config")
     # Where stock refuses these arguments too, this raises stock's own words.
     config = without(*names)
-    _no_kv("cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused)
+    _no_kv(
+        "cornplug: this engine shares nothing, because vLLM rejects its connectors with this configuration: "
+        "%s",
+        refused,
+    )
     return config
 
 
@@ -175,7 +180,7 @@ def _no_kv(line: str, why: object) -> None:
 def kv_impossible(config: Any) -> str | None:
     """Why an engine of this configuration cannot start with a KV connector, where vLLM checks it too late."""
     if config.model_config.is_encoder_decoder:
-        return "vLLM takes no KV connector for encoder-decoder models"
+        return "vLLM does not support KV connectors for encoder-decoder models"
     backend = config.attention_config.backend
     if backend is not None:
         try:
@@ -183,7 +188,7 @@ def kv_impossible(config: Any) -> str | None:
         except ImportError:
             return None  # another platform's backend: vLLM raises an error of its own
         if not supported:
-            return f"attention backend {backend.name} takes no KV connector"
+            return f"attention backend {backend.name} does not support KV connectors"
     return None
 
 
@@ -215,7 +220,7 @@ def _settle(config: Any) -> None:
     # would abort the requests whose pages are damaged.
     if kv.kv_load_failure_policy != _RECOMPUTE:
         compat.logger.warning(
-            "cornplug: kv_load_failure_policy is set to %r: 'fail' aborts requests whose pages are lost",
+            "cornplug: set kv_load_failure_policy to %r, because 'fail' aborts requests when a page is lost",
             _RECOMPUTE,
         )
         kv.kv_load_failure_policy = _RECOMPUTE

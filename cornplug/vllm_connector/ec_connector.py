@@ -137,7 +137,7 @@ class CornplugECConnector(ECConnectorBase):
     def _stop_sharing(self, hook: str, error: Exception) -> None:
         """An error that nothing foresaw: the engine goes on without sharing."""
         compat.logger.error(
-            "cornplug: embeddings of this engine are not shared any more: %s failed", hook, exc_info=error
+            "cornplug: embeddings of this engine are no longer shared: %s failed", hook, exc_info=error
         )
         self._tally.count("cornplug_misses_total", self._app, EMBEDDING, "error")
         if self._scheduler is not None:

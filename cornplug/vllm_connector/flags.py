@@ -32,9 +32,9 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
         metavar="NAME",
         default=None,
-        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config; a "
-        "connector that --kv-transfer-config names runs beside it. Any other registered name sets "
-        "--kv-transfer-config with kv_role=kv_both.",
+        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config, and a "
+        "connector that you set with --kv-transfer-config runs alongside. Any other registered name "
+        "sets --kv-transfer-config with kv_role=kv_both.",
     )
     return parser
 
@@ -48,14 +48,16 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
         return original(cls, args)
     other = args.kv_transfer_config
     if other is not None and (name != NAME or several_connectors.has_ours(other)):
-        raise ValueError("--kv-connector and --kv-transfer-config are two ways to say one thing; give one")
+        raise ValueError(
+            "--kv-connector and --kv-transfer-config are mutually exclusive unless the connector is cornplug"
+        )
     kv, ec = transfer_configs(name, extra)
     args.kv_transfer_config = kv if other is None else several_connectors.beside(other, kv)
     if ec is not None:
         if args.ec_transfer_config is not None:
             raise ValueError(
-                "--kv-connector cornplug sets --ec-transfer-config itself; to combine it with "
-                "another encoder connector give --kv-transfer-config in full"
+                "--kv-connector cornplug sets --ec-transfer-config itself. To combine it with another "
+                "encoder connector, pass the complete --kv-transfer-config"
             )
         args.ec_transfer_config = ec
     # Consumed: vLLM may parse the same namespace again in a child.

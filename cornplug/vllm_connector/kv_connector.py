@@ -57,7 +57,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ConfigError(
                 "kv_load_failure_policy",
-                "'fail' would abort requests whose pages are lost",
+                "'fail' would abort requests when a page is lost",
                 'Set it to "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
             )
         self._tally = Tally()
@@ -318,7 +318,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def _stop_sharing(self, hook: str, error: Exception) -> None:
         """An error that nothing foresaw: the engine goes on without sharing."""
         compat.logger.error(
-            "cornplug: KV of this engine is not shared any more: %s failed", hook, exc_info=error
+            "cornplug: KV of this engine is no longer shared: %s failed", hook, exc_info=error
         )
         self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
         try:
@@ -329,7 +329,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 size = self._vllm_config.cache_config.block_size
                 self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")
         except Exception:  # noqa: BLE001 - the first error is the one to look at
-            compat.logger.exception("cornplug: KV of this engine may stay in use")
+            compat.logger.exception("cornplug: could not release all KV blocks")
 
     def shutdown(self) -> None:
         if self._worker is not None:

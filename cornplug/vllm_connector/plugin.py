@@ -35,10 +35,10 @@ def register() -> None:
             _install()
         except (AttributeError, ImportError) as e:
             version = compat.SUPPORTED_VERSIONS.installed()
-            why = f"vLLM {version} is not as its releases of that number are: {e}"
+            why = f"vLLM {version} differs from the release of that number: {e}"
     if why:
         _state["why"] = why
-        compat.logger.warning("cornplug stays off: %s", why)
+        compat.logger.warning("cornplug is disabled: %s", why)
         _install_flags(why)
         return
     _state["registered"] = True
@@ -51,7 +51,7 @@ def _install_flags(why: str) -> None:
 
         compat.wrap_all(as_stock.wraps(why))
     except (AttributeError, ImportError) as e:
-        compat.logger.warning("cornplug: its flags are unknown to this vLLM: %s", e)
+        compat.logger.warning("cornplug: cannot add its flags to this release of vLLM: %s", e)
 
 
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:

@@ -14,8 +14,8 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.no_tower.engine_arguments import settings_in
 
 NOT_SHARED: Final = (
-    "requests with media that another process rendered (/inference/v1/generate) share neither embeddings nor "
-    "the KV behind media; text is shared. Send images to /v1/chat/completions to share them"
+    "requests with media from another process (/inference/v1/generate) share neither embeddings nor KV "
+    "after the first medium. Text is shared. Send images to /v1/chat/completions to share them"
 )
 
 

@@ -77,7 +77,7 @@ def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
     if not config.model_config.is_multimodal_model:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
     found = asked("embeddings", lambda: tower_identity(config))
-    limits = [f"An encoder service is not asked: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
+    limits = [f"The encoder service is not used: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
     limits += [f"But {rendered_elsewhere.NOT_SHARED}."] if rendered else []
     return msgspec.structs.replace(found, remedy=" ".join(limits)) if found.shared else found
 
@@ -85,7 +85,7 @@ def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
 def _kv(config: VllmConfig) -> SharingVerdict:
     ours = our_settings(config.kv_transfer_config)
     if ours is None:
-        return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector has its place")
+        return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector is configured")
     engine = settings.load(ours).engine
     if not engine.share_kv:
         return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
@@ -94,13 +94,18 @@ def _kv(config: VllmConfig) -> SharingVerdict:
         specs = _layer_specs(config)
         _grouped(config, specs)
     except _UNBUILDABLE as e:
-        why = f"only a running engine shows it: vLLM did not build the model without weights: {first_line(e)}"
+        why = (
+            "cannot be determined without starting the engine: vLLM could not build the model without "
+            f"weights: {first_line(e)}"
+        )
         return SharingVerdict(what="KV", shared=None, why=why)
     found = asked("KV", lambda: _check(config, specs, engine.page_tokens))
     if found.shared:
         return asked("KV", lambda: kv_identity(config))
     if _one_group_shares(config, specs, engine.page_tokens):
-        remedy = f"{_ONE_MANAGER} shares it; the cache then keeps all tokens of windowed layers."
+        remedy = (
+            f"{_ONE_MANAGER} allows sharing, but the engine's cache then keeps all tokens of windowed layers."
+        )
         return SharingVerdict(what="KV", shared=False, why=found.why, remedy=remedy)
     return found
 

@@ -11,36 +11,41 @@ from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
-_WINDOWED: Final = "not tested: a draft that sees a window only"
+_WINDOWED: Final = "not tested: a draft model that attends to a window"
 DRAFT_SETTINGS: Final = (
     ExcludedFlag(
-        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several drafts"
+        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several draft models"
     ),
-    ExcludedFlag("decrypted_draft_config_file", None, "--decrypted-draft-config-file", "not in its key"),
+    ExcludedFlag(
+        "decrypted_draft_config_file",
+        None,
+        "--decrypted-draft-config-file",
+        "the decrypted config is not part of the key",
+    ),
     ExcludedFlag(
         "speculative_adaptive",
         False,
         "--speculative-adaptive",
-        "a draft's KV has gaps where the server was too busy to draft",
+        "the draft's KV has gaps, because a busy server skips drafting",
     ),
     ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
     ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
 )
 """Settings under which KV is not shared beside a draft model (`_WITH_DRAFT_KV`)."""
-DRAFTS: Final = "not tested: shared are EAGLE, STANDALONE, and NGRAM, whose drafts have no KV"
+DRAFTS: Final = "not tested. EAGLE, STANDALONE and NGRAM can be shared"
 """Why KV is not shared under `--speculative-algorithm`, but for `_DRAFTERS`."""
 _WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
 _DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
-DRAFT_TREES: Final = "not tested: drafts in trees of several branches. Set --speculative-eagle-topk 1"
+DRAFT_TREES: Final = "not tested: drafts with more than one branch. Set --speculative-eagle-topk 1"
 """Why KV is not shared beside a draft model that proposes several tokens for one place."""
 BESIDE_DRAFT: Final = {
-    "mla": "not tested: a draft beside a model of latents (MLA)",
-    "images": "not tested: a draft beside a model of images",
-    "fp8": "not tested: a draft beside a model with an fp8 KV cache",
+    "mla": "not tested: a draft model with an MLA model",
+    "images": "not tested: a draft model with a multimodal model",
+    "fp8": "not tested: a draft model with an fp8 KV cache",
 }
 """Why KV is not shared beside a draft model of some models."""
 TREES: Final = (
-    "SGLang takes its trees of several branches in pages of one token only, or with flashinfer: set "
+    "with more than one branch, SGLang needs pages of one token, or flashinfer: set "
     "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
 )
 """Why KV is not shared under NGRAM in its default breadth, with other attention backends."""

@@ -80,7 +80,7 @@ class DraftPages:
     ) -> None:
         pages = host_pages(pool.host_pool)
         if pages.latent:
-            raise LayoutError("a draft with latents (MLA)", reason="speculative")
+            raise LayoutError("the draft model uses MLA", reason="speculative")
         plain = page_geometry(
             pages,
             page_tokens=index.page_tokens,
@@ -93,7 +93,7 @@ class DraftPages:
         verify(pages, controller, pool.device_pool)
         group = activation.group() if tp[0] > 1 else b""
         if tp[0] > 1 and not group:
-            raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
+            raise LayoutError("the tensor-parallel ranks have no common group name", reason="tp_group_broken")
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
         mine, uncounted = RankPages(page, held, runtime.store), Tally()
         roots = NamespaceRoots(runtime.secret, page, partial(_identify, model))

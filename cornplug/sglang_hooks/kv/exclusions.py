@@ -23,11 +23,11 @@ _LEAST_ROOM_BYTES: Final = 1 << 30
 """Least memory for all host pools: less shares little, and the loading of the model may take it."""
 
 
-_HALF_PAGES: Final = "a rank holds a part of each page that is neither a range of heads nor whole"
-_NO_CPU: Final = "not tested: SGLang 0.5.23 does not run it without a GPU"
-_REFUSES: Final = "with it SGLang refuses HiCache and does not start"
+_HALF_PAGES: Final = "each rank holds a part of a page that is not a range of heads"
+_NO_CPU: Final = "not tested: SGLang 0.5.23 needs a GPU for it"
+_REFUSES: Final = "SGLang does not start with HiCache and this flag"
 DEPLOYMENTS: Final = (
-    ExcludedFlag("nnodes", 1, "--nnodes", "the store is the memory of one host"),
+    ExcludedFlag("nnodes", 1, "--nnodes", "the store is local to one host"),
     ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
     ExcludedFlag("attn_cp_size", 1, "--attn-cp-size", _HALF_PAGES),
     ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _NO_CPU),
@@ -35,43 +35,43 @@ DEPLOYMENTS: Final = (
         "disaggregation_mode",
         "null",
         "--disaggregation-mode",
-        "its KV comes from prefill servers, by SGLang's own transfer and under no key of its content",
+        "a decode server receives its KV from prefill servers by SGLang's own transfer, without content keys",
         also=("prefill",),
     ),
     ExcludedFlag(
         "enable_pd_role_switch",
         False,
         "--enable-pd-role-switch",
-        "as a decode server it has its KV from prefill servers",
+        "the server can become a decode server, which receives its KV from prefill servers",
     ),
     ExcludedFlag(
         "disaggregation_decode_allocation_policy",
         "early",
         "--disaggregation-decode-allocation-policy",
-        "with `prefill_complete` SGLang refuses a storage behind HiCache",
+        "with `prefill_complete`, SGLang does not accept a storage for HiCache",
     ),
-    ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it was written"),
+    ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it is written"),
     ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
     ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
-    ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: a request is one prefill"),
+    ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: each request is a single prefill"),
     ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _NO_CPU),
-    ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit that this server shares"),
+    ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit cornplug's settings"),
     ExcludedFlag("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding", _REFUSES),
     ExcludedFlag("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint", _REFUSES),
     ExcludedFlag("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel", _REFUSES),
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
 WINDOWS: Final = (
-    "SGLang keeps KV of their windows in a pool without pages here, or with other KV heads; "
-    "with --disable-hybrid-swa-memory (by default for Gemma 2 and 3, OLMo 3, EXAONE 4) it is shared, but not "
-    "beside images"
+    "SGLang keeps KV of their sliding windows in a pool without pages, or with a different number of KV "
+    "heads. With --disable-hybrid-swa-memory (default for Gemma 2 and 3, OLMo 3, EXAONE 4) their KV is "
+    "shared, unless the model is multimodal"
 )
 """Why KV of some models with sliding windows is not shared."""
-BESIDE_WINDOWS: Final = "not tested: beside sliding windows in a pool of their own"
+BESIDE_WINDOWS: Final = "not tested: with sliding windows in a separate pool"
 """Why settings of KV and drafts that are shared otherwise are not, of models with windows."""
 NO_PAGE_OF_PAIR: Final = (
-    "--disaggregation-mode prefill without --page-size (SGLang hands KV over only between servers of one page"
-    " size: give `--page-size 64` to prefill and decode servers)"
+    "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
+    "same page size: set `--page-size 64` on prefill and decode servers)"
 )
 """A decode server raises at the first request where its prefill server has pages of another size."""
 # Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
@@ -148,7 +148,7 @@ def deployment(settings: Any) -> str:
     if why := _not_together(settings) or drafter(settings):
         return why
     if settings.load_format not in READS_SAFETENSORS:
-        return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
+        return f"--load-format {settings.load_format} does not read only the checkpoint's safetensors"
     return ""
 
 
@@ -160,7 +160,7 @@ def _not_together(settings: Any) -> str:
         "--speculative-algorithm": settings.speculative_algorithm is not None,
     }
     chosen = [flag for flag, is_chosen in ways.items() if is_chosen]
-    return f"{' with '.join(chosen)} (no test runs them together)" if len(chosen) > 1 else ""
+    return f"{' with '.join(chosen)} (this combination is not tested)" if len(chosen) > 1 else ""
 
 
 def _checkpoint(server_args: Any, settled: Any) -> str:
@@ -221,16 +221,18 @@ def _kv_dtype(server_args: Any, settled: Any) -> str:
 
     dtype = settled.kv_cache_dtype
     if dtype not in _KV_DTYPES | QUANTISED:
-        return f"--kv-cache-dtype {dtype}: only {', '.join((*ITEM_BYTES, *sorted(QUANTISED)))} are shared"
+        return (
+            f"--kv-cache-dtype {dtype}: cornplug shares only {', '.join((*ITEM_BYTES, *sorted(QUANTISED)))}"
+        )
     if dtype in ("bf16", "bfloat16"):
         return ""
     model = model_config_of(server_args)
     if field := declares_quantised_kv(model.hf_config):
-        return f"the checkpoint has its KV cache quantised ({field})"
+        return f"the checkpoint has a quantised KV cache ({field})"
     if dtype in QUANTISED:
         return _fp8(dtype, model)
     name = str(model.dtype).removeprefix("torch.")
-    return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
+    return "" if name in ITEM_BYTES else f"KV of dtype {name}: cornplug shares only {', '.join(ITEM_BYTES)}"
 
 
 def _fp8(dtype: str, model: Any) -> str:
@@ -238,9 +240,9 @@ def _fp8(dtype: str, model: Any) -> str:
     from sglang.srt.configs.model_config import AttentionArch
 
     if model.attention_arch != AttentionArch.MHA:
-        return f"--kv-cache-dtype {dtype} of latents (MLA)"
+        return f"--kv-cache-dtype {dtype} with MLA"
     if is_fp8_fnuz():
-        return f"--kv-cache-dtype {dtype}: on this GPU of AMD's the same name means other values"
+        return f"--kv-cache-dtype {dtype}: AMD's fnuz variant of this dtype has different values"
     return ""
 
 
@@ -250,17 +252,17 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
     if settled.disable_radix_cache:
         return "SGLang disables the radix cache for this model"
     if envs.SGLANG_RADIX_FORCE_MISS.get():
-        return "SGLANG_RADIX_FORCE_MISS is set, with which SGLang takes no prefix from a cache"
+        return "SGLANG_RADIX_FORCE_MISS is set, so SGLang does not use its prefix cache"
     if is_free(server_args):
         if settled.disaggregation_mode != "null":
             return NO_PAGE_OF_PAIR
         if not page_for(settled, page_tokens):
             return (
-                f"--chunked-prefill-size {settled.chunked_prefill_size} is no multiple of a page of "
-                f"{LINK_TOKENS} tokens or more"
+                f"--chunked-prefill-size {settled.chunked_prefill_size} is not a multiple of a page size of "
+                f"at least {LINK_TOKENS} tokens"
             )
     elif not fits(settled.page_size, page_tokens):
-        return f"SGLang sets pages of {settled.page_size} tokens for this model or attention backend"
+        return f"SGLang sets a page size of {settled.page_size} tokens for this model or attention backend"
     return ""
 
 
@@ -276,7 +278,7 @@ def _images_look_alike(server_args: Any) -> str:
     model = model_config_of(server_args)
     if not model.is_multimodal or not runs_generic_backend(model):
         return ""
-    return "SGLang has no prefix cache for images in models of its generic transformers backend"
+    return "SGLang has no prefix cache for images of models in its generic transformers backend"
 
 
 def _no_room() -> str:
@@ -295,4 +297,7 @@ def _no_room() -> str:
     if free - reserve >= _LEAST_ROOM_BYTES:
         return ""
     gib = 1 << 30
-    return f"{free / gib:.1f} GiB of host memory are free, {reserve / gib:.0f} of which HiCache leaves alone"
+    return (
+        f"{free / gib:.1f} GiB of host memory are free, and HiCache reserves {reserve / gib:.0f} GiB of that "
+        "for the host"
+    )

@@ -34,7 +34,7 @@ BACKEND: Final = {
 SECOND_SIGHT: Final = "write_through_selective"
 """SGLang's write policy under which its tree offers a page at the second request that has it."""
 
-_EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
+_EMBEDDINGS_ONLY: Final = "or set CORNPLUG_ENGINE_SHARE_KV=false to share only embeddings"
 
 # (ServerArgs field, what it is when not given, its flag): the other owners of the KV's host side.
 RIVALS: Final = (
@@ -145,15 +145,19 @@ def named_extra(text: str | None) -> dict[str, Any] | None:
 def _refuse_rivals(server_args: Any) -> None:
     for field, plain, flag in RIVALS:
         if getattr(server_args, field) != plain:
-            _conflict(flag, "which needs SGLang's hierarchical cache", f"Drop {flag}")
+            _conflict(flag, "because cornplug needs SGLang's hierarchical cache", f"Remove {flag}")
     backend = server_args.hicache_storage_backend
     if backend is not None and not is_ours(server_args):
-        _conflict(f"--hicache-storage-backend {backend}", "which is a storage itself", "Drop one of the two")
+        _conflict(
+            f"--hicache-storage-backend {backend}",
+            "because cornplug is a storage backend itself",
+            "Remove one of the two flags",
+        )
     if str(server_args.hicache_storage_backend_extra_config or "").startswith("@"):
         _conflict(
             "--hicache-storage-backend-extra-config @FILE",
-            "which adds to it",
-            "Give it as a JSON object, or drop it",
+            "because cornplug adds keys to it",
+            "Pass it as a JSON object, or remove it",
         )
 
 
@@ -163,9 +167,9 @@ def _given_extra(server_args: Any) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except json.JSONDecodeError as e:
-        raise ConfigError(flag, f"no JSON: {e}", "Correct it, or drop it.") from e
+        raise ConfigError(flag, f"invalid JSON: {e}", "Correct it, or remove it.") from e
     if not isinstance(given, dict):
-        raise ConfigError(flag, "not a JSON object", "Correct it, or drop it.")
+        raise ConfigError(flag, "not a JSON object", "Correct it, or remove it.")
     return given
 
 
@@ -191,13 +195,15 @@ def _check_page(page_size: int, page_tokens: int) -> None:
     if not exclusions.fits(page_size, page_tokens):
         _conflict(
             f"--page-size {page_size}",
-            f"which shares pages of {page_tokens} tokens (--cornplug-page-tokens)",
+            f"because cornplug shares pages of {page_tokens} tokens (--cornplug-page-tokens)",
             f"Choose a multiple of {LINK_TOKENS} that divides {page_tokens} or is a multiple of it",
         )
 
 
 def _conflict(flag: str, why: str, remedy: str) -> None:
-    raise ConfigError(flag, f"excludes --enable-cornplug, {why}", f"{remedy}, {_EMBEDDINGS_ONLY}.")
+    raise ConfigError(
+        flag, f"cannot be combined with --enable-cornplug, {why}", f"{remedy}, {_EMBEDDINGS_ONLY}."
+    )
 
 
 HOOKS: tuple[Hook, ...] = (Hook("sglang.srt.arg_groups.hicache_hook.handle_hicache", "before", settle),)

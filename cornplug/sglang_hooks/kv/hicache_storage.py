@@ -62,15 +62,15 @@ class CornplugStorage(FurtherPools):
         if not activation.is_on():
             raise ConfigError(
                 "--hicache-storage-backend-extra-config",
-                "names cornplug's storage in a server without cornplug",
+                "selects cornplug's storage on a server without cornplug",
                 "Add --enable-cornplug.",
             )
         parts = activation.needed()
         if parts is not None and "kv" not in parts:
             raise ConfigError(
                 "hicache_storage_backend",
-                "names cornplug's storage in a server that has started without KV sharing",
-                "Start the server with --enable-cornplug; its log says what excludes KV sharing.",
+                "selects cornplug's storage on a server that was started without KV sharing",
+                "Start the server with --enable-cornplug. Its log gives the reason if KV cannot be shared.",
             )
         super().__init__(activation.runtime(), activation.tally())
         self._config = storage_config
@@ -106,7 +106,7 @@ class CornplugStorage(FurtherPools):
         elif host_pool_name != PoolName.KV:
             self._extra_pools[str(host_pool_name)] = host_pool
             if self._reader is not None:
-                self._stop("attention_kind", f"a pool {host_pool_name} came later")
+                self._stop("attention_kind", f"SGLang added pool {host_pool_name} after the start")
 
     def on_host_pools_registered(self) -> None:
         try:
@@ -122,11 +122,11 @@ class CornplugStorage(FurtherPools):
             try:
                 self._open_draft()
             except CornplugError as e:
-                self._stop(e.reason, f"its draft's is not: {e}")
+                self._stop(e.reason, f"cannot share KV of the draft model: {e}")
 
     def _open(self) -> None:
         if self._controller is None:
-            raise LayoutError("SGLang's cache controller was not seen", reason="layout")
+            raise LayoutError("cannot find SGLang's cache controller", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.runtime_context import get_server_args
 
@@ -204,8 +204,8 @@ class CornplugStorage(FurtherPools):
             index, self._reader, self.pace, self._tally, self._run.app, windows=self._windows
         )
         logger.info(
-            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
-            " %d, layers %d to %d of %d, verified by writing",
+            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d "
+            "of %d, layers %d to %d of %d; the layout is verified",
             pages.page_size,
             self.mem_pool_host.layout,
             tokens,
@@ -217,8 +217,8 @@ class CornplugStorage(FurtherPools):
             page.layers,
         )
         logger.info(
-            "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
-            "request with beam_width",
+            "cornplug: SGLang's HiCache uses %.1f GiB of host memory on this rank for it, and rejects "
+            "requests with beam_width",
             sum(pool.kv_buffer.nbytes for pool in self.registered_pools.values()) / (1 << 30),
         )
         if place.tp_rank == place.stage == 0:
@@ -240,7 +240,7 @@ class CornplugStorage(FurtherPools):
             only_seen=self._only_seen(),
             stopping=self._reader.stopping,
         )
-        logger.info("cornplug: KV of the draft model is shared with it, for servers with the same draft")
+        logger.info("cornplug: KV of the draft model is shared with servers that have the same draft model")
 
     def _only_seen(self) -> bool:
         """Whether the store itself counts the requests that have a page: SGLang's tree does not."""
@@ -254,7 +254,7 @@ class CornplugStorage(FurtherPools):
         size, rank = (1, 0) if latent else (place.tp_size, place.tp_rank)
         stages = len(place.layers_of_stages)
         if size * stages > 1 and not group:
-            raise LayoutError("the ranks share no group name", reason="tp_group_broken")
+            raise LayoutError("the ranks have no common group name", reason="tp_group_broken")
         return part_of(page, size, rank, group, stages=stages, stage=place.stage)
 
     def _stop(self, reason: str, why: str) -> None:
@@ -354,7 +354,7 @@ class CornplugStorage(FurtherPools):
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "error")
             self._errors += 1
             if self._errors == 1:
-                logger.exception("cornplug: a %s of KV failed", what)
+                logger.exception("cornplug: KV %s failed", what)
             elif self._errors == _MOST_ERRORS:
                 self._stop("error", f"{self._errors} errors, the last in a {what}")
 

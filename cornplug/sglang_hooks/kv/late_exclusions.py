@@ -47,16 +47,16 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
         return unshareable(pools[0]) or unshareable(pools[1])
     # Their subclasses keep something else: block scales, asymmetric heads, sparse slots, other orders.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
-        return f"a KV pool of kind {type(pool).__name__} has no pages"
+        return f"KV pool {type(pool).__name__} has no pages"
     if quantised_format(pool.dtype) and type(pool) is MHATokenToKVPool:
         if pool.is_quantized_kv_cache:  # SGLang's CPU backend with AMX
-            return f"fp8 KV with the scales of {type(pool.quant_method).__name__}"
+            return f"fp8 KV with scales of {type(pool.quant_method).__name__}"
         return _scaled(model)
     try:
         name = dtype_name(pool.dtype)
     except CodecError:
         name = str(pool.dtype)
-    return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
+    return "" if name in ITEM_BYTES else f"KV of dtype {name}: cornplug shares only {', '.join(ITEM_BYTES)}"
 
 
 def _scaled(model: torch.nn.Module | None) -> str:
@@ -65,13 +65,13 @@ def _scaled(model: torch.nn.Module | None) -> str:
 
     layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)] if model else []
     if not layers:
-        return "fp8 KV of a model whose attention layers, and so their scales, are not known"
+        return "fp8 KV, and the scales of the model's attention layers are unknown"
     for layer in layers:
         for name in ("k_scale", "v_scale", "k_scale_float", "v_scale_float"):
             scale = getattr(layer, name)
             # None: the values are cast as they are.
             if scale is not None and torch.any(torch.as_tensor(scale) != 1):
-                return f"layer {layer.layer_id} scales its fp8 KV by another {name} than 1"
+                return f"layer {layer.layer_id} has an fp8 KV cache with {name} other than 1"
     return ""
 
 
@@ -108,9 +108,9 @@ def _draft_seen(scheduler: Any) -> str:
     if len(runners) > 1:
         return f"{len(runners)} draft models"
     if runners and (mode := drafts.hicache_draft_plan.mode) != "sidecar":
-        return f"its draft model's KV has no pool of its own: SGLang keeps it as {mode.value}"
+        return f"KV of the draft model is not in a separate pool: SGLang keeps it as {mode.value}"
     why = unshareable(runners[0].token_to_kv_pool) if runners else ""
-    return f"its draft model: {why}" if why else ""
+    return f"draft model: {why}" if why else ""
 
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
@@ -131,7 +131,7 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
         return
     shares = storage.is_open and not (with_draft and storage.lacks_draft)
     if storage.is_open and not shares:
-        logger.warning("cornplug: KV of this engine is not shared: its draft model's has no pages here")
+        logger.warning("cornplug: KV of this engine is not shared: KV of its draft model has no pages")
     if agreed(cache, shares):
         return
     if shares:
@@ -141,8 +141,8 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
         _without_storage(scheduler)
         if not _given(scheduler):
             logger.warning(
-                "cornplug: SGLang's HiCache stays, as its pools are made. Start with "
-                "CORNPLUG_ENGINE_SHARE_KV=false to be without"
+                "cornplug: SGLang's HiCache stays on, because its pools are allocated already. Start with "
+                "CORNPLUG_ENGINE_SHARE_KV=false to run without it"
             )
 
 
@@ -156,9 +156,9 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     # Every rank computes the same from here to the original's call.
     scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
     if scheduler is None:
-        return False, f"cornplug: this server has started without KV sharing. {_RESTART}"
+        return False, f"cornplug: this server was started without KV sharing. {_RESTART}"
     if cache.pp_size > 1:
-        return False, f"cornplug: pipeline stages cannot agree while requests are served. {_RESTART}"
+        return False, f"cornplug: pipeline stages cannot agree while the server handles requests. {_RESTART}"
     if why := _unshareable(scheduler):
         return False, f"cornplug: KV of this engine is not shared: {why}"
     settled = hicache_config.storage_settings(cache.page_size, activation.config(), extra)
@@ -167,9 +167,9 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     if not ok or not isinstance(storage, CornplugStorage):
         why = said
     elif not storage.is_open:
-        why = storage.why_off or "its storage is not open"
+        why = storage.why_off or "the storage is not open"
     else:
-        why = "its draft model has no pages here" if storage.lacks_draft else ""
+        why = "the draft model's KV has no pages" if storage.lacks_draft else ""
     if agreed(cache, not why):
         return ok, said
     # Needed after a failure of SGLang's too: its controller may still hold a storage that the cache ignores.
@@ -186,8 +186,8 @@ def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
     logger.warning(
-        "cornplug: the store is not cleared, as it is shared with other engines; "
-        "`cornplug store purge --app NAME` removes an app's entries"
+        "cornplug: the store is not cleared, because other engines use it too; `cornplug store purge --app "
+        "NAME` removes an app's entries"
     )
     return ClearHiCacheReqOutput(success=False)
 

@@ -43,7 +43,7 @@ def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
     from sglang.srt.mem_cache.utils import get_hash_str
 
     if len(tokens) % LINK_TOKENS:
-        raise ValueError(f"{len(tokens)} tokens are no whole number of {LINK_TOKENS}-token links")
+        raise ValueError(f"{len(tokens)} tokens is not a multiple of {LINK_TOKENS}")
     return [bytes.fromhex(link) for link in get_hash_str(tokens, prior.hex() or None, page_size=LINK_TOKENS)]
 
 
@@ -52,7 +52,7 @@ def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
     tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
     for prior in (b"", bytes(range(32))):
         if _native_chain(prior, tokens) != chain(prior, tokens):
-            logger.warning("cornplug: SGLang hashes pages in another way than it did; ours takes longer")
+            logger.warning("cornplug: SGLang's page hash changed, so cornplug uses its own, which is slower")
             return chain
     return _native_chain
 

@@ -58,7 +58,7 @@ class PagesOnly(HiCacheStorage):
 
     def clear(self) -> bool:
         """False: the store is also others', and is not this engine's to empty."""
-        logger.warning("cornplug: the host's store is shared and stays as it is")
+        logger.warning("cornplug: the store is shared by the host's engines and is not cleared")
         return False
 
 

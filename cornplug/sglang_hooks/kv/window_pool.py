@@ -80,15 +80,16 @@ def layer_groups(
     if not further:
         return None
     if len(place.layers_of_stages) > 1:
-        raise LayoutError("windows under pipeline parallelism: no test runs them", reason="attention_kind")
+        raise LayoutError("sliding windows with pipeline parallelism are not tested", reason="attention_kind")
     pools = window_pools(controller.mem_pool_device)
     if pools is None or set(further) != {"swa"}:
         raise LayoutError(
-            f"state besides KV of full attention: {', '.join(sorted(further))}", reason="attention_kind"
+            f"the model has state other than KV of full attention: {', '.join(sorted(further))}",
+            reason="attention_kind",
         )
     window = model.sliding_window_size
     if not isinstance(window, int) or window <= 0:
-        raise LayoutError(f"windows of {window} tokens", reason="attention_kind")
+        raise LayoutError(f"sliding windows of {window} tokens are not supported", reason="attention_kind")
     places = controller.mem_pool_device.layers_mapping
     of_full, of_windows = (
         tuple(sorted((layer for layer, at in places.items() if at[1] is sliding), key=lambda n: places[n][0]))
@@ -96,7 +97,7 @@ def layer_groups(
     )
     if sorted((*of_full, *of_windows)) != list(range(model.num_hidden_layers)):
         raise LayoutError(
-            f"pools of layers {sorted(places)}, in a model of {model.num_hidden_layers}",
+            f"pools of layers {sorted(places)} in a model with {model.num_hidden_layers} layers",
             reason="attention_kind",
         )
     return LayerGroups(LayerGroup(pools[0], of_full, 0), LayerGroup(pools[1], of_windows, window))
@@ -225,7 +226,7 @@ def open_windows(
     """
     pages = host_pages(host_pool)
     if pages.latent or pages.page_size != index.page_size:
-        raise LayoutError(f"windows in pages of {pages.page_size} tokens", reason="attention_kind")
+        raise LayoutError(f"the window pool has pages of {pages.page_size} tokens", reason="attention_kind")
     page = group.page(
         page_geometry(pages, page_tokens=index.page_tokens, heads=heads, layers=len(group.layers), config={})
     )

@@ -90,12 +90,12 @@ def host_pages(pool: Any) -> HostPages:
     # Their subclasses keep something else: asymmetric heads, block scales, sparse slots.
     kind = type(pool)
     if kind is not MHATokenToKVPoolHost and kind is not MLATokenToKVPoolHost:
-        raise LayoutError(f"a host pool of kind {kind.__name__} has no pages", reason="attention_kind")
+        raise LayoutError(f"host pool {kind.__name__} has no pages", reason="attention_kind")
     latent = kind is MLATokenToKVPoolHost
     if pool.layout not in (_MLA if latent else _MHA):
         raise LayoutError(f"{kind.__name__} with layout {pool.layout!r} has no pages", reason="layout")
     if not isinstance(pool.kv_buffer, torch.Tensor) or pool.kv_buffer.device.type != "cpu":
-        raise LayoutError("the host pool is not one tensor in host memory", reason="layout")
+        raise LayoutError("the host pool is not a single tensor in host memory", reason="layout")
     if pool.layer_num != pool.target_layer_num:
         raise LayoutError("the host pool also holds a draft model's layers", reason="speculative")
     return HostPages(pool, latent=latent)
@@ -123,11 +123,14 @@ def page_geometry(
     """
     pool = pages.pool
     if quantised and (pages.latent or pool.dtype != torch.uint8):
-        raise LayoutError(f"{quantised} values in a host pool of {dtype_name(pool.dtype)}", reason="kv_dtype")
+        raise LayoutError(
+            f"KV of dtype {quantised} in a host pool of dtype {dtype_name(pool.dtype)}", reason="kv_dtype"
+        )
     held = layers if place is None else len(place.layers)
     if pool.layer_num != held:
         raise LayoutError(
-            f"the host pool holds {pool.layer_num} of {held} layers: shared, windowed or state layers",
+            f"the host pool has {pool.layer_num} of {held} layers: the model has shared, windowed or state "
+            "layers",
             reason="attention_kind",
         )
     return PageGeometry(
@@ -174,8 +177,8 @@ def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int)
     heads, writes = tensor_parallel_heads(page.heads, tp_size, tp_rank)
     if len(heads) != pages.pool.head_num:
         raise LayoutError(
-            f"rank {tp_rank} of {tp_size} holds {pages.pool.head_num} of {page.heads} KV heads,"
-            f" not {len(heads)}",
+            f"rank {tp_rank} of {tp_size} holds {pages.pool.head_num} of {page.heads} KV heads, expected "
+            f"{len(heads)}",
             reason="layout",
         )
     return heads, writes
@@ -197,8 +200,8 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
     slots = host.alloc(size)
     if slots is None:
         raise LayoutError(
-            "no free page in the host pool to verify the layout with: flush the cache (POST /flush_cache), "
-            "and attach the storage again",
+            "the host pool has no free page to verify the layout: flush the cache (POST /flush_cache), and "
+            "attach the storage again",
             reason="layout",
         )
     here = pages.page(int(slots[0]))
@@ -280,5 +283,5 @@ def _finish(device: Any) -> None:
 def _expect(found: torch.Tensor, pattern: torch.Tensor, what: str) -> None:
     if not torch.equal(found, pattern):
         raise LayoutError(
-            f"SGLang {what} KV in the layout that this release knows: KV is not shared", reason="layout"
+            f"SGLang {what} KV in the layout that this release of cornplug expects", reason="layout"
         )

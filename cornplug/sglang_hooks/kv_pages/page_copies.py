@@ -230,7 +230,7 @@ class PageCopies:
             tile.layers[:] = payload[heads, layers]
             for number, segment in zip(numbers, tile.segments, strict=True):
                 if digest(segment) != checksums[number]:
-                    raise CodecError("a page is corrupt", reason="corrupt")
+                    raise CodecError("checksum mismatch in a page", reason="corrupt")
             for inside, there in parts:
                 there[heads, layers] = tile.rows[:, :, :, inside]
 

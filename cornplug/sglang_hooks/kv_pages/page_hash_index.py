@@ -83,9 +83,9 @@ class PageHashIndex:
         max_bytes: int = _MAX_BYTES,
     ) -> None:
         if page_size % LINK_TOKENS or page_tokens % LINK_TOKENS:
-            raise ValueError(f"pages of {page_size} and {page_tokens} tokens are not multiples of 16")
+            raise ValueError(f"page sizes {page_size} and {page_tokens} are not multiples of 16")
         if page_size % page_tokens and page_tokens % page_size:
-            raise ValueError(f"of pages of {page_size} and {page_tokens} tokens neither divides the other")
+            raise ValueError(f"page sizes {page_size} and {page_tokens}: neither is a multiple of the other")
         self.page_size, self.page_tokens = page_size, page_tokens
         self._is_foreign = is_unkeyed
         self._advance = advance

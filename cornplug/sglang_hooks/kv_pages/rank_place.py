@@ -64,8 +64,8 @@ def require_stage(place: RankPlace, device_pool: Any) -> None:
     """
     if device_pool.start_layer != place.layers.start:
         raise LayoutError(
-            f"the KV pool of stage {place.stage} begins with layer {device_pool.start_layer}, not"
-            f" {place.layers.start}",
+            f"the KV pool of stage {place.stage} begins with layer {device_pool.start_layer}, expected "
+            f"{place.layers.start}",
             reason="layout",
         )
 
@@ -90,10 +90,10 @@ def _excluded(config: HiCacheStorageConfig) -> str:
 
     for name, size in (("context", config.attn_cp_size), ("decode context", config.dcp_size)):
         if size > 1:
-            return f"{name} parallelism over {size} ranks"
+            return f"{name} parallelism with {size} ranks"
     if is_dp_attention_enabled():
         return "data parallel attention"
     ranks = config.tp_size * config.pp_size
     if ranks > 1 and torch.distributed.get_world_size() != ranks:
-        return f"{torch.distributed.get_world_size()} ranks, of which {ranks} compute this rank's requests"
+        return f"{torch.distributed.get_world_size()} ranks, but only {ranks} compute this rank's requests"
     return ""

@@ -31,13 +31,14 @@ def wanted(config: Config, *, device: str, family: str, dtype: str) -> bool:
         how = "cpu" if _answers(config.encoder) else "device"
     if how == "cpu":
         logger.info(
-            "cornplug: images are decoded and resized on the CPU, as by vLLM and the encoder service, which "
-            'share them. engine.sglang_preprocessing = "device" leaves that to the GPU'
+            "cornplug: images are decoded and resized on the CPU, as in vLLM and the encoder service, so "
+            'their embeddings are shared. Set engine.sglang_preprocessing = "device" to use the GPU'
         )
     else:
         logger.warning(
-            "cornplug: the GPU decodes and resizes images, to other pixels than vLLM and the encoder service "
-            'have: they share none with this server. engine.sglang_preprocessing = "cpu" shares them'
+            "cornplug: the GPU decodes and resizes images. The pixels differ from those of vLLM and the "
+            "encoder service, so their embeddings are not shared with this server. Set "
+            'engine.sglang_preprocessing = "cpu" to share them'
         )
     return how == "cpu"
 

@@ -103,7 +103,7 @@ class EmbeddingPrefetcher:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
         except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine encodes it
-            logger.exception("cornplug: the lookup of an embedding failed")
+            logger.exception("cornplug: looking up an embedding failed")
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
             return ""
         finally:
@@ -114,7 +114,9 @@ class EmbeddingPrefetcher:
         self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None, began: float
     ) -> str:
         if waited.get():
-            raise EncoderUnavailable("the request has waited for an encoder", reason="encoder_timeout")
+            raise EncoderUnavailable(
+                "the request has already waited for an encoder", reason="encoder_timeout"
+            )
         identity = self._policy.identity_to_ask(
             tower, identified=True, refusal=self._encoder.refusal, now=began
         )
@@ -166,7 +168,9 @@ class EmbeddingPrefetcher:
             deadline_s=self._run.background_timeout_s,
         )
         if outcome not in ("stored", "present"):
-            raise StoreUnavailable(f"no room for an embedding: {outcome}", reason=f"store_{outcome}")
+            raise StoreUnavailable(
+                f"cannot reserve memory for an embedding: {outcome}", reason=f"store_{outcome}"
+            )
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:

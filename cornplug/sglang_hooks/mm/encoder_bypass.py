@@ -117,7 +117,7 @@ class EmbeddingSource:
         try:
             found = get_payload(self._run.store, key, deadline_s=self._run.deadline_s)
             if found is None:
-                raise CodecError("it was there a moment ago", reason="evicted")
+                raise CodecError("the embedding was evicted after the lookup", reason="evicted")
             header, payload = found
             expected = ExpectedEmbedding(key, rows_of(item), width, self._dtype)
             expected.check(header.dtype, header.shape, len(payload))
@@ -135,7 +135,7 @@ class EmbeddingSource:
         return tensor
 
     def _log_error(self, what: str) -> None:
-        compat.logger.exception("cornplug: the %s of an embedding failed", what)
+        compat.logger.exception("cornplug: embedding %s failed", what)
         self._miss("error")
 
     def _miss(self, reason: str) -> None:

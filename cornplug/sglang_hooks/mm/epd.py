@@ -72,22 +72,24 @@ def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
     """
     statement = SignedClaim.read(vars(data))
     if statement is None or data.embedding is None:
-        raise CodecError("the encoder sent no statement with its embeddings", reason="no_statement")
+        raise CodecError("the encoder sent embeddings without a signature", reason="no_statement")
     if identity is None:
-        raise CodecError("this engine's model is not identified", reason="not_identified")
+        raise CodecError("this engine's model is not identified yet", reason="not_identified")
     rows: torch.Tensor = data.embedding
     grid = data.get_grid()
     if rows.ndim != 2 or not _is_grid(grid):
-        raise CodecError("rows or grids have a shape that no statement covers", reason="statement")
+        raise CodecError("the shape of the embedding or its grid is not supported", reason="statement")
     shape = (rows.shape[0], rows.shape[1])
     payload = raw_bytes(rows)
     if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
-        raise CodecError("the embedding's statement is not signed by the store's secret", reason="statement")
+        raise CodecError(
+            "invalid signature: the embedding was not signed with this store's secret", reason="statement"
+        )
     if statement.identity != identity:
         raise EncoderRefused(
-            "the encoder encodes with another model, dtype or preprocessing than this server's: "
-            f"{statement.identity.hex()[:12]}, not {identity.hex()[:12]}. Start it with this server's "
-            "--model-path and --dtype, or name the model in --encoder-urls",
+            "the encoder's model, dtype or preprocessing differs from this server's: "
+            f"{statement.identity.hex()[:12]}, expected {identity.hex()[:12]}. Start the encoder with this "
+            "server's --model-path and --dtype, or name the model in --encoder-urls",
             reason="other_model",
         )
     return statement.media
@@ -139,11 +141,11 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
     try:
         identity = engine_model().tower_identity().served_identity
     except CheckpointError as e:
-        logger.warning("cornplug: embeddings of encoders are not shared: %s", e)
+        logger.warning("cornplug: embeddings from encoders are not shared: %s", e)
     group = receiver.tp_group
     if group is not None and receiver.tp_size > 1 and len(set(group.all_gather_object(identity))) > 1:
         logger.warning(
-            "cornplug: the ranks do not agree on their model; embeddings of encoders are not shared"
+            "cornplug: the ranks identify their model differently; embeddings from encoders are not shared"
         )
         identity = None
     _here.identity = identity
@@ -215,7 +217,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
         try:
             media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
         except EncoderRefused as e:
-            logger.error("cornplug: a request's embeddings are refused: %s", e)
+            logger.error("cornplug: rejected the embeddings of a request: %s", e)
             return None  # As SGLang answers where a part cannot be read.
         image_items = _image_items(mm_inputs)
         keys = keys_of(image_items, media, salt_of_request(request_obj))

@@ -157,7 +157,7 @@ def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) ->
     if not _falls_back():
         original(manager, error)
         return
-    logger.warning("cornplug: %s is encoded here: %s", error.rid, error.error_msg)
+    logger.warning("cornplug: this server encodes %s itself: %s", error.rid, error.error_msg)
     asyncio.run_coroutine_threadsafe(_encode_here(manager, error), manager.event_loop)
 
 

@@ -93,7 +93,7 @@ def _identify(processor: Any) -> Towers:
         if own is None:
             raise failed or e from e
         compat.logger.info(
-            "cornplug: embeddings of %s are shared among SGLang servers of this very checkpoint only: %s",
+            "cornplug: embeddings of %s are shared only with SGLang servers that run the same checkpoint: %s",
             ", ".join(sorted(own.modalities)),
             e,
         )
@@ -116,8 +116,8 @@ def _tower_identity(processor: Any) -> TowerIdentity:
     if differs is None:
         return tower
     compat.logger.info(
-        "cornplug: SGLang preprocesses images of this model in its own way; their embeddings and KV "
-        "are shared among SGLang servers only"
+        "cornplug: SGLang preprocesses images of this model differently, so their embeddings and KV are "
+        "shared only with SGLang servers"
     )
     return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
 
@@ -195,7 +195,7 @@ class _Tokenizer:
         self.prefetches = _one_host()
         if not self.prefetches:
             compat.logger.warning(
-                "cornplug: embeddings are not shared: ranks of several hosts (--nnodes) have a store each"
+                "cornplug: embeddings are not shared: with --nnodes, each host has its own store"
             )
 
 

@@ -61,7 +61,7 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
         theirs = _reference(model, ours)
     except _ITS_WORDS as e:
         raise CheckpointError(
-            f"{type(processor).__name__} cannot be compared with transformers: {type(e).__name__}: {e}",
+            f"cannot compare {type(processor).__name__} with transformers: {type(e).__name__}: {e}",
             reason="preprocessing",
         ) from e
     if all(map(_agree, ours, theirs)):
@@ -94,7 +94,7 @@ def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensor
         artifact = _artifact(processor, image)
         if not _agree(artifact, found):
             # Requests take either way, and a key cannot tell which.
-            raise ValueError("it processes an image in two ways")
+            raise ValueError("the processor processes the same image in two ways")
     return found
 
 

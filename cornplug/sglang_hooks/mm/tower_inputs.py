@@ -95,11 +95,11 @@ def _digest(value: object) -> bytes:
     match value:
         case torch.Tensor():
             if value.layout != torch.strided or value.is_quantized:
-                raise TypeError(f"a tensor of layout {value.layout}")
+                raise TypeError(f"unsupported tensor layout {value.layout}")
             return digest("tensor", array_digest(dtype_name(value.dtype), value.shape, raw_bytes(value)))
         case np.ndarray():
             if value.dtype.kind not in "biuf":
-                raise TypeError(f"an array of {value.dtype}")
+                raise TypeError(f"unsupported array dtype {value.dtype}")
             data = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
             return digest("array", array_digest(value.dtype.name, value.shape, data.tobytes()))
         case None | bool():

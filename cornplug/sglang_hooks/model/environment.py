@@ -132,10 +132,10 @@ _OTHER_VALUES: Final = """
 """
 
 _REFUSED: Final = {
-    "weights or code come from elsewhere": """
+    "weights or code come from another source": """
         EXPERT_PACK_PATH EXTERNAL_MM_MODEL_ARCH EXTERNAL_MM_PROCESSOR_PACKAGE EXTERNAL_MODEL_PACKAGE
         QWEN4_PLE_FILE_DIR USE_MODELSCOPE""",
-    "values wrong on purpose": """
+    "it produces wrong values on purpose": """
         DEBUG_HISPARSE_SKIP_IO DEBUG_REVERT_PR DSPARK_SIMULATE_FOLD KV_CANARY_ENABLE_MHA_V
         KV_CANARY_ENABLE_TOKEN_ORACLE KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT
         KV_CANARY_ENABLE_WRITE_INPUT_ASSERT KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB

@@ -43,10 +43,10 @@ def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
         return extra_key, None
     name = found[0]
     if len(found) > 1 or not extra_key.endswith(name) or name in _disputed:
-        raise CheckpointError("a namespace that names an adapter in an unknown way", reason="lora")
+        raise CheckpointError("cannot parse the adapter in the request's namespace", reason="lora")
     path = _paths[name]
     if path is None:
-        raise CheckpointError("an adapter that came as tensors has no files", reason="lora")
+        raise CheckpointError("the adapter was loaded from tensors and has no files", reason="lora")
     whole = _files.digest(path, name)
     left_out = _not_applied(name)
     applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
@@ -60,7 +60,9 @@ def _not_applied(name: str) -> bytes:
         manager = _managers.get(name)
         adapter = manager.loras.get(name) if manager is not None else None
         if manager is None or adapter is None:
-            raise CheckpointError("SGLang no longer says what it applies of an adapter", reason="lora")
+            raise CheckpointError(
+                "this release of SGLang does not list which parts of an adapter it applies", reason="lora"
+            )
         weights = {weight for layer in adapter.layers for weight in layer.weights}
         weights.update(adapter.embedding_layers)
         # As SGLang's memory pool: a weight is applied where a target's name occurs in its own.

@@ -56,7 +56,9 @@ def _described() -> EngineModel:
     try:
         server_args = get_server_args()
     except ValueError as e:
-        raise CheckpointError(f"SGLang has not said yet what it runs: {e}", reason="no_settings") from e
+        raise CheckpointError(
+            f"SGLang's configuration is not available yet: {e}", reason="no_settings"
+        ) from e
     return describe(resolved_view(server_args), model_config_of(server_args))
 
 
@@ -110,20 +112,23 @@ def _check_sources(settings: Any, model: Any) -> None:
     """Raise CheckpointError("load_format") unless weights come from the checkpoint's safetensors."""
     if settings.load_format not in READS_SAFETENSORS:
         raise CheckpointError(
-            f"load format {settings.load_format!r} is not known to read the checkpoint's safetensors alone; "
-            f"weights cannot be identified. Known: {', '.join(sorted(READS_SAFETENSORS))}.",
+            f"load format {settings.load_format!r} may read more than the checkpoint's safetensors, so "
+            f"cornplug cannot identify the weights. Supported: {', '.join(sorted(READS_SAFETENSORS))}.",
             reason="load_format",
         )
     elsewhere = ["a pointer head"] if model.pointer_head is not None else []
     if settings.download_dir and not Path(model.model_path).is_dir():
-        elsewhere.append("--download-dir, which is not where checkpoints are identified; name a folder")
+        elsewhere.append(
+            "--download-dir, where cornplug does not look for checkpoints; pass a folder as the model"
+        )
     extra = settings.model_loader_extra_config or {}
     extra = json.loads(extra) if isinstance(extra, str) else extra
     if unknown := sorted(extra.keys() - _READING):
         elsewhere.append(f"--model-loader-extra-config {', '.join(unknown)}")
     if elsewhere:
         raise CheckpointError(
-            f"what runs is not in the checkpoint alone ({', '.join(elsewhere)}); it cannot be identified",
+            f"the server runs more than the checkpoint ({', '.join(elsewhere)}), so cornplug cannot "
+            "identify it",
             reason="load_format",
         )
 

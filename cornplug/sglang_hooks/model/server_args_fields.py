@@ -19,7 +19,7 @@ def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
     for reason, names in groups.items():
         for name in names.split():
             if found.setdefault(prefix + name, reason) != reason:
-                raise ValueError(f"{name} stands in two groups")
+                raise ValueError(f"{name} is listed in two groups")
     return found
 
 
@@ -274,21 +274,19 @@ _HARMLESS: Final = {
 }
 
 _REFUSED: Final = {
-    "weights come from elsewhere than the checkpoint's files": """
+    "weights do not come from the checkpoint's files": """
         checkpoint_engine_wait_weights_before_ready custom_weight_loader decrypted_config_file
         kt_weight_path modelexpress_config modelopt_checkpoint_restore_path ple_offload_backend
         ple_offload_dir quantization_param_path quantize_and_serve rl_quant_profile weight_cache_mode""",
-    "it changes what the model computes in a way that nothing names": """
+    "it changes what the model computes, and cornplug cannot identify how": """
         debug_tensor_dump_input_file forward_hooks kv_canary kv_canary_real_data
         kv_canary_sweep_interval msprobe_dump_config""",
-    "embeddings come from a cache that goes by 64 bits of a hash": "enable_mm_global_cache",
-    "experts come and go with their ranks": """
+    "embeddings come from a cache with 64-bit hashes": "enable_mm_global_cache",
+    "the set of experts changes at run time": """
         elastic_ep_backend elastic_ep_initial_size elastic_ep_scale_timeout enable_elastic_expert_backup
         ep_join_mode ep_join_rank_offset max_ep_size""",
-    "tokens before others are computed with what comes after them": (
-        "dllm_algorithm dllm_algorithm_config dllm_fdfo"
-    ),
-    "one token's KV depends on which item of a request it is in": "enable_mis",
+    "KV of earlier tokens depends on later tokens": ("dllm_algorithm dllm_algorithm_config dllm_fdfo"),
+    "KV of a token depends on its item of the request": "enable_mis",
 }
 
 SERVER_ARGS: Final = FieldTables(

@@ -120,16 +120,16 @@ def why_not(config: Any) -> str:
     """Why vLLM prefills no request of this configuration while its media are encoded; "" where it does."""
     model = config.model_config
     if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
-        return "--ec-manager-config names an encoder cache manager"
+        return "--ec-manager-config sets an encoder cache manager"
     if model.is_encoder_decoder:
-        return "encoder-decoder models have one medium, at their first token"
+        return "encoder-decoder models have a single medium, at the first token"
     if not config.scheduler_config.enable_chunked_prefill:
         return "chunked prefill is off"
     if config.num_prefill_lookahead_tokens:
-        return "a draft model reads tokens behind a chunk"
+        return "the draft model reads tokens after the chunk"
     if config.cache_config.mamba_cache_mode == "align":
-        return "chunks end where states are cached"
+        return "chunks end where vLLM caches states"
     media = model.multimodal_config
     if media.mm_encoder_only or media.is_multimodal_pruning_enabled():
-        return "the engine prefills no text, or prunes videos"
+        return "the engine has no text prefill, or it prunes videos"
     return ""

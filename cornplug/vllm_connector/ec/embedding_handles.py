@@ -83,17 +83,19 @@ class ReceivedHandles:
         if claims.identity != identity or claims.dtype != self._dtype or weights_guard.replaced():
             here = "unknown" if identity is None else identity.hex()[:12]
             raise _refused(
-                "the handle's embedding is of another model, dtype or preprocessing than this server's: "
-                f"{claims.identity.hex()[:12]}, not {here}"
+                "the embedding of this handle is from another model, dtype or preprocessing: "
+                f"{claims.identity.hex()[:12]}, expected {here}"
             )
         if found is None:
-            raise _refused("the store has this embedding no more: encode again, or send it by value")
+            raise _refused(
+                "the store no longer has this embedding: encode it again, or send the embedding itself"
+            )
         header, payload = found
         if header.dtype != claims.dtype or len(header.shape) != 2:
-            raise _refused(f"the store's entry is {header.dtype} {header.shape}")
+            raise _refused(f"unexpected store entry: {header.dtype} {header.shape}")
         dtype = getattr(torch, header.dtype)
         if len(payload) != math.prod(header.shape) * dtype.itemsize:
-            raise _refused("the store's entry is not as long as it says")
+            raise _refused("the size of the store entry does not match its header")
         rows = torch.frombuffer(payload, dtype=dtype).view(header.shape)
         self.keep(claims, rows)
         return rows
@@ -116,19 +118,22 @@ class ReceivedHandles:
         if not isinstance(rows, torch.Tensor):
             if not self._alone:
                 return None
-            raise _refused(f"{modality}_embeds: the embedding itself is missing", modality)
+            raise _refused(f"{modality}_embeds: the embedding is missing", modality)
         grid = item.get(f"{modality}_grid_thw") if isinstance(item, Mapping) else None
         claims = self._known(rows, tuple(grid.flatten().tolist()) if isinstance(grid, torch.Tensor) else ())
         if claims is None or claims.modality != modality:
             if self._config.engine.embeddings_by_value or not self._alone:
                 return None
             raise _refused(
-                f"{modality}_embeds: this server takes embeddings by handle only, with the grid that it "
-                "names; start it with --enable-mm-embeds to take any",
+                f"{modality}_embeds: this server accepts embeddings only by handle, with the grid of the "
+                "handle. Start it with --enable-mm-embeds to accept other embeddings",
                 modality,
             )
         if options:
-            raise _refused(f"mm_processor_kwargs {sorted(options)}: the embedding was made without", modality)
+            raise _refused(
+                f"mm_processor_kwargs {sorted(options)}: the embedding was computed without these options",
+                modality,
+            )
         return f"{PREFIX}{claims.media.hex()}-{claims.key.hex()}"
 
     def key(self, mm_hash: str, salt: str | None) -> bytes:
@@ -138,17 +143,17 @@ class ReceivedHandles:
         changed: the handle's embedding was made without.
         """
         if weights_guard.replaced():
-            raise _refused("this server's weights were replaced after the embedding was read")
+            raise _refused("this server's weights were replaced after it read the embedding")
         found = _OURS.fullmatch(mm_hash)
         identity = self._identity()
         if found is None or identity is None:
             raise _refused(
-                "an embedding made without adapters is none of a model with an adapter on its tower"
+                "the embedding was computed without adapters, and the request uses an adapter on the tower"
             )
         media, claimed = (bytes.fromhex(text) for text in found.groups())
         key = embedding_key(self._secret, identity, media, salt)
         if key != claimed:
-            raise _refused("the handle is of another salt than this request's cache_salt", "cache_salt")
+            raise _refused("the handle's salt differs from the cache_salt of this request", "cache_salt")
         return key
 
     def _known(self, rows: torch.Tensor, grid: tuple[int, ...]) -> EmbeddingHandle | None:

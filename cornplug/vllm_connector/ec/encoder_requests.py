@@ -82,6 +82,6 @@ class EncoderRequests:
             answer.set_exception(e)
         except (AssertionError, RuntimeError, TypeError, ValueError) as e:
             # Torch's and vLLM's words for inputs of a form that we do not know.
-            answer.set_exception(EncoderRefused(f"inputs cannot be sent: {e}", reason="no_inputs"))
+            answer.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
         item.answer = answer
         answer.add_done_callback(lambda _: self._news.set())

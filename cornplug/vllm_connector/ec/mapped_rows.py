@@ -109,7 +109,7 @@ class MappedRows:
 
     def rows(self, place: RowPlace) -> torch.Tensor:
         """The bytes of a place on the device, shape (bytes,). `copied` tells when the place is free."""
-        assert self._bytes is not None, "the scheduler was told that this rank has mapped its memory"
+        assert self._bytes is not None, "the scheduler was notified that this rank has mapped its memory"
         there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
         self._ongoing.append((place.offset, end))
         return there

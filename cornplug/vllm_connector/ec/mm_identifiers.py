@@ -155,7 +155,7 @@ class MmIdentifiers:
         Raises VideoUnshared.
         """
         if self._why_no_videos:
-            raise VideoUnshared("videos of this model are not shared here", reason=self._why_no_videos)
+            raise VideoUnshared("videos of this model are not shared", reason=self._why_no_videos)
         check_options(self._own_options)
         check_options(options)
         media = self._named("video", uuid) if video is None else video_digest(video, metadata)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 IN_WORKERS_ONLY: Final = (
-    "with --mm-processor-cache-type shm only vLLM's workers can read processed media. "
-    "Leave it out, or set it to lru"
+    "with --mm-processor-cache-type shm, only vLLM's workers can read processed media. Remove the flag, or "
+    "set it to lru"
 )
 
 
@@ -46,7 +46,7 @@ class MediaInputs:
             self._norm: Any = build_mm_input_norm(config.model_config)
         self._in_workers_only = in_workers_only(config)
         if self._in_workers_only:
-            compat.logger.warning("cornplug: no encoder service is asked: %s", IN_WORKERS_ONLY)
+            compat.logger.warning("cornplug: the encoder service is not used: %s", IN_WORKERS_ONLY)
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
@@ -58,7 +58,9 @@ class MediaInputs:
         if self._in_workers_only:
             raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
         if feature.data is None:
-            raise EncoderRefused("the engine holds no processed inputs for this medium", reason="no_inputs")
+            raise EncoderRefused(
+                "the engine no longer holds the processed inputs of this medium", reason="no_inputs"
+            )
         wanted = self._wanted.get(feature.modality, ())
         found = {}
         for name in wanted:
@@ -67,7 +69,7 @@ class MediaInputs:
                 found[name] = self._tensor(element.data)
         if not wanted or wanted[0] not in found:
             raise EncoderRefused(
-                f"the engine's {feature.modality} has no {wanted[0] if wanted else 'known inputs'}",
+                f"the engine's {feature.modality} inputs have no {wanted[0] if wanted else 'known tensors'}",
                 reason="no_inputs",
             )
         return found

@@ -106,7 +106,7 @@ def row_memory(config: VllmConfig) -> RowMemory | None:
         # The first stage has the encoder; others are told of nothing.
         return RowMemory(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
     except OSError as e:
-        compat.logger.debug("cornplug: embeddings pass through the metadata of steps: %s", e)
+        compat.logger.debug("cornplug: embeddings are sent in the steps' metadata: %s", e)
         return None
 
 

@@ -75,16 +75,16 @@ class VideoUnshared(CornplugError):
 def video_digest(frames: object, metadata: object) -> bytes:
     """Media digest (32 bytes) of one video. Raises VideoUnshared: "video_frames", "video_metadata"."""
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
-        raise VideoUnshared("frames are no uint8 array of four axes", reason="video_frames")
+        raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
     fields = {} if metadata is None else metadata
     if not isinstance(fields, Mapping) or not _METADATA.issuperset(fields):
-        raise VideoUnshared("the video has metadata of another form", reason="video_metadata")
+        raise VideoUnshared("unsupported form of video metadata", reason="video_metadata")
     pixels = np.ascontiguousarray(frames)
     found = array_digest(pixels.dtype.name, pixels.shape, pixels.data.cast("B"))
     try:
         return processor_video_digest(found, {k: _plain(v) for k, v in fields.items()})
     except (TypeError, ValueError) as e:
-        raise VideoUnshared(f"metadata cannot be identified: {e}", reason="video_metadata") from e
+        raise VideoUnshared(f"cannot identify video metadata: {e}", reason="video_metadata") from e
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -95,13 +95,15 @@ def check_options(options: Mapping[str, Any]) -> None:
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
-        raise VideoUnshared(f"{_SCOPE} is no mapping", reason="video_options")
+        raise VideoUnshared(f"{_SCOPE} is not a mapping", reason="video_options")
     flat = {k: v for k, v in options.items() if k != _SCOPE}
     for name, value in (*flat.items(), *scoped.items()):
         known = name in _OPTIONS and isinstance(value, _SCALARS)
         edges = name == "size" and isinstance(value, Mapping)
         if not (known or (edges and all(isinstance(edge, int) for edge in value.values()))):
-            raise VideoUnshared(f"the processor's {name}", reason="video_options")
+            raise VideoUnshared(
+                f"processor option {name} is not supported for videos", reason="video_options"
+            )
 
 
 def unshared_name(name: str, reason: str) -> str:

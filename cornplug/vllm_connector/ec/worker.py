@@ -74,7 +74,7 @@ class ECWorker:
         """Shape (bytes,)."""
         if not isinstance(data, RowPlace):
             return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
-        assert self._rows is not None, "the scheduler was told that this rank has mapped its memory"
+        assert self._rows is not None, "the scheduler was notified that this rank has mapped its memory"
         return self._rows.rows(data)
 
     def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:

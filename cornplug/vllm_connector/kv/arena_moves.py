@@ -132,7 +132,7 @@ class ArenaMoves:
             while done < len(load.pages):
                 while begun < len(load.pages) and len(pending) < _LOADS_AHEAD:
                     if time.monotonic() > asked + load.deadline_s:
-                        raise StoreUnavailable("a load took too long", reason="load_timeout")
+                        raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
                     pages = load.pages[begun : begun + self._in.slab_pages]
                     places = range(load.first_page + begun, load.first_page + begun + len(pages))
                     offsets = np.frombuffer(pages.places, np.uint64)[::3].tolist()
@@ -150,12 +150,14 @@ class ArenaMoves:
                     # The scheduler half has read the header.
                     expected = segment_checksums(meta)
                     if [expected[n] for n in numbers] != found[i * len(numbers) : (i + 1) * len(numbers)]:
-                        raise CodecError(f"page {load.first_page + done} is corrupt", reason="corrupt")
+                        raise CodecError(
+                            f"checksum mismatch in page {load.first_page + done}", reason="corrupt"
+                        )
                     done += 1
             reason = ""
         except CornplugError as e:
             reason = e.reason
-            compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
+            compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
                 self._discard(load.pages.keys[done:])
         finally:
@@ -191,7 +193,7 @@ class ArenaMoves:
                     of_page = found[i * len(self._numbers) : (i + 1) * len(self._numbers)]
                     self._reports.page_over(one, dict(zip(self._numbers, of_page, strict=True)))
         except CornplugError as e:
-            compat.logger.debug("cornplug: a step's saves failed: %s", e)
+            compat.logger.debug("cornplug: the saves of a step failed: %s", e)
         finally:
             try:
                 for slab, _ in pending:
@@ -205,7 +207,7 @@ class ArenaMoves:
             try:
                 self._pages.store.view(page.target.location, writable=True)
             except CornplugError as e:
-                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
+                compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
                 self._reports.page_over(page, {})
             else:
                 yield page
@@ -249,14 +251,16 @@ def open_arena(
     device, page = blocks.device, pages.page
     try:
         if page.layer_bytes % BLOCK_BYTES:
-            raise LayoutError(f"{page.layer_bytes} bytes of a layer are no whole KiB", reason="layout")
+            raise LayoutError(
+                f"{page.layer_bytes} bytes of a layer are not a multiple of 1 KiB", reason="layout"
+            )
         sides = CudaSide(device), CudaSide(device, urgent=True)
         checksums = DeviceChecksums(device)
         out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
         if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
-            raise LayoutError("a page of noise came back otherwise", reason="layout")
+            raise LayoutError("a test page changed when it was copied", reason="layout")
     except Exception as e:  # noqa: BLE001 - drivers and compilers fail in ways of their own; an engine starts
-        compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
+        compat.logger.warning("cornplug: KV pages are copied through staging memory, which is slower: %s", e)
         return None
     memory = (
         beside.memory

@@ -69,7 +69,7 @@ def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
     if config.parallel_config.pipeline_parallel_size > 1:
         # This plan may be of one stage alone. Where layers share caches, the ranks find out.
         if drafts_with_kv(config) is not None:
-            raise LayoutError("a draft model beside pipeline parallelism", reason="speculative")
+            raise LayoutError("a draft model with pipeline parallelism", reason="speculative")
         return total
     target, drafts = _split(config, cache)
     if len(target) > total:
@@ -82,7 +82,7 @@ def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
     speculative = drafts_with_kv(config)
     if speculative is not None and speculative.uses_dynamic_speculative_decoding():
         # They are where the engine was too busy to draft.
-        raise LayoutError("a number of drafts that follows the load", reason="speculative")
+        raise LayoutError("the number of draft tokens depends on the load", reason="speculative")
     return speculative
 
 
@@ -99,7 +99,7 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
         draft, draft_parallel = speculative.draft_model_config, speculative.draft_parallel_config
         heads = draft.get_total_num_kv_heads(), draft_parallel.tensor_parallel_size
         if heads != (model.get_total_num_kv_heads(), parallel.tensor_parallel_size):
-            raise LayoutError("a draft model with other KV heads than its target", reason="speculative")
+            raise LayoutError("the draft model has a different number of KV heads", reason="speculative")
         count = min(count, model.get_total_num_hidden_layers())
     target = sorted(names[:count], key=layer_number)
     if [layer_number(name) for name in target] != list(range(count)):
@@ -116,7 +116,10 @@ def _planes(spec: Any) -> int:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
+        raise LayoutError(
+            f"cornplug does not support the KV layout of {type(spec).__name__} layers",
+            reason="attention_kind",
+        )
     require_plain(spec)
     return 1 if type(spec) is MLAAttentionSpec else PLANES
 
@@ -133,7 +136,9 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
     numbers = sorted(layer_number(name) for name in cache.kv_cache_groups[0].layer_names)
     layers = range(numbers[0], numbers[-1] + 1)
     if list(layers) != numbers or layers.stop > geometry.layers:
-        raise LayoutError(f"layers {numbers} are no plain range of {geometry.layers}", reason="layout")
+        raise LayoutError(
+            f"layers {numbers} are not a contiguous range of {geometry.layers}", reason="layout"
+        )
     return RankSlice(heads=heads, layers=layers, writes=writes)
 
 

@@ -39,7 +39,7 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
         try:
             _end_saves(core)
         except Exception:  # noqa: BLE001 - an engine that has failed raises what it likes
-            compat.logger.warning("cornplug: the last KV pages are not saved", exc_info=True)
+            compat.logger.warning("cornplug: the last KV pages were not saved", exc_info=True)
     return original(core, *args, **kwargs)
 
 

@@ -48,7 +48,7 @@ def received(request: Request) -> None:
             setattr(request, _ATTRIBUTE, keys)
     except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
         # An error here would end the thread, and the engine: the lookup meets it again, and counts it.
-        compat.logger.debug("cornplug: no keys ahead: %r", e)
+        compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)
 
 
 def made_for(request: Request) -> PageKeys | None:

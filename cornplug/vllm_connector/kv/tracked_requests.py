@@ -134,7 +134,7 @@ class TrackedRequests:
         if not exact:
             self.other_loads.seen()
             compat.logger.warning(
-                "cornplug: KV that vLLM's own prefix cache finds is not saved, as the hash of "
+                "cornplug: KV from vLLM's own prefix cache is not saved, because the hash of "
                 "--prefix-caching-hash-algo has collisions. Use sha256 or sha256_cbor to save it."
             )
         self._adapts_neighbours = compat.adapts_neighbours(config)

@@ -82,7 +82,8 @@ class KVWorker:
         try:
             if len(caches) != len(mine.layers):
                 raise LayoutError(
-                    f"{len(caches)} KV caches for {len(mine.layers)} layers: shared or extra layers",
+                    f"{len(caches)} KV caches for {len(mine.layers)} layers: the model has shared or extra "
+                    "layers",
                     reason="layout",
                 )
             layouts = self._layouts(caches, layers)
@@ -122,7 +123,9 @@ class KVWorker:
         try:
             from cornplug.vllm_connector.kv.arena_moves import open_arena
         except ImportError as e:  # a vLLM without Triton
-            compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
+            compat.logger.warning(
+                "cornplug: KV pages are copied through staging memory, which is slower: %s", e
+            )
             return None
         return open_arena(
             self._pages,
@@ -220,14 +223,16 @@ class KVWorker:
                 table = kernel_table(load.blocks, self._block_size, self._slots)
                 for i in range(0, len(load.pages), copies.slab_pages):
                     if time.monotonic() > asked + load.deadline_s:
-                        raise StoreUnavailable("a load took too long", reason="load_timeout")
+                        raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
                     pages = load.pages[i : i + copies.slab_pages]
                     slab = copies.slab(len(pages))
                     whole = self._verified(pages, slab.host)
                     copies.begin_in(slab, table, load.first_page + i, whole, (load.start, load.end), mark)
                     done += whole
                     if whole < len(pages):
-                        raise CodecError(f"page {load.first_page + done} is corrupt", reason="corrupt")
+                        raise CodecError(
+                            f"checksum mismatch in page {load.first_page + done}", reason="corrupt"
+                        )
                     yield
             finally:
                 copies.settle()
@@ -235,7 +240,7 @@ class KVWorker:
             reason = ""
         except CornplugError as e:
             reason = e.reason
-            compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
+            compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
                 self._discard_now(load.pages.keys[done:])
         finally:
@@ -291,10 +296,10 @@ class KVWorker:
             if not page.ongoing.given_up:
                 sums = self._pages.write(source, page.target.location)
         except CornplugError as e:
-            compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
+            compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
         self._reports.page_over(page, sums)
 
     def _mapped(self, copies: BlockCopies | None) -> BlockCopies:
         if copies is None:
-            raise LayoutError("this cache is not mapped", reason="layout")
+            raise LayoutError("the KV cache is not mapped", reason="layout")
         return copies

@@ -135,7 +135,7 @@ def verified_layouts(
             known[kind] = derive(cache, heads, size, page.dim, write, page.planes, page.quantised, scaled)
         found.append(known[kind])
     if len({layout.block_size for layout in found}) > 1:
-        raise LayoutError("layers with blocks of several sizes", reason="layout")
+        raise LayoutError("layers have different block sizes", reason="layout")
     return found
 
 
@@ -157,7 +157,9 @@ def latent_write_op(layer: Any) -> WriteOp:
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     if type(layer) is not MLAAttention:
-        raise LayoutError(f"{type(layer).__name__} has no page layout yet", reason="attention_kind")
+        raise LayoutError(
+            f"cornplug does not support the KV layout of {type(layer).__name__}", reason="attention_kind"
+        )
     update = _update(layer)
 
     def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -191,7 +193,7 @@ def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None
     scales = [one.flatten().tolist() if isinstance(one, torch.Tensor) else [one] for one in kept]
     if scales != [[scale] for scale in expected for _ in range(2)]:
         raise LayoutError(
-            f"{name} scales its fp8 values by {scales}, its checkpoint by {expected}", reason="kv_dtype"
+            f"{name} scales its fp8 values by {scales}, but the checkpoint has {expected}", reason="kv_dtype"
         )
 
 
@@ -222,8 +224,8 @@ def derive(
     inner = sum((n - 1) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True)) + 1
     if inner > cache.stride(0):
         raise LayoutError(
-            f"a block of this cache is spread over all of it (strides {cache.stride()}, as in vLLM's layout "
-            "LHBNC); set VLLM_KV_CACHE_LAYOUT to another that this backend supports",
+            f"a block of this cache is not contiguous (strides {cache.stride()}, as in vLLM's layout "
+            "LHBNC); set VLLM_KV_CACHE_LAYOUT to another layout that this backend supports",
             reason="layout",
         )
     raw = torch.zeros(cache.stride(0) + inner, dtype=cache.dtype, device=cache.device)
@@ -250,14 +252,18 @@ def derive(
             write(*(one.to(values).to(cache.device).contiguous() for one in written), scratch, slots)
             read = scratch[1].view(stored).float().cpu().round().to(torch.int64)
             if int(torch.count_nonzero(raw)) > int(torch.count_nonzero(read)):
-                raise LayoutError("the backend's cache-write writes beyond its block", reason="layout")
+                raise LayoutError(
+                    "the backend's cache-write operation writes outside its block", reason="layout"
+                )
             position += torch.where(read != 0, (read.abs() - 1) * scale, 0)
             plane = read.sign()
             scale *= digit
         found.append((position.flatten(), plane.flatten()))
     (tokens, plane), (heads_at, plane_h), (channels, plane_c) = found
     if not (torch.equal(plane, plane_h) and torch.equal(plane, plane_c)):
-        raise LayoutError("the backend's cache-write does not write the same places twice", reason="layout")
+        raise LayoutError(
+            "the backend's cache-write operation wrote to different places in two runs", reason="layout"
+        )
 
     axes = (torch.arange(n) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True))
     addresses = sum(torch.meshgrid(*axes, indexing="ij"), torch.zeros((), dtype=torch.int64)).flatten()
@@ -269,8 +275,8 @@ def derive(
             offsets[heads_at[at], tokens[at], channels[at]] = addresses[at]
         if (offsets < 0).any():
             raise LayoutError(
-                "the backend's cache-write is no permutation of the block (packed, padded or "
-                "quantised): KV is not shared",
+                "the backend's cache-write operation does not permute the values of a block (they are "
+                "packed, padded or quantised)",
                 reason="layout",
             )
         mapped.append(_plane(offsets))

@@ -132,7 +132,7 @@ class KVMover:
         try:
             self._enter_thread()
         except Exception:  # noqa: BLE001 - torch's and CUDA's; the jobs fail and report it
-            compat.logger.exception("cornplug: the thread that moves KV is not on its device")
+            compat.logger.exception("cornplug: the thread that copies KV cannot use its device")
         while (queue := self._next_queue()) is not None:
             self._slab(queue)
 
@@ -152,7 +152,7 @@ class KVMover:
         try:
             over = next(job, job) is job
         except Exception:  # noqa: BLE001 - the other jobs go on
-            compat.logger.exception("cornplug: moving KV failed")
+            compat.logger.exception("cornplug: copying KV failed")
         with self._changed:
             if queue is self._others:
                 self._budget.spend(self._clock() - began)
@@ -255,8 +255,8 @@ class PolledMover:
         """A job has failed: the engine and the other jobs go on. A fault that stays is logged once."""
         self._failures += 1
         if self._failures == 1:
-            compat.logger.error("cornplug: moving KV failed", exc_info=error)
+            compat.logger.error("cornplug: copying KV failed", exc_info=error)
         elif self._failures == _MOST_FAILURES:
             compat.logger.warning(
-                "cornplug: KV pages are copied by way of staging memory from now on: %s", error
+                "cornplug: KV pages are copied through staging memory from now on: %s", error
             )

@@ -96,7 +96,7 @@ class RegisteredMemory:
         Raises StoreUnavailable for bytes that `reaches` does not reach, or no more."""
         region = self._region
         if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:
-            raise StoreUnavailable("location of another arena", reason="stale_location")
+            raise StoreUnavailable("the location is in another arena", reason="stale_location")
         found, at, ends = [], offset, region.ends
         while at < offset + size:
             stop = min(offset + size, ends[bisect_right(ends, at)])
@@ -135,8 +135,8 @@ class RegisteredMemory:
                 if not self._register(region.address + start, end - start):
                     region.failed = True
                     compat.logger.warning(
-                        "cornplug: the device cannot reach shared memory by itself beyond %d MiB: copies "
-                        "pass other host memory there, which is slower",
+                        "cornplug: the device can access only the first %d MiB of shared memory directly; "
+                        "copies beyond that use other host memory, which is slower",
                         start >> 20,
                     )
                     return
@@ -157,4 +157,4 @@ class RegisteredMemory:
 def _log_failure(future: Future[None]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        compat.logger.error("cornplug: registering memory with the device failed", exc_info=error)
+        compat.logger.error("cornplug: could not register memory with the device", exc_info=error)

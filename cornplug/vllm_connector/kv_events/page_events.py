@@ -259,6 +259,9 @@ def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedReq
     if settings is None or not settings.enable_kv_cache_events:
         return None
     if not isinstance(runtime.store, PeekableStore):
-        compat.logger.warning("cornplug: the store's pages are in no KV event: this store tells no evictions")
+        compat.logger.warning(
+            "cornplug: KV events do not include the store's pages, because this store does not report "
+            "evictions"
+        )
         return None
     return PageEvents(runtime.store, requests)

@@ -36,19 +36,19 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     several = f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)"
     if speculative.method not in _METHODS:
         raise LayoutError(
-            f"{several} beside --speculative-config with method {speculative.method} (not tested: shared are "
-            f"{', '.join(sorted(_METHODS))}, and ngram)",
+            f"{several} with --speculative-config method {speculative.method} (not tested; "
+            f"{', '.join(sorted(_METHODS))} and ngram can be shared)",
             reason="speculative",
         )
     model, draft = config.model_config, speculative.draft_model_config
     heads = draft.get_total_num_kv_heads(), speculative.draft_parallel_config.tensor_parallel_size
     if heads != (model.get_total_num_kv_heads(), config.parallel_config.tensor_parallel_size):
         raise LayoutError(
-            f"{several} beside a draft model with other KV heads than its target", reason="speculative"
+            f"{several}, and the draft model has a different number of KV heads", reason="speculative"
         )
     if len({group.kv_cache_spec.block_size for group in cache.kv_cache_groups}) > 1:
         # vLLM so evens out layers of other head sizes.
-        raise LayoutError(f"{several} of other block sizes, beside a draft model", reason="speculative")
+        raise LayoutError(f"{several} with different block sizes, and a draft model", reason="speculative")
     total = model.get_total_num_hidden_layers()
     groups = [
         [
@@ -61,9 +61,11 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
     found = [names for names in groups if names]
     if len(found) != 1:
         raise LayoutError(
-            f"{several} beside a draft model with layers in {len(found)} of them", reason="speculative"
+            f"{several}, and the draft model has layers in {len(found)} of them", reason="speculative"
         )
     names = sorted(found[0], key=layer_number)
     if len(set(map(layer_number, names))) < len(names):
-        raise LayoutError(f"{several} beside a draft with two caches a layer: {names}", reason="speculative")
+        raise LayoutError(
+            f"{several}, and the draft model has two caches per layer: {names}", reason="speculative"
+        )
     return {name: total + place for place, name in enumerate(names)}

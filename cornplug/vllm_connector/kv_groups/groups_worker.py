@@ -35,7 +35,7 @@ class GroupsWorker:
         others = caches.keys() - known
         if known - caches.keys() or not all(_reads(name, known, caches, layers) for name in others):
             error = LayoutError(
-                f"KV caches of other layers: {sorted(known ^ caches.keys())}", reason="layout"
+                f"unexpected layers in the KV caches: {sorted(known ^ caches.keys())}", reason="layout"
             )
             for worker in self._workers:
                 worker.refuse(error)

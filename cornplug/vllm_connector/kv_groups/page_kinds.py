@@ -60,26 +60,26 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     """
     groups = cache.kv_cache_groups
     if not groups:
-        raise LayoutError("this engine keeps no KV", reason="layout")
+        raise LayoutError("this engine has no KV", reason="layout")
     if len(groups) == 1:
         geometry = page_geometry(config, cache, page_tokens)
         return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
     several = f"{len(groups)} KV cache groups (a hybrid model)"
     require_whole_contexts(config)
     if config.parallel_config.pipeline_parallel_size > 1:
-        raise LayoutError(f"{several} beside pipeline parallelism", reason="hybrid")
+        raise LayoutError(f"{several} with pipeline parallelism", reason="hybrid")
     of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
     if of_states and drafts_with_kv(config) is not None:
-        raise LayoutError("states beside speculative decoding", reason="speculative")
+        raise LayoutError("state layers with speculative decoding", reason="speculative")
     drafts = draft_layers(config, cache)
     _require_layers_of_the_model(config, cache, drafts)
     page_tokens = max(of_states, default=page_tokens)
     kinds = tuple(_kind(config, group, page_tokens, several, drafts) for group in groups)
     if not any(kind.whole for kind in kinds):
-        raise LayoutError(f"{several}, none of full attention", reason="hybrid")
+        raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
         # vLLM then says how much of full attention its own cache holds; a window may have less.
-        raise LayoutError(f"{several}, windows beside states", reason="hybrid")
+        raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
     beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
     return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
 
@@ -107,7 +107,9 @@ def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, draft
         names = [name for group in groups for name in group.layer_names if name not in drafts]
         numbers = sorted(map(layer_number, names))
         if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
-            raise LayoutError(f"cache groups of layers {numbers}, in a model of {total}", reason="hybrid")
+            raise LayoutError(
+                f"cache groups of layers {numbers}, in a model with {total} layers", reason="hybrid"
+            )
 
 
 def _kind(
@@ -121,14 +123,14 @@ def _kind(
 
     spec: Any = group.kv_cache_spec
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"{several}, one with a role of its own", reason="hybrid")
+        raise LayoutError(f"{several}, one with a special role", reason="hybrid")
     numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
     names = tuple(sorted(numbered, key=numbered.__getitem__))
     numbers = tuple(map(numbered.__getitem__, names))
     if _keeps_states(group):
         return PageKind(state_page(config, spec, numbers, page_tokens), spec.block_size, names)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        raise LayoutError(f"{several}, one of {type(spec).__name__}", reason="hybrid")
+        raise LayoutError(f"{several}, one with {type(spec).__name__}", reason="hybrid")
     require_plain(spec)
     dtype, quantised = page_dtype(config, spec)
     heads = config.model_config.get_total_num_kv_heads()
@@ -137,7 +139,8 @@ def _kind(
         raise LayoutError(f"{several}, with different KV heads", reason="hybrid")
     if page_tokens % spec.block_size and spec.block_size % page_tokens:
         raise LayoutError(
-            f"{several}: blocks of {spec.block_size} tokens and pages of {page_tokens}", reason="layout"
+            f"{several}: blocks of {spec.block_size} tokens do not fit pages of {page_tokens} tokens",
+            reason="layout",
         )
     geometry = PageGeometry(
         page_tokens=page_tokens,

@@ -26,8 +26,8 @@ OF_STATES: Final[Mapping[str, str]] = {
     "block_size": "the page's tokens",
     "mamba_cache_mode": "compared with align",
     "num_speculative_blocks": "compared with 0",
-    "num_prefill_checkpoint_blocks": "saved are blocks that vLLM caches under the hash of their tokens",
-    "prefill_checkpoint_alignment": "saved are blocks that vLLM caches under the hash of their tokens",
+    "num_prefill_checkpoint_blocks": "only blocks that vLLM caches under the hash of their tokens are saved",
+    "prefill_checkpoint_alignment": "only blocks that vLLM caches under the hash of their tokens are saved",
     "page_size_padded": "the worker reads the strides of the cache itself",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
@@ -42,20 +42,21 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
     cache = config.cache_config
     if spec.mamba_cache_mode != "align":
         raise LayoutError(
-            "vLLM keeps only states of running requests; --enable-prefix-caching keeps more",
+            "vLLM keeps states only of running requests; set --enable-prefix-caching to keep more",
             reason="hybrid",
         )
     if spec.num_speculative_blocks:
-        raise LayoutError("states beside speculative decoding", reason="speculative")
+        raise LayoutError("state layers with speculative decoding", reason="speculative")
     if cache.prefix_match_unit not in (None, spec.block_size):
-        raise LayoutError("states inside blocks (--prefix-match-unit)", reason="hybrid")
+        raise LayoutError("state checkpoints inside blocks (--prefix-match-unit)", reason="hybrid")
     if spec.block_size != page_tokens or page_tokens % LINK_TOKENS:
         raise LayoutError(
-            f"states at ends of blocks of {spec.block_size} tokens, and pages of {page_tokens}",
+            f"states at the ends of blocks of {spec.block_size} tokens do not fit pages of {page_tokens} "
+            "tokens",
             reason="layout",
         )
     if field := unlisted_field(spec, OF_STATES):
-        raise LayoutError(f"states with {field}", reason="hybrid")
+        raise LayoutError(f"state layers with {field} are not supported", reason="hybrid")
     shapes = " ".join(
         f"{dtype_name(of)}{list(shape)}" for shape, of in zip(spec.shapes, spec.dtypes, strict=True)
     )

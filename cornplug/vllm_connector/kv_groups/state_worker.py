@@ -35,7 +35,7 @@ class StateWorker(KVWorker):
         for name, cache in caches.items():
             if tuple(cache.shape[1:]) != (1, 1, self._page.dim) or cache.dtype != torch.int8:
                 raise LayoutError(
-                    f"{name} keeps states in {cache.dtype} {tuple(cache.shape)}, expected blocks of "
+                    f"{name} has states of {cache.dtype} {tuple(cache.shape)}, expected blocks of "
                     f"{self._page.dim} bytes",
                     reason="layout",
                 )
@@ -50,7 +50,7 @@ def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tenso
         size = state[0].numel() * state.element_size()
         where = state.data_ptr(), state.stride(0) * state.element_size(), len(state)
         if where != (at, step, len(cache)) or not state[0].is_contiguous():
-            raise LayoutError(f"{name} keeps a state elsewhere than in its cache's blocks", reason="layout")
+            raise LayoutError(f"{name} keeps a state outside the blocks of its cache", reason="layout")
         at += size
     if at - cache.data_ptr() != cache.shape[-1] or cache.stride(-1) != 1:
-        raise LayoutError(f"{name} keeps states in a part of its blocks", reason="layout")
+        raise LayoutError(f"the states of {name} do not fill its blocks", reason="layout")

@@ -31,13 +31,13 @@ OF_LATENTS: Final[Mapping[str, str]] = {
 """Fields of vLLM's MLAAttentionSpec that may have any value, and why: all others must have their default."""
 
 OF_ATTENTION: Final[Mapping[str, str]] = {
-    "num_kv_heads": "compared with the model's where a rank's slice is made",
+    "num_kv_heads": "compared with the model's when a rank's slice is computed",
     "head_size": "in the page",
     "head_size_v": "compared with head_size",
     "dtype": "in the page, which refuses what it has no name for",
     "kv_quant_mode": "in the page, or refused",
     "block_size": "a page holds tokens, not blocks",
-    "sliding_window": "in the page, where vLLM frees the blocks before it",
+    "sliding_window": "in the page, if vLLM frees the blocks before it",
     "attention_chunk_size": "the blocks of all tokens stay",
     "max_tp_shards": "follows from the heads",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
@@ -61,7 +61,7 @@ def require_whole_contexts(config: VllmConfig) -> None:
     """Raise LayoutError where a rank holds some of a request's tokens."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
+        raise LayoutError("context parallelism splits tokens across ranks", reason="context_parallel")
 
 
 def require_plain(spec: Any) -> None:
@@ -72,25 +72,25 @@ def require_plain(spec: Any) -> None:
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
     if getattr(spec, "non_causal", False):
-        raise LayoutError("non-causal attention: KV depends on tokens that follow", reason="attention_kind")
+        raise LayoutError("non-causal attention: KV depends on later tokens", reason="attention_kind")
     if isinstance(spec, MLAAttentionSpec):
         if spec.kv_quant_mode != KVQuantMode.NONE:
             raise LayoutError(f"quantised latents ({spec.kv_quant_mode.name})", reason="kv_dtype")
         if spec.cache_dtype_str not in (None, "auto", dtype_name(spec.dtype)):
             raise LayoutError(f"MLA with a KV cache of {spec.cache_dtype_str}", reason="kv_dtype")
         if spec.num_kv_heads != 1 or spec.max_tp_shards not in (None, 1):
-            raise LayoutError("MLA whose latents are split over heads or ranks", reason="attention_kind")
+            raise LayoutError(
+                "MLA with latents that are split across heads or ranks", reason="attention_kind"
+            )
         if field := unlisted_field(spec, OF_LATENTS):
-            raise LayoutError(f"MLA with {field} has no page layout yet", reason="attention_kind")
+            raise LayoutError(f"cornplug does not support MLA with {field}", reason="attention_kind")
         return
     if spec.head_size_v != spec.head_size:
-        raise LayoutError(
-            "keys and values of different width have no page layout yet", reason="attention_kind"
-        )
+        raise LayoutError("keys and values have different head sizes", reason="attention_kind")
     if spec.tokens_per_state != 1 or spec.num_head_slots is not None or spec.state_content_bytes is not None:
-        raise LayoutError("blocks that the attention backend packs", reason="layout")
+        raise LayoutError("the attention backend packs its blocks", reason="layout")
     if field := unlisted_field(spec, OF_ATTENTION):
-        raise LayoutError(f"attention with {field} has no page layout yet", reason="attention_kind")
+        raise LayoutError(f"cornplug does not support attention with {field}", reason="attention_kind")
 
 
 def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
@@ -130,4 +130,4 @@ def layer_number(name: str) -> int:
     try:
         return int(extract_layer_index(name))
     except (AssertionError, ValueError) as e:
-        raise LayoutError(f"layer {name} has no single number", reason="layout") from e
+        raise LayoutError(f"cannot find the layer number in {name}", reason="layout") from e

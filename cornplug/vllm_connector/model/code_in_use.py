@@ -28,9 +28,9 @@ def verdict(model: Any) -> SettingsVerdict:
         if module.startswith(_OURS):
             continue
         if name == chosen or name in _VLLM_MODELS:
-            refusals[f"model class {name}"] = f"it is {module}'s, not vLLM's own"
+            refusals[f"model class {name}"] = f"it is defined by {module}, not by vLLM"
     if processor := _foreign_processor(registry.models.get(chosen)):
-        refusals["processor"] = f"it is {processor}'s, not vLLM's own"
+        refusals["processor"] = f"it is defined by {processor}, not by vLLM"
     return SettingsVerdict({}, refusals)
 
 

@@ -75,8 +75,8 @@ PARALLEL: Final = FieldTables(
         ),
     },
     refused={
-        "worker_cls": "the worker is not vLLM's own",
-        "distributed_executor_backend": "the executor is not vLLM's own",
+        "worker_cls": "the worker class is not vLLM's",
+        "distributed_executor_backend": "the executor class is not vLLM's",
     },
     same_as_default={
         "distributed_executor_backend": frozenset({"mp", "ray", "uni", "external_launcher"}),
@@ -136,9 +136,9 @@ HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
 """Which hub a model comes from. It says nothing of one in a local folder."""
 
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
-    "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the safetensors that were fingerprinted",
-    HUB_VARIABLE: "weights come from another hub than the one that is looked up",
-    "VLLM_MODEL_REDIRECT_PATH": "the model is another one than it is called",
+    "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the identified safetensors files",
+    HUB_VARIABLE: "weights are downloaded from another hub than the one cornplug reads",
+    "VLLM_MODEL_REDIRECT_PATH": "the model is redirected to another one",
 }
 """Environment variables under which nothing is shared, with the reason."""
 

@@ -43,21 +43,22 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
         checkpoint = Checkpoint.open(model.model, model.revision, cache_dir=config.load_config.download_dir)
         located = checkpoint.locate("language_model")
     except CheckpointError as e:
-        raise LayoutError(f"scales of the KV cache cannot be read: {e}", reason=e.reason) from e
+        raise LayoutError(f"cannot read the scales of the KV cache: {e}", reason=e.reason) from e
     named = {name: _KNOWN.search(name) for name in located if _OTHER.search(name)}
     if strange := [name for name, match in named.items() if not match or match[2] not in (None, match[3])]:
-        raise LayoutError(f"the checkpoint's {min(strange)} is no known scale of KV", reason="kv_dtype")
+        raise LayoutError(f"unknown KV scale in the checkpoint: {min(strange)}", reason="kv_dtype")
     if named and drafts_with_kv(config) is not None:
-        raise LayoutError("scales of a quantised KV cache beside a draft model", reason="speculative")
+        raise LayoutError("quantised KV cache scales with a draft model", reason="speculative")
     found: dict[int, dict[str, float]] = {}
     for name, match in named.items():
         assert match is not None
         value = _scalar(*located[name]).to(model.dtype).item()
         if found.setdefault(int(match[1]), {}).setdefault(match[3], value) != value or not value > 0:
-            raise LayoutError(f"the checkpoint has no single scale {name}", reason="kv_dtype")
+            raise LayoutError(f"the checkpoint has no single value for scale {name}", reason="kv_dtype")
     if halves := [number for number, pair in found.items() if len(pair) < 2]:
         raise LayoutError(
-            f"layer {min(halves)} of the checkpoint has a scale of keys or values alone", reason="kv_dtype"
+            f"layer {min(halves)} of the checkpoint has a scale for only keys or only values",
+            reason="kv_dtype",
         )
     return {number: (pair["k"], pair["v"]) for number, pair in found.items()}
 
@@ -74,7 +75,7 @@ def _scalar(file: Path, name: str) -> torch.Tensor:
         with safe_open(file, framework="pt") as tensors:
             found: torch.Tensor = tensors.get_tensor(name)
     except (OSError, SafetensorError) as e:
-        raise LayoutError(f"the checkpoint's {name} cannot be read: {e}", reason="unreadable") from e
+        raise LayoutError(f"cannot read {name} of the checkpoint: {e}", reason="unreadable") from e
     if found.numel() != 1 or not found.is_floating_point():
-        raise LayoutError(f"the checkpoint's {name} is no single number", reason="kv_dtype")
+        raise LayoutError(f"{name} of the checkpoint is not a single number", reason="kv_dtype")
     return found.reshape(())

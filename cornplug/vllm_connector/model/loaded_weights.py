@@ -62,7 +62,7 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     described, folder = worker.vllm_config.model_config, worker.vllm_config.load_config.download_dir
     left_out = getattr(worker, _LEFT_OUT, None)
     if left_out is None:
-        return "", "the model does not tell which parameters it has loaded"
+        return "", "the model does not report which parameters it loaded"
     if left_out:
         return "", f"{left_out[0]} was not loaded"
     if described.model_weights:
@@ -75,9 +75,9 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     except CheckpointError as e:
         return "", str(e)
     if name is not None:
-        return "", f"{name} in memory is not what {path} holds"
+        return "", f"{name} in memory differs from {path}"
     if changed is not None:
-        return "", f"{changed} was written meanwhile"
+        return "", f"{changed} changed during the update"
     return str(path), "" if compared else "no tensor could be compared"
 
 

@@ -121,7 +121,9 @@ def require_folder(path: str, began_ns: int) -> None:
     folder `path`, whose weights were loaded over its own."""
     described = [started for started in (_started_llm, _started_tower) if started.known]
     if not described:
-        raise CheckpointError("this process has not described its model", reason="weights_updated")
+        raise CheckpointError(
+            "cornplug has not identified the model of this process", reason="weights_updated"
+        )
     for started in described:
         _plain(started.with_weights(path, began_ns))
 
@@ -131,8 +133,8 @@ def _plain(model: EngineModel) -> EngineModel:
     path = model.checkpoint.path
     if any(file.name.startswith("consolidated") for file in path.glob("*.safetensors")):
         raise CheckpointError(
-            f"{path} holds consolidated*.safetensors, which vLLM reads instead of the others; "
-            "remove them to share",
+            f"{path} has consolidated*.safetensors, which vLLM reads instead of the other files; remove "
+            "them to share",
             reason="load_format",
         )
     return model

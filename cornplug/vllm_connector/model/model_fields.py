@@ -69,13 +69,13 @@ MODEL: Final = FieldTables(
         **listed("whether vLLM warns", "allow_deprecated_quantization"),
     },
     refused={
-        "hf_config_path": "the config is another checkpoint's",
-        "model_weights": "the weights are in an object store, not in the folder that was fingerprinted",
-        "model_class_overrides": "other code computes with these weights",
-        "code_revision": "the code is of another revision than the checkpoint",
+        "hf_config_path": "the config comes from another checkpoint",
+        "model_weights": "the weights are in an object store, not in the identified folder",
+        "model_class_overrides": "the model runs other code",
+        "code_revision": "the code has another revision than the checkpoint",
         "config_format": "the config is not config.json",
-        "runner": "pooling models attend in other ways",
-        "convert": "an adapter stands around the model",
+        "runner": "pooling models are not supported",
+        "convert": "vLLM wraps the model in an adapter",
     },
     same_as_default={
         "model_impl": frozenset({"vllm"}),
@@ -116,8 +116,8 @@ MULTIMODAL: Final = FieldTables(
         **listed("memory", "skip_mm_profiling"),
     },
     refused={
-        "mm_encoder_attn_dtype": "the tower's attention is quantised, by scales that may follow what it saw",
-        "mm_encoder_fp8_scale_path": "scales come from a file that was not fingerprinted",
+        "mm_encoder_attn_dtype": "the tower quantises attention, with scales that may depend on its inputs",
+        "mm_encoder_fp8_scale_path": "scales come from a file that cornplug has not identified",
     },
     same_as_default={"video_pruning_rate": frozenset({0.0})},
 )
@@ -133,12 +133,12 @@ LOAD: Final = FieldTables(
             pt_load_map_location
             """,
         ),
-        "download_dir": "where the hub's files lie; they are looked up there",
+        "download_dir": "the hub's download folder, where cornplug looks for the files",
     },
     refused={
-        "load_format": "weights are not read from the safetensors that were fingerprinted",
-        "safetensors_load_strategy": "weights are rebuilt as they are read",
-        "ignore_patterns": "some of the files are left out",
+        "load_format": "weights are not read from the identified safetensors files",
+        "safetensors_load_strategy": "weights are converted while they are read",
+        "ignore_patterns": "some files of the checkpoint are not read",
     },
     same_as_default={
         "load_format": frozenset(
@@ -202,8 +202,8 @@ CACHE: Final = FieldTables(
         ),
     },
     refused={
-        "kv_cache_dtype_skip_layers": "some layers keep KV in another dtype",
-        "kv_sharing_fast_prefill": "some layers leave KV out",
+        "kv_cache_dtype_skip_layers": "some layers have another KV dtype",
+        "kv_sharing_fast_prefill": "some layers write no KV",
     },
     not_in_all=frozenset({"simple_cpu_offload_num_blocks"}),
 )

@@ -85,7 +85,7 @@ def hold(core: Any, loaded: Loaded) -> None:
 def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """The reason why the weights that the call names cannot be followed; "" for none."""
     if not _from_files(args, kwargs):
-        return "tensors that come from no checkpoint"
+        return "the tensors do not come from a checkpoint"
     return excluded_engine(core)
 
 
@@ -94,15 +94,15 @@ def excluded_engine(core: Any) -> str:
     config, state = core.vllm_config, engine_state.current()
     model, parallel = config.model_config, config.parallel_config
     found = {
-        "the weights were unknown before": state.unknown(),
+        "cornplug could not identify the previous weights": state.unknown(),
         # Replicas and hosts have votes of their own.
-        "data parallelism, several engines of a process, or several hosts": not state.one_core()
+        "data parallelism, several engines in a process, or several hosts": not state.one_core()
         or parallel.data_parallel_size > 1
         or parallel.nnodes > 1
         or parallel.distributed_executor_backend not in ("mp", "uni"),
-        "experts that change places": parallel.enable_eplb,
+        "expert load balancing moves experts": parallel.enable_eplb,
         "quantised weights": model.quantization or declares_quantization(model.hf_config),
-        "a draft model, whose weights are others": drafts_with_kv(config) is not None,
+        "the engine has a draft model, which has other weights": drafts_with_kv(config) is not None,
     }
     return next((why for why, holds in found.items() if holds), "")
 
@@ -120,7 +120,7 @@ def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
         votes = core.model_executor.collective_rpc(rank_vote, _VOTE_S, (began_ns,))
     except (RuntimeError, TimeoutError) as e:
         # A rank that died ends the engine by itself, and the reload is done.
-        return "", f"ranks did not vote: {e}"
+        return "", f"the ranks did not reply: {e}"
     folders = {path for path, _ in votes}
     why = next((why for _, why in votes if why), "")
     if why or len(folders) != 1:
@@ -139,7 +139,7 @@ def _settle(core: Any) -> None:
     if loaded is None:
         return
     if not _no_block_is_used(core):
-        compat.logger.info("cornplug: this engine shares again after a reset of its prefix cache")
+        compat.logger.info("cornplug: this engine will share again after a reset of its prefix cache")
         return
     setattr(core, _LOADED, None)
     if loaded.is_version:

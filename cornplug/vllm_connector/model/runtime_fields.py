@@ -152,8 +152,8 @@ COMPILATION: Final = FieldTables(
         ),
     },
     refused={
-        "backend": "graphs are compiled by code that is not vLLM's own",
-        "inductor_passes": "code that is not vLLM's own rewrites the model's graph",
+        "backend": "code outside vLLM compiles the graph",
+        "inductor_passes": "code outside vLLM rewrites the graph",
     },
     same_as_default={"backend": frozenset({"eager", "inductor"})},
 )
@@ -234,7 +234,7 @@ EC_MANAGER: Final = FieldTables(
     of="EncoderCacheManagerConfig",
     in_key={},
     harmless=listed("arguments of the class, which is vLLM's or cornplug's own", "manager_config"),
-    refused={"encoder_cache_manager_cls": "embeddings are kept by code that is not vLLM's own"},
+    refused={"encoder_cache_manager_cls": "code outside vLLM manages embeddings"},
     same_as_default={
         "encoder_cache_manager_cls": frozenset(
             {"cornplug.vllm_connector.ec.early_prefill.InFlightEncoderCacheManager"}

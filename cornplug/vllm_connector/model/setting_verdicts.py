@@ -98,7 +98,9 @@ def _model(model: Any) -> SettingsVerdict:
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
     if callable(model.hf_overrides):
-        refusals["ModelConfig.hf_overrides"] = "a function; its effect cannot be identified"
+        refusals["ModelConfig.hf_overrides"] = (
+            "its value is a function, whose effect cornplug cannot identify"
+        )
     if model.quantization and not declares_quantization(model.hf_config):
         overrides["ModelConfig.quantization"] = str(model.quantization)
     if getattr(model, "runner_type", "generate") != "generate":
@@ -113,7 +115,7 @@ def _loader(load: Any) -> SettingsVerdict:
     )
     if not unknown:
         return SettingsVerdict({}, {})
-    why = f"options of the loader that may change what is read: {', '.join(map(str, unknown))}"
+    why = f"the loader has options that may change what it reads: {', '.join(map(str, unknown))}"
     return SettingsVerdict({}, {"LoadConfig.model_loader_extra_config": why})
 
 
@@ -176,7 +178,7 @@ def _compilation(compilation: Any) -> SettingsVerdict:
     try:
         return found | SettingsVerdict({name: plain(counted)}, {})
     except TypeError as e:
-        return found | SettingsVerdict({}, {name: f"its value cannot be identified: {e}"})
+        return found | SettingsVerdict({}, {name: f"cornplug cannot identify its value: {e}"})
 
 
 def _environment(config: Any) -> SettingsVerdict:

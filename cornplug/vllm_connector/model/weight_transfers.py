@@ -94,7 +94,7 @@ def _set_weight_version(original: Callable[..., Any], core: Any, weight_version:
 
 def _name(core: Any, update: _Transfer, version: str) -> None:
     if why := weights_guard.unusable_version(version, update.before):
-        compat.logger.warning("cornplug: nothing is shared until a transfer is named: %s", why)
+        compat.logger.warning("cornplug: nothing is shared until a transfer has a weight_version: %s", why)
         return
     setattr(core, TRANSFER, None)
     if why := _excluded(core) or _unfinished(core):
@@ -106,7 +106,7 @@ def _name(core: Any, update: _Transfer, version: str) -> None:
 def _excluded(core: Any) -> str:
     chosen = getattr(core.vllm_config, "weight_transfer_config", None)
     if getattr(chosen, "backend", None) == _PATCHES:
-        return f"the backend {_PATCHES} changes parts of tensors"
+        return f"backend {_PATCHES} changes parts of tensors"
     return excluded_engine(core)
 
 
@@ -116,8 +116,8 @@ def _unfinished(core: Any) -> str:
         votes = core.model_executor.collective_rpc(rank_is_done, _VOTE_S)
     except (RuntimeError, TimeoutError) as e:
         # A rank that died ends the engine by itself.
-        return f"ranks did not vote: {e}"
-    return "" if votes and all(votes) else "not on every rank"
+        return f"the ranks did not reply: {e}"
+    return "" if votes and all(votes) else "some ranks did not finish the transfer"
 
 
 def rank_is_done(worker: Any) -> bool:

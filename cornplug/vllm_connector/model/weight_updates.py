@@ -49,7 +49,7 @@ _HARMLESS = frozenset(
 
 def _called(method: Any) -> None:
     if method not in _HARMLESS:
-        by = method if isinstance(method, str) else "a collective_rpc callable"
+        by = method if isinstance(method, str) else "a callable passed to collective_rpc"
         weights_guard.note_replaced(by, compat.logger)
 
 

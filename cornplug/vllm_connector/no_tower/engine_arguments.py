@@ -67,17 +67,17 @@ def leave_out(args: Any) -> bool:
     if not config.encoder.engine_urls:
         raise ConfigError(
             _FLAG,
-            "an engine without a tower needs the URL of an encoder service, which decodes its images",
+            "an engine without a tower needs the URL of an encoder service",
             "Add --cornplug-encoder http://HOST:8750.",
         )
     ec = args.ec_transfer_config
     if args.mm_encoder_only or (ec is not None and ec.ec_role == "ec_producer"):
-        raise ConfigError(_FLAG, "this engine runs its tower and nothing else", f"Leave out {_FLAG}.")
+        raise ConfigError(_FLAG, "this engine runs only its tower", f"Remove {_FLAG}.")
     if (args.media_io_kwargs or {}).get("image"):
         raise ConfigError(
             "--media-io-kwargs",
-            "the encoder service decodes the images of an engine without a tower, by vLLM's defaults",
-            f"Leave out its part 'image', or {_FLAG}.",
+            "the encoder service decodes the images of an engine without a tower, with vLLM's defaults",
+            f"Remove its part 'image', or {_FLAG}.",
         )
     limit = _count((args.limit_mm_per_prompt or {}).get("image"))
     for one in said:
@@ -95,15 +95,15 @@ def check_model(config: Any) -> None:
     if family not in TAKES_EMBEDDINGS:
         raise ConfigError(
             _FLAG,
-            f"vLLM takes no image embeddings for a model of family {family!r}; it does for "
+            f"vLLM does not accept image embeddings for models of family {family!r}. It does for "
             f"{', '.join(sorted(TAKES_EMBEDDINGS))}",
-            f"Leave out {_FLAG}: the engine then has its own tower, and asks the service first.",
+            f"Remove {_FLAG}. The engine then has its own tower, and tries the encoder service first.",
         )
     if not settings_in(config):
         raise ConfigError(
             _FLAG,
-            "vLLM takes no connector of cornplug's beside these flags, and the engine has no tower",
-            f"Leave out {_FLAG}, or the flag that the log names.",
+            "vLLM rejects cornplug's connector with these flags, and the engine has no tower",
+            f"Remove {_FLAG}, or the flag that the log names.",
         )
 
 

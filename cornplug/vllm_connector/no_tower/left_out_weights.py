@@ -24,12 +24,14 @@ def report(worker: Any, specs: Mapping[str, Any]) -> None:
     if not size:
         raise ConfigError(
             "--cornplug-tower service",
-            f"vLLM has loaded the tower of {worker.vllm_config.model_config.model}, as its class marks none",
-            "Leave the option out.",
+            f"vLLM loaded the tower of {worker.vllm_config.model_config.model}, because the model class "
+            "does not mark its tower modules",
+            "Remove the option.",
         )
     token_bytes = kv_token_bytes(specs)
     compat.logger.info(
-        "cornplug: rank %d has not loaded %s (%d bytes): as much as the KV of %d tokens, of %d bytes each",
+        "cornplug: rank %d did not load %s (%d bytes). This is as much memory as KV of %d tokens, at %d "
+        "bytes per token",
         worker.rank,
         ", ".join(parts),
         size,

@@ -66,8 +66,8 @@ class ServiceUnavailable(GracefulHTTPError):
     def __init__(self, why: str, pause_s: float | None) -> None:
         pause = retry_after.note(pause_s)
         super().__init__(
-            "the encoder service, which computes the image embeddings of this server, did not answer with "
-            f"one: {why}; try again in {pause:.0f} s",
+            "the encoder service, which computes image embeddings for this server, returned no embedding: "
+            f"{why}; try again in {pause:.0f} s",
             HTTPStatus.SERVICE_UNAVAILABLE,
         )
 
@@ -115,9 +115,9 @@ class ServedImages:
         if tower.served_identity is None:
             raise ConfigError(
                 "--cornplug-tower service",
-                f"this engine's settings change the embeddings of {model}, and the service has the "
-                "checkpoint's",
-                "Leave out --mm-processor-kwargs and other settings of the tower, or --cornplug-tower.",
+                f"this engine's settings change the embeddings of {model}, but the encoder service uses the "
+                "checkpoint's settings",
+                "Remove --mm-processor-kwargs and other settings of the tower, or --cornplug-tower.",
             )
         for url in self._config.encoder.engine_weights():
             with RemoteEncoder([url], self._secret) as client:
@@ -125,17 +125,18 @@ class ServedImages:
                     models = client.describe(_START_S)
                 except (EncoderError, TimeoutError) as e:
                     compat.logger.warning(
-                        "cornplug: requests with images get 503 until an encoder service is there: %s", e
+                        "cornplug: requests with images return 503 until an encoder service is available: %s",
+                        e,
                     )
                     continue
             if not any(tower.served_identity == one.identity_for("image") for one in models):
                 raise ConfigError(
                     "--cornplug-encoder",
                     f"the service at {url} has the towers of {', '.join(one.name for one in models)} in "
-                    f"{', '.join(sorted({one.dtype for one in models}))}, and none is that of {model} in "
+                    f"{', '.join(sorted({one.dtype for one in models}))}, but not the tower of {model} in "
                     f"{self._dtype}",
-                    f"Start it with --model {model} --dtype {self._dtype}, from the same files and with the "
-                    f"same {', '.join(PRECISION_VARIABLES)}.",
+                    f"Start the service with --model {model} --dtype {self._dtype}, from the same files and "
+                    f"with the same values of {', '.join(PRECISION_VARIABLES)}.",
                 )
 
     def limit(self, count: int) -> None:
@@ -194,7 +195,7 @@ class ServedImages:
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
         if tower is None or tower.served_identity is None:
-            raise ServiceUnavailable("this server's checkpoint has not been identified yet", _DOWN_S)
+            raise ServiceUnavailable("this server has not identified its checkpoint yet", _DOWN_S)
         return tower.served_identity
 
     def _taken(self, reply: MediumReply, salt: str | None) -> Any:
@@ -206,21 +207,21 @@ class ServedImages:
         identity, tensor = self._served(), reply.tensor
         if reply.decoding != compat.decoding():
             raise ServiceUnavailable(
-                f"it decodes images as {reply.decoding} does, not as {compat.decoding()}; update cornplug "
-                "there",
+                f"it decodes images with {reply.decoding}, but this server needs {compat.decoding()}; "
+                "update cornplug on the encoder service",
                 None,
             )
         key = embedding_key(self._secret, identity, claims.media, salt)
         told = (claims.identity, claims.key, claims.modality, claims.dtype, tensor.dtype, len(tensor.shape))
         if told != (identity, key, "image", self._dtype, self._dtype, 2):
             raise ServiceUnavailable(
-                f"it sent one of {claims.modality} {claims.identity.hex()[:12]} in {claims.dtype}, not of "
-                f"this server's tower {identity.hex()[:12]} in {self._dtype}",
+                f"it sent an embedding of {claims.modality} {claims.identity.hex()[:12]} in {claims.dtype}, "
+                f"but this server needs {identity.hex()[:12]} in {self._dtype}",
                 None,
             )
         dtype = getattr(torch, tensor.dtype)
         if len(tensor.data) != math.prod(tensor.shape) * dtype.itemsize:
-            raise ServiceUnavailable("its rows are not as long as it says", None)
+            raise ServiceUnavailable("the size of its reply does not match the header", None)
         rows = torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
         self._handles.keep(claims, rows)
         return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._wants_grid else rows
@@ -243,8 +244,8 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     except CornplugError as e:
         raise ConfigError(
             "--cornplug-tower service",
-            f"the tower of {model.model} cannot be identified, nor compared with a service's: {e}",
-            "Leave the option out.",
+            f"cannot identify the tower of {model.model}, or compare it with the tower of a service: {e}",
+            "Remove the option.",
         ) from e
     served = ServedImages(
         said,
@@ -306,12 +307,13 @@ def _parse_image(
     """In the place of a content parser's method: the image becomes an item of embeddings."""
     if not image_url:
         raise VLLMValidationError(
-            "this server has no vision tower and keeps no images: send the image again beside its uuid",
+            "this server has no vision tower and does not keep images: send the image together with its uuid",
             parameter="image_url",
         )
     if (tracker.media_io_kwargs or {}).get("image"):
         raise VLLMValidationError(
-            "image: the encoder service decodes the images of this server, by vLLM's defaults; leave it out",
+            "image: the encoder service decodes the images of this server, with vLLM's defaults. Remove "
+            "this option",
             parameter="media_io_kwargs",
         )
     served.limit(len(tracker._items_by_modality["image_embeds"]) + 1)
