@@ -22,17 +22,17 @@ from cornplug.errors import CodecError, CornplugError, EncoderError, EncoderUnav
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEmbedding:
-    """The embedding that an engine needs."""
+    """Expected form of an embedding that an engine needs."""
 
     key: bytes
     rows: int
     width: int | None = None
-    """Columns; None where the process does not know the language model's."""
+    """Number of columns, or None if the process does not know the language model's width."""
     dtype: str | None = None
-    """torch's name without "torch."; None as for `width`."""
+    """torch's name without "torch.", or None if unknown."""
 
     def check(self, dtype: str, shape: Sequence[int], size_bytes: int) -> None:
-        """Raise CodecError("wrong_shape") unless an entry or a reply is of this form."""
+        """Raise CodecError("wrong_shape") unless an entry or a reply has this form."""
         wanted = (self.rows, shape[-1] if self.width is None and shape else self.width)
         if tuple(shape) != wanted or dtype not in ITEM_BYTES or self.dtype not in (None, dtype):
             raise CodecError(f"{dtype} {tuple(shape)}", reason="wrong_shape")
@@ -43,8 +43,8 @@ class ExpectedEmbedding:
 
 
 class EncoderRequestPolicy:
-    """Whether to ask the service, and whether to believe its replies. Times are of one monotonic clock, in
-    seconds. Used by one thread."""
+    """Decides whether to send a request to the encoder service and whether to accept its reply. Times are
+    seconds of one monotonic clock. Used by one thread."""
 
     def __init__(self) -> None:
         self._backoff = BackOff()
@@ -52,13 +52,15 @@ class EncoderRequestPolicy:
     def identity_to_ask(
         self, tower: TowerIdentity | None, *, identified: bool, refusal: EncoderError | None, now: float
     ) -> bytes:
-        """The model identity of a request to the service.
+        """Return the model identity for a request to the service.
 
         Args:
-            tower: the engine's, None if there is none, or none yet: `identified` tells which.
-            refusal: the reason why the connection would fail a request at once.
+            tower: the engine's tower, or None. `identified` tells whether the engine has no tower or has not
+                identified it yet.
+            refusal: the error with which the connection would reject a request immediately, if any.
 
-        Raises EncoderError without a request: before pixels are packed, which takes tens of milliseconds.
+        Raises EncoderError if no request should be sent. Packing pixels takes tens of milliseconds, so call
+        this first.
         """
         if tower is None or tower.served_identity is None:
             reason = "not_served" if identified else "identifying"
@@ -70,7 +72,8 @@ class EncoderRequestPolicy:
         return tower.served_identity
 
     def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
-        """The source of an embedding, as metrics label it. If the reply holds no tensor, the store has it.
+        """Return the source of an embedding as a metrics label. If the reply has no tensor, the embedding is
+        in the store.
 
         Raises EncoderUnavailable("encoder_bad_response"), CodecError("wrong_shape").
         """
@@ -84,13 +87,13 @@ class EncoderRequestPolicy:
         return f"service_{reply.origin}"
 
     def failed(self, error: CornplugError, now: float) -> str:
-        """The reason of the miss after a request that ended so. The service's failures start a back-off."""
+        """Return the miss reason for a failed request. Failures of the service start a backoff."""
         if isinstance(error, EncoderError):
             self._backoff.failed(error, now)
         return error.reason
 
     def late(self, now: float) -> str:
-        """`failed`, for a request without a reply inside its deadline."""
+        """Return the miss reason for a request that exceeded its deadline."""
         return self.failed(
             EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
         )

@@ -1,4 +1,4 @@
-"""The `--cornplug-*` flags: the same names on both engines' command lines."""
+"""The `--cornplug-*` flags, with the same names in both engines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: 
 
 
 def extra_config(args: argparse.Namespace) -> dict[str, str]:
-    """{"section.field": value} of the flags of `SETTINGS` that the command line sets."""
+    """Return {"section.field": value} for the flags of `SETTINGS` that the command line sets."""
     values = {setting: getattr(args, dest(flag), None) for flag, (setting, _) in SETTINGS.items()}
     said = {setting: value for setting, value in values.items() if value is not None}
     if "://" in said.get("encoder.socket", ""):
@@ -96,14 +96,14 @@ def extra_config(args: argparse.Namespace) -> dict[str, str]:
 
 
 def dest(flag: str) -> str:
-    """argparse's name of a flag."""
+    """argparse's `dest` of a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def settings(extra: Mapping[str, Any]) -> Config:
-    """The Config that {"section.field": value} stands for.
+    """Return the Config for {"section.field": value}.
 
-    Raises ConfigError naming the setting that is unknown or wrong, and as `check_remote`.
+    Raises ConfigError that names an unknown or invalid setting, and as `check_remote`.
     """
     for key in extra:
         if "." not in key:
@@ -111,7 +111,7 @@ def settings(extra: Mapping[str, Any]) -> Config:
                 key, "unknown key in cornplug's settings", "Use section.field, for example engine.app."
             )
     if "encoder.socket" in extra:
-        # A path on the command line is stronger than URLs in the environment.
+        # A path on the command line takes precedence over URLs in the environment.
         extra = {"encoder.engine_urls": (), **extra}
     config = load_portable(extra)
     check_remote(config)
