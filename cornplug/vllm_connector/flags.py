@@ -1,12 +1,12 @@
-"""`vllm serve MODEL --kv-connector cornplug` and its option group.
+"""Option group of `vllm serve MODEL --kv-connector cornplug`.
 
-The flags only fill `--kv-transfer-config` and `--ec-transfer-config`, which may be written by hand in
-their long JSON form, with the same `kv_connector_extra_config`:
+The flags only fill `--kv-transfer-config` and `--ec-transfer-config`. You can also write these in their long
+JSON form, with the same `kv_connector_extra_config`:
 
     --kv-transfer-config '{"kv_connector": "CornplugConnector", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"engine.app": "chat"}}'
 
-With `--kv-connector cornplug`, `--kv-transfer-config` names a connector that runs beside it (NIXL, LMCache).
+With `--kv-connector cornplug`, `--kv-transfer-config` names a connector that runs alongside (NIXL, LMCache).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
                 "encoder connector, pass the complete --kv-transfer-config"
             )
         args.ec_transfer_config = ec
-    # Consumed: vLLM may parse the same namespace again in a child.
+    # vLLM may parse the same namespace again in a child process.
     args.kv_connector = None
     for flag in SETTINGS:
         setattr(args, dest(flag), None)
@@ -70,7 +70,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | None]:
     """vLLM's (KVTransferConfig, ECTransferConfig or None) for `--kv-connector name`.
 
-    Raises ConfigError for settings that are wrong, before any process is started.
+    Raises ConfigError for invalid settings, before any process is started.
     """
     from vllm.config import ECTransferConfig, KVTransferConfig
 

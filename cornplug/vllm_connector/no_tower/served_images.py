@@ -52,16 +52,16 @@ from cornplug.vllm_connector.no_tower.engine_arguments import (
 )
 
 _START_S: Final = 5.0
-"""Longest that a starting engine waits for the list of a service's models."""
+"""Maximum time that a starting engine waits for a service's list of models."""
 _DOWN_S: Final = 2.0
-"""Pause that a client is asked for while no service answers: as long as the engine's own probes may take."""
+"""Retry delay for clients while no service replies, as long as the engine's own probes may take."""
 
 _salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
 """`cache_salt` of the request that is being rendered."""
 
 
 class ServiceUnavailable(GracefulHTTPError):
-    """A 503: the image was not encoded, through no fault of the request."""
+    """503 response: the image was not encoded, and the request is valid."""
 
     def __init__(self, why: str, pause_s: float | None) -> None:
         pause = retry_after.note(pause_s)
@@ -73,7 +73,7 @@ class ServiceUnavailable(GracefulHTTPError):
 
 
 class FileBytes(MediaIO[bytes]):
-    """The bytes of a `data:` or `file:` URL, by vLLM's own rules for those, not decoded."""
+    """Bytes of a `data:` or `file:` URL, read by vLLM's own rules and not decoded."""
 
     def load_bytes(self, data: bytes) -> bytes:
         return data
@@ -86,7 +86,7 @@ class FileBytes(MediaIO[bytes]):
 
 
 class ServedImages:
-    """The service's answers for one engine's images. Thread-safe; `close` it."""
+    """The service's replies for one engine's images. Thread-safe. Call `close` at the end."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ServedImages:
         family: str,
         dtype: str,
     ) -> None:
-        """`tower` gives the identity of the checkpoint's tower, None while it is not known."""
+        """`tower` returns the identity of the checkpoint's tower, or None while it is unknown."""
         self._config = config
         self._secret = secret
         self._tower = tower
@@ -108,9 +108,10 @@ class ServedImages:
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
 
     def check(self, tower: TowerIdentity, model: str) -> None:
-        """Raise ConfigError where a service answers that has not this checkpoint's tower, or never can.
+        """Raise ConfigError if a service replies that does not have this checkpoint's tower, or can never
+        have it.
 
-        A service that is not there yet, or not any more, is one line of the log.
+        A service that is not available yet, or no longer, causes only a log line.
         """
         if tower.served_identity is None:
             raise ConfigError(
@@ -140,7 +141,7 @@ class ServedImages:
                 )
 
     def limit(self, count: int) -> None:
-        """Raise VLLMValidationError for more images in a prompt than the operator allows."""
+        """Raise VLLMValidationError if a prompt has more images than the operator allows."""
         most = self._config.engine.images_per_prompt
         if most is not None and count > most:
             raise VLLMValidationError(
@@ -148,7 +149,7 @@ class ServedImages:
             )
 
     async def item(self, url: str, connector: Any, salt: str | None) -> Any:
-        """The embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
+        """Return the embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -160,7 +161,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """As `item`, for an engine without an event loop."""
+        """Like `item`, for an engine without an event loop."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -172,7 +173,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def close(self) -> None:
-        """End the connections to the service."""
+        """Close the connections to the service."""
         self._client.close()
 
     def _request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediumRequest:
@@ -190,7 +191,7 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """The identity to ask for. Raises ServiceUnavailable while there is none."""
+        """Identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
@@ -199,7 +200,8 @@ class ServedImages:
         return tower.served_identity
 
     def _taken(self, reply: MediumReply, salt: str | None) -> Any:
-        """The item of rows that are proved to be this engine's. Raises ServiceUnavailable for others."""
+        """Return the item for a reply whose signature matches this engine. Raises ServiceUnavailable
+        otherwise."""
         try:
             claims = EmbeddingHandle.checked(reply.handle, self._secret, now=time.time())
         except CodecError as e:
@@ -228,9 +230,9 @@ class ServedImages:
 
 
 def started(config: Any, names: MmIdentifiers | None) -> None:
-    """Have the service encode the images of this process's engine, if it has no tower.
+    """Use the service for images of this process's engine, if it has no tower.
 
-    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and where the checkpoint
+    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and if the checkpoint
     cannot be identified.
     """
     global _active
@@ -266,7 +268,7 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
 
 
 def deactivate() -> None:
-    """Leave the images of this process's requests to vLLM: its engine has a tower."""
+    """Leave images of this process's requests to vLLM, because its engine has a tower."""
     global _active
     if _active is not None:
         _active.close()
@@ -277,7 +279,8 @@ _active: ServedImages | None = None
 
 
 def _is_remote(url: str, connector: Any) -> bool:
-    """Whether the service fetches it. Raises as vLLM for a host that `--allowed-media-domains` leaves out."""
+    """Return whether the service fetches the URL. Raises vLLM's error for a host that
+    `--allowed-media-domains` excludes."""
     if url[:5].lower() == "data:":
         return False
     parts = parse_url(url)
@@ -304,7 +307,7 @@ def _create_parser(original: Callable[..., Any], tracker: Any, *args: Any, **kwa
 def _parse_image(
     served: ServedImages, tracker: Any, parser: Any, image_url: str | None, uuid: str | None = None
 ) -> None:
-    """In the place of a content parser's method: the image becomes an item of embeddings."""
+    """Replacement of a content parser's method that turns the image into an embedding item."""
     if not image_url:
         raise VLLMValidationError(
             "this server has no vision tower and does not keep images: send the image together with its uuid",
