@@ -1,9 +1,9 @@
-"""Layers of a draft model among those of several cache groups.
+"""Draft model layers in a model with several cache groups.
 
-vLLM loads a draft (an EAGLE head, a draft model) after its target and puts its layers into the groups by the
-KV that they keep: beside GPT-OSS an EAGLE-3 head's into that of full attention, if its heads are the same. An
-engine with a draft has pages under keys that name the draft, so such a group's page holds the draft's layers
-behind its model's.
+vLLM loads a draft (an EAGLE head or a draft model) after its target and adds its layers to the groups by
+their KV cache specs. For example, the layers of GPT-OSS's EAGLE-3 head are added to the group of full
+attention if it has the same heads. Page keys of an engine with a draft contain the draft's identity, so pages
+of such a group contain the draft's layers after the model's.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 _METHODS: Final = frozenset({"eagle3"})
-"""vLLM's names of the ways to draft that a test has run beside several cache groups."""
+"""vLLM's names of draft methods that are tested with several cache groups."""
 DRAFT_PREFIX: Final = "draft_model"
-"""Of the names of a draft's layers, numbered anew; those of an EAGLE head go on behind the target's."""
+"""Prefix of a draft's layer names, whose numbers restart. Numbers of an EAGLE head continue after the
+target's."""
 
 
 def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
-    """Name -> number of each layer of a draft with KV, which goes on behind the model's; empty for no draft.
+    """Name -> number of each draft layer with KV, after the model's layers. Empty without a draft.
 
     Raises LayoutError with the reason why its KV is not shared.
     """
@@ -47,7 +48,7 @@ def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
             f"{several}, and the draft model has a different number of KV heads", reason="speculative"
         )
     if len({group.kv_cache_spec.block_size for group in cache.kv_cache_groups}) > 1:
-        # vLLM so evens out layers of other head sizes.
+        # vLLM does this to equalize layers with different head sizes.
         raise LayoutError(f"{several} with different block sizes, and a draft model", reason="speculative")
     total = model.get_total_num_hidden_layers()
     groups = [

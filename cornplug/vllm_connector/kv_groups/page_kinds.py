@@ -1,6 +1,6 @@
-"""The kinds of pages of a model: one for each of vLLM's cache groups; or the reason for none.
+"""Page kinds of a model, one for each of vLLM's cache groups.
 
-Beside recurrent states a page has as many tokens as a block: a hit ends where vLLM keeps a state.
+With recurrent states, a page has as many tokens as a block, because a hit ends where vLLM keeps a state.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """The pages of one cache group."""
+    """Pages of one cache group."""
 
     geometry: PageGeometry
     block_size: int
     layer_names: tuple[str, ...]
-    """vLLM's, in the order of the page's layers."""
+    """vLLM's layer names, in the order of the page's layers."""
 
     @property
     def whole(self) -> bool:
-        """Whether a request that goes on at a token needs all pages before it, and not only a tail."""
+        """Whether a request that continues at a token needs all pages before it, and not only a tail."""
         return not (self.geometry.window or self.geometry.state)
 
     def needed_from(self, end: int) -> int:
-        """The first token that a request which goes on at token `end` needs in its blocks.
+        """Return the first token that a request which continues at token `end` needs in its blocks.
 
         vLLM keeps whole blocks, and caches each under the hash of all its tokens.
         """
@@ -53,10 +53,10 @@ class PageKind:
 
 
 def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tuple[PageKind, ...]:
-    """The kinds of pages of this model, in vLLM's order of groups.
+    """Return the page kinds of this model, in vLLM's order of groups.
 
-    Raises LayoutError with the reason why KV cannot be shared. A prefix counts only where every group has
-    it: a model with one group of another kind shares nothing.
+    Raises LayoutError with the reason if KV cannot be shared. A prefix counts only if every group has it, so
+    a model with one unsupported group shares nothing.
     """
     groups = cache.kv_cache_groups
     if not groups:
@@ -78,7 +78,8 @@ def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tu
     if not any(kind.whole for kind in kinds):
         raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
-        # vLLM then says how much of full attention its own cache holds; a window may have less.
+        # In this case vLLM reports how much its own cache holds of full attention, but a window may have
+        # less.
         raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
     beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
     return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
@@ -95,11 +96,11 @@ def _keeps_states(group: KVCacheGroupSpec) -> bool:
 
 
 def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
-    """Raise LayoutError unless the groups' layers are the model's, each once with KV and once with a state,
-    and those of its draft.
+    """Raise LayoutError unless the groups contain exactly the model's layers, each at most once with KV and
+    once with a state, and its draft's layers.
 
-    A layer of no group keeps nothing (an MLP alone), or reads another's cache: the worker half refuses caches
-    that are in no group. Falcon-H1 numbers its states behind all of its layers.
+    A layer in no group has no cache (for example an MLP), or reads another layer's cache. The worker half
+    refuses caches that are in no group. Falcon-H1 numbers its states after all of its layers.
     """
     total = config.model_config.get_total_num_hidden_layers()
     for of_states, limit in ((False, total), (True, 2 * total)):
@@ -148,7 +149,7 @@ def _kind(
         layers=len(names),
         dim=spec.head_size,
         dtype=dtype,
-        # No test compares them with SGLang's.
+        # They have not been compared with SGLang's.
         engine="vllm",
         group=numbers,
         window=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,
@@ -158,7 +159,7 @@ def _kind(
 
 
 def whole_page(kinds: Sequence[PageKind]) -> PageSize:
-    """A page of all layers of the model: as large as one page of each kind."""
+    """Size of a page of all layers of the model: the sum of one page of each kind."""
     if len(kinds) == 1:
         return kinds[0].geometry
     return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

@@ -1,8 +1,8 @@
-"""The page of a group of recurrent states (Mamba, gated delta nets), or the reason for none.
+"""Page geometry of a group of recurrent states (Mamba, gated delta nets).
 
-vLLM caches a state in the block whose last token it follows (mamba cache mode "align"). A page holds that
-block: the states of the group's layers after the page's last token. Only the bytes count, so each kind of
-state that vLLM describes by MambaSpec is shared.
+vLLM caches a state in the block with the state's last token (mamba cache mode "align"). A page contains that
+block: the states of the group's layers after the page's last token. Pages are treated as bytes, so every kind
+of state that vLLM describes by MambaSpec can be shared.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ OF_STATES: Final[Mapping[str, str]] = {
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
 }
-"""Fields of vLLM's MambaSpec that may have any value, and why: all others must have their default."""
+"""Fields of vLLM's MambaSpec that may have any value, with the reason. All other fields must have their
+defaults."""
 
 
 def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int) -> PageGeometry:
-    """The page of a group with these layers' states, of `page_tokens` tokens. Raises LayoutError for none."""
+    """Return the page geometry of a group with these layers' states, with `page_tokens` tokens per page.
+    Raises LayoutError if the group cannot be shared."""
     from vllm.platforms import current_platform
 
     cache = config.cache_config
@@ -70,6 +72,6 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
         planes=1,
         engine="vllm",
         group=tuple(layers),
-        # Kernels of another platform may order a state's numbers otherwise.
+        # Kernels of another platform may order a state's values differently.
         state=f"{spec.mamba_type.name} {current_platform.device_type} {shapes}",
     )
