@@ -39,15 +39,16 @@ from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
 
 PREFIX: Final = "cpv1-"
-"""Begins the `mm_hash` of a handle's embedding; the media digest and the handle's key follow. An image's
-`mm_hash` begins otherwise: vLLM caches processed inputs under it, and those of the two differ."""
+"""Prefix of the `mm_hash` of a handle's embedding. The media digest and the handle's key follow. It differs
+from an image's prefix because vLLM caches processed inputs by `mm_hash`, and the inputs differ."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
-"""Embeddings whose handles are remembered, at a few hundred bytes each."""
+"""Maximum number of remembered handles, at a few hundred bytes each."""
 
 
 class ReceivedHandles:
-    """Embeddings that handles brought into this API process. Thread-safe: vLLM loads in threads."""
+    """Embeddings that this API process received by handle. Thread-safe, because vLLM loads media in
+    threads."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class ReceivedHandles:
         dtype: str,
         alone: bool = True,
     ) -> None:
-        """`identity` gives the identity of this engine's tower, None while it is being read and where it
-        cannot be. Not `alone`: another connector's encoder cache may hold an embedding that a request
-        leaves out."""
+        """`identity` returns the identity of this engine's tower, or None while it is being read or if it is
+        unknown. If not `alone`, another connector's encoder cache may have an embedding that a request leaves
+        out."""
         self._config = config
         self._secret = secret
         self._identity = identity
@@ -72,7 +73,7 @@ class ReceivedHandles:
         """Digest of rows and grid -> the claims of their handle."""
 
     def load(self, text: str) -> torch.Tensor:
-        """The rows that a handle stands for. Raises VLLMValidationError."""
+        """Return the rows of a handle. Raises VLLMValidationError."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
             wait_s = self._config.store.background_timeout_s
@@ -110,9 +111,10 @@ class ReceivedHandles:
                 self._brought.popitem(last=False)
 
     def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
-        """The `mm_hash` of an embedding item; None for one by value, where the operator takes those.
+        """Return the `mm_hash` of an embedding item, or None for an embedding by value if the operator allows
+        these.
 
-        Raises VLLMValidationError for an embedding that this server does not take.
+        Raises VLLMValidationError for an embedding that this server does not accept.
         """
         rows = item.get(f"{modality}_embeds") if isinstance(item, Mapping) else item
         if not isinstance(rows, torch.Tensor):
@@ -137,10 +139,10 @@ class ReceivedHandles:
         return f"{PREFIX}{claims.media.hex()}-{claims.key.hex()}"
 
     def key(self, mm_hash: str, salt: str | None) -> bytes:
-        """The embedding key in a `mm_hash` that `name` made.
+        """Return the embedding key in a `mm_hash` that `name` made.
 
-        Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
-        changed: the handle's embedding was made without.
+        Raises VLLMValidationError for a wrong salt, and for a name that was changed by an adapter on the
+        tower, because the embedding was computed without it.
         """
         if weights_guard.replaced():
             raise _refused("this server's weights were replaced after it read the embedding")
@@ -166,13 +168,13 @@ class ReceivedHandles:
     def _opened(self) -> Store:
         with self._lock:
             if self._store is None:
-                # The engine starts one where there is none; a handle alone is no reason to.
+                # The engine starts a store if there is none. A handle alone is not a reason to start one.
                 self._store = open_store(self._config.store, autostart=False)
             return self._store
 
 
 def is_handle(data: object) -> bool:
-    """Whether a part's text claims to be one."""
+    """Return whether a part's text has the form of a handle."""
     return isinstance(data, str) and data.startswith(embedding_handle.PREFIX)
 
 

@@ -14,8 +14,8 @@ from cornplug.vllm_connector.ec.row_memory import RowPlace
 
 @dataclass(frozen=True, slots=True)
 class ArrivedEmbedding:
-    """A verified embedding with its bytes: one that the scheduler half has promised reaches the worker
-    even if store and service die in between."""
+    """A verified embedding with its bytes. An embedding that the scheduler half has promised reaches the
+    worker even if the store and the service die in between."""
 
     identifier: str
     dtype: str
@@ -26,13 +26,13 @@ class ArrivedEmbedding:
 
 @dataclass(slots=True)
 class CornplugECMetadata(ECConnectorMetadata):
-    """Scheduler half -> worker halves, one step."""
+    """Message from the scheduler half to the worker halves for one step."""
 
     arrived: list[ArrivedEmbedding] = field(default_factory=list)
     publish: bool = True
-    """Whether embeddings computed here may be offered to others."""
+    """Whether embeddings computed in this step may be saved."""
     again: list[str] = field(default_factory=list)
-    """Identifiers in the engine's own cache that the store lacks, to be offered once more."""
+    """Identifiers in the engine's own cache that the store lacks, to be saved again."""
     epoch: int = 0
     """Of the weights that compute this step (`engine_common.weights_guard`)."""
     row_memory: str = ""

@@ -1,4 +1,4 @@
-"""A medium's processor outputs, as the tower gets them, for the encoder service."""
+"""Processor outputs of a medium, in the form that the tower receives, for the encoder service."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ IN_WORKERS_ONLY: Final = (
 
 
 def in_workers_only(config: VllmConfig) -> bool:
-    """Whether vLLM keeps processed media from its engine core."""
+    """Return whether vLLM does not pass processed media to its engine core."""
     from vllm.multimodal.cache.factories import _get_cache_type
 
     return _get_cache_type(config) == "shm"
 
 
 class MediaInputs:
-    """The tensors in vLLM's feature specs that the model's family names, and no others.
+    """Selects the tensors in vLLM's feature specs that the model's family names.
 
-    For some families vLLM 0.32 leaves rescaling and normalising to the device
-    (`mm_device_do_normalize`): the processed pixels are then raw uint8. vLLM's own module normalises
-    them here, so that the service gets the inputs of the engine's tower.
+    For some families, vLLM 0.32 leaves rescaling and normalising to the device (`mm_device_do_normalize`),
+    and processed pixels are raw uint8. vLLM's own module then normalises them here, so that the service gets
+    the same inputs as the engine's tower.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -53,7 +53,7 @@ class MediaInputs:
     def of(self, feature: Any) -> dict[str, WireTensor]:
         """Name -> tensor of one item.
 
-        Raises EncoderRefused: "no_inputs" where vLLM kept none, "shm_cache" where only its workers have them.
+        Raises EncoderRefused: "no_inputs" if vLLM kept no inputs, "shm_cache" if only its workers have them.
         """
         if self._in_workers_only:
             raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")

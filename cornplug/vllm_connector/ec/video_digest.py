@@ -33,7 +33,7 @@ _REASONS: Final = (
     "video_pruning",
     _OTHER,
 )
-"""Labels of counters: no client may add one by a uuid."""
+"""Label values of counters. A client must not be able to add values through a uuid."""
 _UNSHARED: Final = re.compile(f"{_PREFIX}({'|'.join(_REASONS)})-")
 
 _METADATA: Final = frozenset(
@@ -48,7 +48,7 @@ _METADATA: Final = frozenset(
         "width",
     }
 )
-"""Those that vLLM's loaders write and those of transformers' VideoMetadata."""
+"""Metadata fields that vLLM's loaders write, and those of transformers' VideoMetadata."""
 _OPTIONS: Final = frozenset(
     {
         "do_normalize",
@@ -69,11 +69,11 @@ _SCALARS: Final = (bool, int, float)
 
 
 class VideoUnshared(CornplugError):
-    """A video that has no key; `reason` is that of the counted miss."""
+    """A video without a key. `reason` is the reason of the counted miss."""
 
 
 def video_digest(frames: object, metadata: object) -> bytes:
-    """Media digest (32 bytes) of one video. Raises VideoUnshared: "video_frames", "video_metadata"."""
+    """Media digest (32 bytes) of a video. Raises VideoUnshared: "video_frames", "video_metadata"."""
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
         raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
     fields = {} if metadata is None else metadata
@@ -88,10 +88,10 @@ def video_digest(frames: object, metadata: object) -> bytes:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise VideoUnshared("video_options") for an argument of the processor that no list knows.
+    """Raise VideoUnshared("video_options") for a processor argument that is in no list.
 
-    `options` are the deployment's, or the request's. A list would give each video of a request its own value;
-    a null switches a processor's default off, where a spec reads it as the default.
+    `options` are the deployment's or the request's. A list could give each video of a request another value.
+    A null switches off a processor's default, but a spec reads it as the default.
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
@@ -107,23 +107,23 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def unshared_name(name: str, reason: str) -> str:
-    """A name of vLLM's for a medium that is not shared, from which `unshared_reason` reads the reason."""
+    """Extend vLLM's name of a medium that is not shared by the reason, which `unshared_reason` reads."""
     return f"{_PREFIX}{reason if reason in _REASONS else _OTHER}-{name}"
 
 
 def unshared_reason(identifier: str) -> str | None:
-    """The reason in an identifier that `unshared_name` made; None for every other one."""
+    """Return the reason in an identifier made by `unshared_name`, or None for other identifiers."""
     found = _UNSHARED.match(identifier)
     return None if found is None else found[1]
 
 
 def looks_unshared(name: str) -> bool:
-    """Whether a name of vLLM's, which may be a client's uuid, begins like those of `unshared_name`."""
+    """Return whether vLLM's name, which may be a client's uuid, looks like a result of `unshared_name`."""
     return name.startswith(_PREFIX)
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as JSON has them."""
+    """Convert numpy's numbers to JSON."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple):

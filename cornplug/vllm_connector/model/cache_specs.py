@@ -1,7 +1,7 @@
-"""Whether pages can hold the blocks that one of vLLM's specs describes.
+"""Checks whether pages can hold the blocks that vLLM's KV cache specs describe.
 
-The same list serves a model's only cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and each of
-several (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
+The same list is used for a model's only cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and for
+each of several groups (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ OF_LATENTS: Final[Mapping[str, str]] = {
     "dcp_sharded": "context parallelism is refused",
     "is_draft": "the page's layers follow from the config",
 }
-"""Fields of vLLM's MLAAttentionSpec that may have any value, and why: all others must have their default."""
+"""Fields of vLLM's MLAAttentionSpec that may have any value, with the reason. All other fields must have
+their defaults."""
 
 OF_ATTENTION: Final[Mapping[str, str]] = {
     "num_kv_heads": "compared with the model's when a rank's slice is computed",
@@ -51,23 +52,25 @@ _FP8: Final[Mapping[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
-    # Only workers read a checkpoint's scheme, and take it as "fp8"; they verify the format by writing.
+    # Only workers read a checkpoint's scheme, which they treat as "fp8". They verify the format with test
+    # writes.
     "auto": "fp8_e4m3",
 }
-"""vLLM's names of formats, and those of `PageGeometry.quantised`."""
+"""vLLM's names of formats -> names in `PageGeometry.quantised`."""
 
 
 def require_whole_contexts(config: VllmConfig) -> None:
-    """Raise LayoutError where a rank holds some of a request's tokens."""
+    """Raise LayoutError if a rank holds only some of a request's tokens."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise LayoutError("context parallelism splits tokens across ranks", reason="context_parallel")
 
 
 def require_plain(spec: Any) -> None:
-    """Raise LayoutError unless blocks of these attention layers hold K and V, or one latent, of each token.
+    """Raise LayoutError unless blocks of these attention layers hold K and V, or one latent, for each token.
 
-    Others are compressed, packed, quantised by more than a scale, or of another width of keys and values.
+    Unsupported blocks are compressed, packed, quantised with more than a scale, or have keys and values of
+    different sizes.
     """
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
@@ -94,7 +97,7 @@ def require_plain(spec: Any) -> None:
 
 
 def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
-    """The first field, with its value, that is neither listed nor has its default; "" where there is none."""
+    """First field, with its value, that is neither listed nor at its default, or "" if there is none."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if field.name not in listed and value != field.default:
@@ -103,10 +106,10 @@ def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
 
 
 def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
-    """(dtype, format) of a cache's values, as `PageGeometry` has them; the format is "" for a plain cache.
+    """Return (dtype, format) of a cache's values, as in `PageGeometry`. The format is "" for a plain cache.
 
-    Raises LayoutError for all quantised caches but fp8 with a scale for each tensor, which the worker
-    compares with the checkpoint's (`cornplug/vllm_connector/model/kv_scales.py`).
+    Raises LayoutError for all quantised caches except fp8 with a scale per tensor, which the worker compares
+    with the checkpoint's scale (`cornplug/vllm_connector/model/kv_scales.py`).
     """
     import torch
     from vllm.platforms import current_platform
@@ -116,7 +119,7 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
     if mode == KVQuantMode.NONE:
         return dtype_name(spec.dtype), ""
     name = config.cache_config.cache_dtype
-    # AMD's first fp8 has other values under the same name.
+    # AMD's first fp8 format has other values under the same name.
     plain = current_platform.fp8_dtype() == torch.float8_e4m3fn
     if mode != KVQuantMode.FP8_PER_TENSOR or spec.dtype != torch.uint8 or name not in _FP8 or not plain:
         raise LayoutError(f"a quantised KV cache ({mode.name}, {name})", reason="kv_dtype")
@@ -124,7 +127,7 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
 
 
 def layer_number(name: str) -> int:
-    """The layer's number in its name. Raises LayoutError for a name with none, or with several."""
+    """Return the layer's number in its name. Raises LayoutError if the name has no number or several."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:

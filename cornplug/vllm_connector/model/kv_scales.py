@@ -1,7 +1,7 @@
-"""The scales of a quantised KV cache that a checkpoint brings, as vLLM's layers must have them.
+"""Scales of a quantised KV cache in a checkpoint, which vLLM's layers must have too.
 
-They are tensors of the language model, so every page key depends on their bytes. vLLM reads them under many
-names and drops those that it does not know: a worker shares only layers that keep exactly these scales.
+They are tensors of the language model, so every page key depends on them. vLLM reads them under many names
+and ignores unknown names. A worker therefore shares only layers that have exactly these scales.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 Scales = Mapping[int, tuple[float, float]]
-"""Number of a layer -> scales of its keys and values; a layer without them has 1."""
+"""Layer number -> scales of its keys and values. A layer that is not listed has scales of 1."""
 
 _KNOWN: Final = re.compile(
     r"(?:^|\.)layers\.(\d+)\.self_attn\.(?:attn\.|qkv_proj\.|([kv])_proj\.)?([kv])_scale$"
 )
-"""Names of the published checkpoints of compressed-tensors and ModelOpt."""
+"""Names in published checkpoints of compressed-tensors and ModelOpt."""
 _OTHER: Final = re.compile(r"(?:kv|k|v)_(?:cache\.)?(?:scale|zero_point)|[kv]_cache\.scale")
 """Any other name under which vLLM might read a scale of keys or values."""
 
 
 def checkpoint_scales(config: VllmConfig) -> Scales:
-    """The scales in this engine's checkpoint, in the dtype that vLLM keeps them in.
+    """Scales in this engine's checkpoint, in the dtype in which vLLM keeps them.
 
-    Raises LayoutError for scales by other names, of other shapes, or of keys or values alone.
+    Raises LayoutError for scales with other names or shapes, or of only keys or only values.
     """
     model = config.model_config
     try:
@@ -64,7 +64,7 @@ def checkpoint_scales(config: VllmConfig) -> Scales:
 
 
 def of_layers(scales: Scales, names: Iterable[str]) -> dict[str, tuple[float, float]]:
-    """Name of a layer -> the scales that it must have. Raises LayoutError for names without a number."""
+    """Layer name -> the scales that it must have. Raises LayoutError for names without a number."""
     if not scales:  # Layers of a draft model may have no number.
         return dict.fromkeys(names, (1.0, 1.0))
     return {name: scales.get(layer_number(name), (1.0, 1.0)) for name in names}

@@ -1,7 +1,7 @@
-"""The effect of each field of vLLM's config classes (0.32 and 0.33) on sharing: three tables a class.
+"""Effect of each field of vLLM's config classes (0.32 and 0.33) on sharing: three tables per class.
 
-A field that vLLM gains is in none of them: a test names it, and at run time it is refused once it is
-set. `model_config.py` computes the entries that the tables only describe.
+A new field of vLLM is in none of them. A test reports it, and at run time it prevents sharing if it is set.
+`model_config.py` computes the entries that the tables only describe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 
 
 def listed(reason: str, names: str) -> dict[str, str]:
-    """Each of the names with the same reason."""
+    """Map each of the names to the same reason."""
     return dict.fromkeys(names.split(), reason)
 
 
@@ -150,7 +150,7 @@ LOAD: Final = FieldTables(
 HARMLESS_LOADER_OPTIONS: Final = frozenset(
     {"concurrency", "memory_limit", "distributed", "enable_multithread_load", "num_threads"}
 )
-"""Keys of `model_loader_extra_config` that say how fast files are read."""
+"""Keys of `model_loader_extra_config` that only affect how fast files are read."""
 
 CACHE: Final = FieldTables(
     of="CacheConfig",
@@ -213,7 +213,7 @@ MAMBA: Final = FieldTables(
     in_key={
         "enable_stochastic_rounding": AS_OVERRIDE,
         "stochastic_rounding_philox_rounds": AS_OVERRIDE,
-        # Another kernel may order a state's numbers otherwise.
+        # Another kernel may order a state's values differently.
         "backend": AS_OVERRIDE,
         "ssu_algorithm": AS_OVERRIDE,
     },

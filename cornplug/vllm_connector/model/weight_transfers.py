@@ -29,22 +29,22 @@ _START: Final = "start_weight_update"
 _FINISH: Final = "finish_weight_update"
 _CALLS: Final = frozenset({_START, "update_weights", _FINISH})
 _PATCHES: Final = "sparse_nccl"
-"""vLLM's backend that changes single values of a tensor: what it leaves depends on the transfers before."""
+"""vLLM's backend that changes single values of a tensor. Its result depends on previous transfers."""
 _VOTE_S: Final = 60.0
 
 
 @dataclass
 class _Transfer:
-    """A transfer that no version has named yet."""
+    """A transfer that has no version yet."""
 
     epoch: int
     before: str
-    """vLLM's version of the weights until then."""
+    """vLLM's previous version of the weights."""
     is_over: bool = False
 
 
 def names(method: Any, config: Any) -> bool:
-    """Whether this method of the workers is part of a transfer, and a version may name it."""
+    """Return whether this worker method is part of a transfer that a version may name."""
     return isinstance(method, str) and method in _CALLS and _trusts(config)
 
 
@@ -59,12 +59,12 @@ def _trusts(config: Any) -> bool:
 
 @lru_cache(maxsize=8)
 def _trusting(extra: str) -> bool:
-    # A settings file that is edited later must not raise in the engine core.
+    # A settings file that is edited later must not raise an exception in the engine core.
     return settings(json.loads(extra)).engine.trust_weight_version
 
 
 def transfer(original: Callable[..., Any], core: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of `EngineCore.collective_rpc`, which calls a method of `_CALLS` on each rank."""
+    """Wrap `EngineCore.collective_rpc` when it calls a method of `_CALLS` on each rank."""
     if method == _START:
         epoch = begin(core, method)
         setattr(core, TRANSFER, _Transfer(epoch, core.get_weight_version()))
@@ -111,17 +111,17 @@ def _excluded(core: Any) -> str:
 
 
 def _unfinished(core: Any) -> str:
-    """The reason why a rank does not hold the weights; "" where all do."""
+    """Reason why a rank does not hold the weights, or "" if all do."""
     try:
         votes = core.model_executor.collective_rpc(rank_is_done, _VOTE_S)
     except (RuntimeError, TimeoutError) as e:
-        # A rank that died ends the engine by itself.
+        # A rank that died ends the engine anyway.
         return f"the ranks did not reply: {e}"
     return "" if votes and all(votes) else "some ranks did not finish the transfer"
 
 
 def rank_is_done(worker: Any) -> bool:
-    """Whether the last transfer of this rank is over, and was one of the model itself."""
+    """Return whether the last transfer of this rank has finished, and concerned the model itself."""
     worker = getattr(worker, "worker", worker)
     return not (worker._weight_update_active or worker._weight_update_is_draft)
 
