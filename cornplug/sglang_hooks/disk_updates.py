@@ -31,12 +31,12 @@ _trained: Final[set[bool]] = set()
 
 
 def _asked(manager: Any, obj: Any, request: Any = None) -> None:
-    """In the tokenizer process, before it passes the request on."""
+    """Begin an update in the tokenizer process, before it passes the request on."""
     weights_guard.begin_update(_CALL, logger)
 
 
 def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Around a rank's update."""
+    """Wrap a rank's update."""
     if not activation.is_on():
         return original(manager, recv_req)
     began_ns = time.time_ns()
@@ -47,14 +47,14 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         result = original(manager, recv_req)
         why = excluded or _unlike(manager, recv_req, result, path, began_ns)
     finally:
-        # Every rank votes, whatever happened on it: the others wait.
+        # Every rank votes, even after an error, because the others wait.
         forget()
         _settle(manager.tp_cpu_group, epoch, path, began_ns, why)
     return result
 
 
 def _excluded(manager: Any, recv_req: Any) -> str:
-    """The reason why the weights that the request names cannot be followed; "" for none."""
+    """Reason why cornplug cannot identify the weights that the request loads, or ""."""
     if recv_req.load_format not in READS_SAFETENSORS:
         return f"load format {recv_req.load_format!r} is not supported"
     if _trained:
@@ -63,19 +63,19 @@ def _excluded(manager: Any, recv_req: Any) -> str:
 
 
 def note_trained() -> None:
-    """From here on this rank holds tensors that came from no folder."""
+    """Record that this rank now holds tensors that did not come from a folder."""
     _trained.add(True)
 
 
 def excluded_server(manager: Any) -> str:
-    """The reason why new weights of this server cannot be followed; "" for none."""
+    """Reason why cornplug cannot identify new weights of this server, or ""."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
     found = {
         "cornplug could not identify the previous weights": engine_state.current().unknown(),
-        # Replicas, stages and hosts have votes of their own.
+        # Replicas, stages and hosts vote separately.
         "data or pipeline parallelism, or several hosts": max(
             settings.dp_size, settings.pp_size, settings.nnodes
         )
@@ -90,7 +90,7 @@ def excluded_server(manager: Any) -> str:
 
 
 def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
-    """The reason why this rank does not hold the folder's weights, and nothing of others; "" if it does."""
+    """Reason why this rank does not hold exactly the folder's weights, or "" if it does."""
     if not (result.success and recv_req.flush_cache):
         return "SGLang did not load the weights and flush its cache"
     if str(Path(recv_req.model_path).resolve()) != path:
@@ -109,7 +109,7 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
 
 
 def forget() -> None:
-    """Forget what was computed with, or named by, the weights before."""
+    """Forget everything that was computed with the previous weights or identified by them."""
     from sglang.srt.managers import mm_schedule
 
     from cornplug.sglang_hooks.kv import page_hash_hooks
@@ -117,13 +117,13 @@ def forget() -> None:
 
     page_hash_hooks.forget_pages()
     placeholder_tokens.forget()
-    # A request that came before has rows of the new tower there, under the old tower's key.
+    # For an earlier request, it has rows of the new tower under the old tower's key.
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
 
 
 def _settle(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
-    """Let the ranks vote, and the first one say what came of it."""
+    """Let the ranks vote. The first rank publishes the result."""
     vote = torch.tensor([not why, began_ns], dtype=torch.int64)
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group)
     agreed, first_ns = vote.tolist()

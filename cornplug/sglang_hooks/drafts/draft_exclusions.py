@@ -1,6 +1,6 @@
-"""Settings of speculative decoding under which a server shares no KV.
+"""Settings of speculative decoding that exclude KV sharing.
 
-`kv/exclusions.py` asks these, and turns the reasons into the answer for the server.
+`kv/exclusions.py` uses them to report why a server does not share.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ DRAFT_SETTINGS: Final = (
     ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
     ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
 )
-"""Settings under which KV is not shared beside a draft model (`_WITH_DRAFT_KV`)."""
+"""Settings that exclude KV sharing with a draft model (`_WITH_DRAFT_KV`)."""
 DRAFTS: Final = "not tested. EAGLE, STANDALONE and NGRAM can be shared"
-"""Why KV is not shared under `--speculative-algorithm`, but for `_DRAFTERS`."""
+"""Reason for values of `--speculative-algorithm` other than `_DRAFTERS`."""
 _WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
 _DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
 DRAFT_TREES: Final = "not tested: drafts with more than one branch. Set --speculative-eagle-topk 1"
-"""Why KV is not shared beside a draft model that proposes several tokens for one place."""
+"""Reason for a draft model that proposes several tokens per position."""
 BESIDE_DRAFT: Final = {
     "mla": "not tested: a draft model with an MLA model",
     "images": "not tested: a draft model with a multimodal model",
     "fp8": "not tested: a draft model with an fp8 KV cache",
 }
-"""Why KV is not shared beside a draft model of some models."""
+"""Reasons for some combinations of model and draft model."""
 TREES: Final = (
     "with more than one branch, SGLang needs pages of one token, or flashinfer: set "
     "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
 )
-"""Why KV is not shared under NGRAM in its default breadth, with other attention backends."""
+"""Reason for NGRAM with its default breadth and other attention backends."""
 
 
 def drafter(settings: Any) -> str:
-    """Why KV is not shared with these settings of speculative decoding; "" where it is."""
+    """Reason why KV is not shared with these settings of speculative decoding, or ""."""
     algorithm = str(settings.speculative_algorithm or "").upper()
     if algorithm not in _DRAFTERS:
         return f"--speculative-algorithm {algorithm} ({DRAFTS})"
@@ -69,7 +69,7 @@ def drafter(settings: Any) -> str:
 
 
 def branches(settings: Any) -> str:
-    """Why pages of several tokens would end the start of a server that drafts; "" where they do not."""
+    """Reason why a server with a draft would not start with pages of several tokens, or ""."""
     if str(settings.speculative_algorithm or "").upper() != "NGRAM":
         return ""
     if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
@@ -78,7 +78,8 @@ def branches(settings: Any) -> str:
 
 
 def beside_draft(server_args: Any, settled: Any) -> str:
-    """Why KV of this model is not shared beside a draft model; "" where it is, and without a draft."""
+    """Reason why KV of this model is not shared with a draft model, or "" if it is or if there is no
+    draft."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import AttentionArch
 

@@ -1,8 +1,8 @@
-"""Why the KV of a server is not shared: the setting, model or deployment that excludes it.
+"""Settings, models and deployments that exclude KV sharing.
 
-Checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
-cornplug sets any: a server that cannot share runs with exactly the settings of a stock one.
-Properties of the loaded model are checked before the host pools are made (`late_exclusions.py`).
+They are checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
+cornplug changes any setting. A server that cannot share therefore runs with exactly its stock settings.
+Properties of the loaded model are checked before the host pools are allocated (`late_exclusions.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, runs_generic_backend
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
-"""Least memory for all host pools: less shares little, and the loading of the model may take it."""
+"""Minimum memory for all host pools. Less would share little, and may be needed to load the model."""
 
 
 _HALF_PAGES: Final = "each rank holds a part of a page that is not a range of heads"
@@ -66,15 +66,15 @@ WINDOWS: Final = (
     "heads. With --disable-hybrid-swa-memory (default for Gemma 2 and 3, OLMo 3, EXAONE 4) their KV is "
     "shared, unless the model is multimodal"
 )
-"""Why KV of some models with sliding windows is not shared."""
+"""Reason for some models with sliding windows."""
 BESIDE_WINDOWS: Final = "not tested: with sliding windows in a separate pool"
-"""Why settings of KV and drafts that are shared otherwise are not, of models with windows."""
+"""Reason for settings that are otherwise supported, in models with sliding windows."""
 NO_PAGE_OF_PAIR: Final = (
     "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
     "same page size: set `--page-size 64` on prefill and decode servers)"
 )
-"""A decode server raises at the first request where its prefill server has pages of another size."""
-# Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
+"""Otherwise a decode server fails at the first request, if its prefill server has another page size."""
+# Fields of a text config which show that a token's state is not only in K and V of full attention.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
     "attn_type_list",
@@ -88,15 +88,15 @@ HYBRID_FIELDS: Final = (
     "ssm_state_size",
 )
 _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
-"""Settings under which a value of the cache is one of `codec.ITEM_BYTES`. All others quantise: those of
-`kv_page.QUANTISED`, which are named alike, by a cast, the rest with scales beside the values."""
+"""Settings under which cache values have a dtype in `codec.ITEM_BYTES`. All others quantise: those in
+`kv_page.QUANTISED`, with the same names, by a cast, and the rest with separate scales."""
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
-    """Why this server's KV cannot be shared; "" where no exclusion is known.
+    """Reason why this server's KV cannot be shared, or "" if no exclusion is known.
 
-    `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` are
-    those of the store's page.
+    `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` is the number of
+    tokens of a store page.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -115,15 +115,16 @@ def excluded(server_args: Any, page_tokens: int) -> str:
 
 
 def fits(page_size: int, page_tokens: int) -> bool:
-    """Whether a page of SGLang's is a whole number of store pages, or a store page a whole number of them."""
+    """Return whether an SGLang page is a multiple of a store page, or a store page a multiple of an SGLang
+    page."""
     divides = page_size % page_tokens == 0 or page_tokens % max(page_size, 1) == 0
     return page_size > 0 and page_size % LINK_TOKENS == 0 and divides
 
 
 def page_for(settled: Any, page_tokens: int) -> int:
-    """The page size to set where neither operator nor model has chosen one; 0 where none fits.
+    """Page size to set if neither operator nor model has chosen one, or 0 if no size fits.
 
-    A prefill chunk consists of whole pages: it is the largest page size that divides the chunk.
+    A prefill chunk consists of whole pages, so this is the largest page size that divides the chunk.
     """
     chunk = settled.chunked_prefill_size
     for size in (page_tokens, *(n for n in (64, 32, LINK_TOKENS) if n < page_tokens)):
@@ -133,7 +134,7 @@ def page_for(settled: Any, page_tokens: int) -> int:
 
 
 def is_free(server_args: Any) -> bool:
-    """Whether the page size is SGLang's plain default: neither operator nor model has chosen it."""
+    """Return whether the page size is SGLang's plain default, which neither operator nor model has chosen."""
     for source, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
         if "page_size" in declared:
             return bool(source == "_page_size_default")
@@ -141,7 +142,7 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """The flag and value of the deployment that exclude sharing; "" where none does."""
+    """Flag and value of the deployment that exclude sharing, or ""."""
     for each in DEPLOYMENTS:
         if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
             return f"{each.flag} {value} ({each.why})"
@@ -153,7 +154,7 @@ def deployment(settings: Any) -> str:
 
 
 def _not_together(settings: Any) -> str:
-    """Flags that are shared one by one, and of which no test runs two; "" for one of them or none."""
+    """Flags that can be shared individually but are not tested together, or "" if at most one is set."""
     ways = {
         "--pp-size": settings.pp_size > 1,
         "--disaggregation-mode": settings.disaggregation_mode != "null",
@@ -171,8 +172,9 @@ def _checkpoint(server_args: Any, settled: Any) -> str:
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
-    # In one pool it has K and V of every token of layers with windows, too. Of such models of images some
-    # attention backends let an image's tokens see each other and some do not (Gemma 3).
+    # With a single pool, layers with windows also keep K and V of every token. For multimodal models with
+    # windows, some attention backends let the tokens of an image attend to each other and some do not (Gemma
+    # 3).
     in_one = settled.disable_hybrid_swa_memory and kinds and not _is_multimodal(server_args)
     if in_one or (kinds == {"sliding_attention"} and keeps_windows_apart(server_args)):
         kinds.discard("sliding_attention")
@@ -187,9 +189,9 @@ def _is_multimodal(server_args: Any) -> bool:
 
 
 def keeps_windows_apart(server_args: Any) -> bool:
-    """Whether SGLang keeps the layers with sliding windows in a pool of their own that can be shared.
+    """Return whether SGLang keeps the layers with sliding windows in a separate pool that can be shared.
 
-    Its models of images do not count: attention in both directions makes KV that depends on later tokens.
+    Multimodal models are excluded, because with bidirectional attention KV depends on later tokens.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -202,7 +204,7 @@ def keeps_windows_apart(server_args: Any) -> bool:
 
 
 def _windows(server_args: Any, settled: Any) -> str:
-    """Why KV of a model whose windows have a pool of their own is not shared; "" where it is."""
+    """Reason why KV of a model with a separate window pool is not shared, or ""."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     if not model_config_of(server_args).is_hybrid_swa:
@@ -267,11 +269,11 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
 
 
 def _images_look_alike(server_args: Any) -> str:
-    """Whether two prompts that differ in their images alone are one token stream to SGLang.
+    """Reason if SGLang cannot distinguish two prompts that differ only in their images, or "".
 
-    Its models put values of the image's hash for the placeholder tokens. The backend for models that
-    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`), and
-    SGLang then goes without a radix cache, but decides so only when it has set up ours.
+    SGLang's models replace placeholder tokens by values of the image's hash. The generic backend does not
+    (0.5.23, `MultiModalMixin.pad_input_ids`). SGLang then runs without a radix cache, but decides this only
+    after it has set up cornplug's storage.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -282,17 +284,17 @@ def _images_look_alike(server_args: Any) -> str:
 
 
 def _no_room() -> str:
-    """Why host memory is too small for HiCache; "" where it is not.
+    """Reason why host memory is too small for HiCache, or "".
 
-    SGLang leaves a reserve of host memory (10 GiB) out of its host pools. A server with HiCache does not
-    start where no memory is left beside the reserve; without HiCache it does.
+    SGLang excludes a reserve of host memory (10 GiB) from its host pools. With HiCache, a server does not
+    start if no memory is left after the reserve. Without HiCache it does.
     """
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 
     try:
         free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
-    except RuntimeError as e:  # no reading of the cgroup's limits; SGLang's own sizing would end on it
+    except RuntimeError as e:  # The cgroup's limits are not readable. SGLang's own sizing would fail.
         return str(e)
     if free - reserve >= _LEAST_ROOM_BYTES:
         return ""

@@ -35,9 +35,9 @@ _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
-    """Why a device pool of SGLang's cannot be shared as pages; "" where it can.
+    """Reason why a device pool of SGLang cannot be shared as pages, or "".
 
-    `model` is the model that writes it; needed where its KV has fp8 values.
+    `model` is the model that writes it, needed if its KV has fp8 values.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -45,11 +45,11 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
 
     if (pools := window_pools(pool)) is not None:
         return unshareable(pools[0]) or unshareable(pools[1])
-    # Their subclasses keep something else: block scales, asymmetric heads, sparse slots, other orders.
+    # Subclasses store something else: block scales, asymmetric heads, sparse slots, other orders.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
         return f"KV pool {type(pool).__name__} has no pages"
     if quantised_format(pool.dtype) and type(pool) is MHATokenToKVPool:
-        if pool.is_quantized_kv_cache:  # SGLang's CPU backend with AMX
+        if pool.is_quantized_kv_cache:  # This is SGLang's CPU backend with AMX.
             return f"fp8 KV with scales of {type(pool.quant_method).__name__}"
         return _scaled(model)
     try:
@@ -60,7 +60,7 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
 
 
 def _scaled(model: torch.nn.Module | None) -> str:
-    """Why the fp8 values that a model writes are not its KV's own; "" where every scale is 1."""
+    """Reason why a model's fp8 values are scaled, or "" if every scale is 1."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)] if model else []
@@ -69,14 +69,14 @@ def _scaled(model: torch.nn.Module | None) -> str:
     for layer in layers:
         for name in ("k_scale", "v_scale", "k_scale_float", "v_scale_float"):
             scale = getattr(layer, name)
-            # None: the values are cast as they are.
+            # None means that the values are cast without a scale.
             if scale is not None and torch.any(torch.as_tensor(scale) != 1):
                 return f"layer {layer.layer_id} has an fp8 KV cache with {name} other than 1"
     return ""
 
 
 def _pools_made(_result: None, scheduler: Any) -> None:
-    """After the device pools were made, before the host pools are."""
+    """Called after the device pools were allocated, and before the host pools are."""
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
@@ -96,9 +96,9 @@ def _unshareable(scheduler: Any) -> str:
 
 
 def _draft_seen(scheduler: Any) -> str:
-    """Tell the storage of this process which draft model keeps KV beside its model.
+    """Announce the draft model with its own KV, if any, to the storage of this process.
 
-    Returns why its KV cannot be shared; "" where it can, and where there is none.
+    Returns the reason why its KV cannot be shared, or "" if it can or if there is no draft.
     """
     from cornplug.sglang_hooks.drafts import draft_pages
 
@@ -114,17 +114,17 @@ def _draft_seen(scheduler: Any) -> str:
 
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After the host pools and the storage behind them. All ranks pass here, in step."""
+    """Called after the host pools and their storage were created. All ranks call it in step."""
     _vote(cache, with_draft=False)
 
 
 def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """After a draft's host pool, if its algorithm has one. All ranks pass here, in step."""
+    """Called after a draft's host pool was created, if its algorithm has one. All ranks call it in step."""
     _vote(tree_cache, with_draft=True)
 
 
 def _vote(cache: Any, *, with_draft: bool) -> None:
-    """Detach the storage of all ranks where one rank cannot share."""
+    """Detach the storage of all ranks if one rank cannot share."""
     controller = getattr(cache, "cache_controller", None)
     storage = controller.storage_backend if controller is not None else None
     if not isinstance(storage, CornplugStorage):
@@ -147,13 +147,14 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
 
 
 def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Around SGLang's attaching of a storage while it runs. All ranks pass here, in step but for stages."""
+    """Wrap SGLang's attaching of a storage at run time. All ranks call it in step, but pipeline stages do
+    not."""
     call = arguments(original, args, kwargs)
     cache, extra = call["self"], hicache_config.named_extra(call["storage_backend_extra_config_json"])
     named = activation.is_on() and call["storage_backend"] == "dynamic"
     if not named or extra is None or cache.enable_storage:
         return original(*args, **kwargs)
-    # Every rank computes the same from here to the original's call.
+    # From here to the original's call, every rank computes the same result.
     scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
     if scheduler is None:
         return False, f"cornplug: this server was started without KV sharing. {_RESTART}"
@@ -172,13 +173,14 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
         why = "the draft model's KV has no pages" if storage.lacks_draft else ""
     if agreed(cache, not why):
         return ok, said
-    # Needed after a failure of SGLang's too: its controller may still hold a storage that the cache ignores.
+    # This is needed after a failure in SGLang too: its controller may still hold a storage that the cache
+    # ignores.
     cache.detach_storage_backend()
     return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
 
 
 def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around POST /hicache/storage-backend/clear, to which SGLang answers 200 whatever a storage does."""
+    """Wrap POST /hicache/storage-backend/clear, to which SGLang replies 200 whatever a storage does."""
     scheduler = arguments(original, args, kwargs)["self"]
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
     if not isinstance(getattr(controller, "storage_backend", None), CornplugStorage):
@@ -193,7 +195,7 @@ def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _without_storage(scheduler: Any) -> None:
-    """As SGLang itself does when storage is detached while it runs."""
+    """Do the same as SGLang when a storage is detached at run time."""
     from sglang.srt.runtime_context import get_context
 
     scheduler.enable_hicache_storage = False
@@ -203,7 +205,8 @@ def _without_storage(scheduler: Any) -> None:
 
 
 def _given(scheduler: Any) -> bool:
-    """Whether the operator asked for HiCache by name: declared settings leave the raw field unchanged."""
+    """Return whether the operator enabled HiCache explicitly. Declared settings leave the raw field
+    unchanged."""
     return bool(scheduler.server_args.enable_hierarchical_cache)
 
 
