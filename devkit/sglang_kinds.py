@@ -1,4 +1,4 @@
-"""Kinds of SGLang servers, each with flags that make one, and whether its KV is shared."""
+"""Kinds of SGLang servers, each with example flags, and whether their KV is shared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ServerKind(NamedTuple):
     name: str
     args: tuple[str, ...]
     excluded_by: str = ""
-    """The flag or field that excludes sharing; "" where KV is shared."""
+    """Flag or field that excludes sharing, or "" if KV is shared."""
     remark: str = ""
 
 

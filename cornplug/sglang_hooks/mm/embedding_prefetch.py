@@ -47,30 +47,31 @@ from cornplug.store.recall import recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
-"""Whether this task's request has waited for an encoder until its deadline: it waits for no other one."""
+"""Whether this task's request has waited for an encoder until its deadline. It does not wait for another
+one."""
 
 
 def source_of(item: Any) -> str | None:
-    """How the embedding of an item came to be in the store; None where it is not known to be."""
+    """Return how the embedding of an item was stored, or None if that is unknown."""
     found: str | None = item.model_specific_data.get(_SOURCE)
     return found
 
 
 class EmbeddingPrefetcher:
-    """One for each tokenizer process. Called on its event loop, which is never blocked."""
+    """Embedding prefetch of one tokenizer process. Called on its event loop, which is never blocked."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
         self._tally = tally
         self._policy = EncoderRequestPolicy()
         self._encoder = engine_encoder(runtime.config, runtime.secret)
-        # Not asyncio's own: those may all be busy decoding images.
+        # asyncio's own threads may all be busy with decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
     async def prepare(
         self, items: list[Any], tower_of: Callable[[Any], TowerIdentity | None], salt: str | None
     ) -> None:
-        """See to it that the store has the embeddings of named items, each of its tower. Never raises."""
+        """Get the embeddings of named items into the store, each from its tower. Never raises."""
         if weights_guard.replaced():
             return
         keys = [placeholder_tokens.key_of(item) for item in items]
@@ -84,12 +85,12 @@ class EmbeddingPrefetcher:
                 item.model_specific_data[_SOURCE] = found[key]
 
     def close(self) -> None:
-        """End the connection to the service."""
+        """Close the connection to the service."""
         self._encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _one(self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None) -> str:
-        """The source of an item's embedding, "" after a counted miss."""
+        """Return the source of an item's embedding, or "" after a counted miss."""
         began = time.monotonic()
         always = self._run.config.store.load_when == "always"
         if not always and not engine_state.current().fetch_pays():
@@ -156,7 +157,8 @@ class EmbeddingPrefetcher:
         return tiers[0] == Tier.MEMORY
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
-        """Store an embedding that the service could not store: it is on another host, or its store failed."""
+        """Save an embedding that the service could not save, because it is on another host or its store
+        failed."""
         outcome = put_payload(
             self._run.store,
             tensor.data,
@@ -174,7 +176,7 @@ class EmbeddingPrefetcher:
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
-    """Name -> tensor of one item, as its tower gets them. Raises EncoderRefused("no_inputs")."""
+    """Name -> tensor of one item, in the form its tower receives. Raises EncoderRefused("no_inputs")."""
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}
     found = {}
@@ -182,7 +184,7 @@ def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
-            # For instance a handle to another process's GPU memory, or LLaVA's sizes: (width, height).
+            # Examples are a handle to another process's GPU memory, and LLaVA's sizes: (width, height).
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
         found[name] = to_wire(value)
     return found

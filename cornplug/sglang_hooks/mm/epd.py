@@ -45,10 +45,11 @@ _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
 _AT_ONCE_BYTES: Final = 1 << 20
-"""Rows that are hashed at once, in a millisecond: handing them to a thread takes as long."""
+"""Maximum size of rows that are hashed without a thread, which takes a millisecond. Switching to a thread
+takes as long."""
 
 Media = Sequence[bytes] | None
-"""Digests of a part's images; None without a valid statement."""
+"""Digests of a part's images, or None without a valid signature."""
 
 
 @dataclass(slots=True)
@@ -56,16 +57,16 @@ class _EpdState:
     """The model of this process's engine."""
 
     identity: bytes | None = None
-    """The model identity that statements must name; None: no statement is valid."""
+    """Model identity that signed statements must contain, or None if no statement is accepted."""
 
 
 _here = _EpdState()
 _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
-"""Of the request under way in the tokenizer: part -> media."""
+"""Parts of the current request in the tokenizer: part -> media."""
 
 
 def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
-    """Digests of the media in a received EmbeddingData, from its statement, which is verified.
+    """Verify the signed statement of a received EmbeddingData, and return the digests of its media.
 
     Raises CodecError ("no_statement", "statement", "not_identified") without a valid statement,
     EncoderRefused("other_model") for an embedding of another model than `identity`.
@@ -96,14 +97,14 @@ def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
 
 
 def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
-    """The embedding keys of a request's image items, in order; None where one is not known."""
+    """Return the embedding keys of a request's image items, in order, or None if a key is unknown."""
     media: list[bytes] = []
     for index in sorted(parts):
         said = parts[index]
         if said is None:
             return None
         media += said
-    # The identity is of the tower at the start.
+    # The identity is of the tower at start.
     if _here.identity is None or weights_guard.replaced() or weights_guard.epoch():
         return None
     if len(media) != len(image_items):
@@ -134,7 +135,8 @@ def _count(image_items: Sequence[Any]) -> None:
 
 
 def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
-    """A receiver was made. Reads the checkpoint's tower, once a machine: its digests are kept on disk."""
+    """Handle a new receiver. Reads the checkpoint's tower once per machine, because its digests are cached on
+    disk."""
     if not activation.is_on():
         return
     identity = None
@@ -152,7 +154,7 @@ def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> N
 
 
 def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
-    """Around the arrival of a part's rows: its statement is verified."""
+    """Wrap the arrival of a part's rows, to verify its statement."""
     if not activation.is_on():
         return original(current, recv_obj, model_type)
     rows = recv_obj.embedding
@@ -166,7 +168,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
         except EncoderRefused as e:
             check.set_exception(e)
     whole = original(current, recv_obj, model_type)
-    # Of images only: SGLang puts each modality into parts of its own.
+    # Only for images. SGLang sends each modality in separate parts.
     if recv_obj.modality.name == "IMAGE":
         vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
         parts = _receiving.get()
@@ -176,7 +178,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 
 
 def _judged(data: Any) -> Media:
-    """The media of a part; None without a valid statement, counted as a miss. Raises EncoderRefused."""
+    """Media of a part, or None without a valid statement, which counts as a miss. Raises EncoderRefused."""
     try:
         return verify_claims(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
@@ -193,7 +195,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
-    """Send the request's salt to the service, which stores the embedding under it."""
+    """Send the request's salt to the service, which stores the embedding with it."""
     salt = salt_of_request(request_obj)
     if activation.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
@@ -205,7 +207,7 @@ def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
     """SGLang's `recv_mm_data` with embedding keys: all parts of a request as items (zmq_to_tokenizer).
 
-    Called by `epd_fallback`, as SGLang wants one hook around a function.
+    Called by `epd_fallback`, because SGLang supports only one hook around a function.
     """
     parts: dict[int, Future[Media]] = {}
     token = _receiving.set(parts)
@@ -218,7 +220,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
             media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
         except EncoderRefused as e:
             logger.error("cornplug: rejected the embeddings of a request: %s", e)
-            return None  # As SGLang answers where a part cannot be read.
+            return None  # Same result as in SGLang if a part cannot be read.
         image_items = _image_items(mm_inputs)
         keys = keys_of(image_items, media, salt_of_request(request_obj))
         for item, key in zip(image_items, keys or (), strict=bool(keys)):
@@ -228,7 +230,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
 
 
 def _sent(_manager: Any, tokenized_obj: Any) -> None:
-    """Before a request goes to the scheduler, after all other hooks on its items: its keys are set."""
+    """Set the keys before a request goes to the scheduler, after all other hooks on its items."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
     if activation.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
@@ -241,9 +243,10 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 
 
 def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
-    """Before a request's parts are put together. False: not yet, and SGLang asks again with each step.
+    """Called before a request's parts are assembled. Returns False if they are not ready, and SGLang retries
+    in each step.
 
-    An exception ends this request, and no other.
+    An exception ends only this request.
     """
     checks = _checks(waiting)
     if not all(check.done() for check in checks.values()):
@@ -259,7 +262,7 @@ def _checks(waiting: Any) -> dict[int, Future[Media]]:
 
 
 def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
-    """zmq_to_scheduler: a request's items were made, on this rank."""
+    """Called after a request's items were created on this rank (zmq_to_scheduler)."""
     if not activation.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs

@@ -1,7 +1,7 @@
 """SGLang's environment variables as part of its model's identity.
 
-Some change weights while they are loaded, or the arithmetic; they count like `ServerArgs`. A server shares
-nothing while a variable is set that stands in no table: one of SGLang's, or of kernels' that SGLang reads.
+Some variables change weights while they are loaded, or the arithmetic. They are treated like `ServerArgs`. A
+server shares nothing while a variable of SGLang, or of kernels that SGLang uses, is set that is in no table.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from cornplug.sglang_hooks.model.server_args_fields import grouped
 
 _PREFIX: Final = "SGLANG_"
 HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
-"""Which hub files come from. It says nothing of local ones."""
+"""Variable that selects the model hub. It has no effect on local files."""
 
-# Kernels that quantise or approximate, or that were never compared; weights changed as they are loaded;
-# pixels changed before they are compared.
+# Kernels that quantise or approximate, or that were never compared; weights changed while loading; pixels
+# changed before they are compared.
 _VALUES: Final = """
     AITER_ASM_PREFILL_HD128 AITER_CAPTURE_COPY_IN AITER_FP8_PREFILL_ATTN AITER_FUSE_RMSNORM_PAD
     AITER_GFX942_BLOCKSCALE_USE_CK AITER_HONOR_EXPLICIT_MEM_FRACTION AITER_INTREE_MHC_TILE_M16
@@ -157,7 +157,7 @@ ENVIRONMENT: Final = FieldTables(
 
 
 def verdict(*, is_local: bool = False) -> SettingsVerdict:
-    """The verdict on the variables of this process, with the values that SGLang reads from them.
+    """Judge the variables of this process, with the values that SGLang reads from them.
 
     `is_local`: every file that the server names is on this host.
     """
@@ -170,7 +170,7 @@ def verdict(*, is_local: bool = False) -> SettingsVerdict:
         if name == HUB_VARIABLE and is_local:
             continue
         field = known.get(name)
-        if field is not None:  # a field has no truth value
+        if field is not None:  # A field has no truth value.
             values[name], defaults[name] = field.get(), field._resolve_default()
         elif name.startswith(_PREFIX) or name in ENVIRONMENT.in_key or name in ENVIRONMENT.refused:
             values[name] = text

@@ -1,8 +1,8 @@
-"""Where each of SGLang's `ServerArgs` stands: in the key, harmless, or a reason not to share.
+"""Tables that classify each of SGLang's `ServerArgs`: in the key, harmless, or a reason not to share.
 
-A field that stands in none of these tables is one of a later SGLang: where it is not at its default
-nothing is shared, and the log names it (`engine_common.allow_lists`). Fields are grouped by reason. Tables
-of the environment's variables stand in `environment`.
+A field that is in none of these tables was added by a later release of SGLang. If it is not at its default,
+nothing is shared, and the log names it (`engine_common.allow_lists`). Fields are grouped by reason. Tables of
+environment variables are in `environment`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 
 
 def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """{reason: "name name ..."} as {name: reason}. Raises ValueError for a name given twice."""
+    """Convert {reason: "name name ..."} to {name: reason}. Raises ValueError for a name that occurs twice."""
     found: dict[str, str] = {}
     for reason, names in groups.items():
         for name in names.split():
@@ -30,7 +30,7 @@ WHERE_QUANTISED: Final = (
     "fp8_gemm_runner_backend",
     "moe_runner_backend",
 )
-"""Kernels that quantise activations, each in its way, where the weights are quantised."""
+"""Kernels that quantise activations differently if the weights are quantised."""
 
 _IDENTIFIED: Final = {
     "the checkpoint's files are fingerprinted": "model_path revision",
@@ -87,7 +87,7 @@ _EXACT_ATTENTION: Final = frozenset(
         "trtllm_mla",
     }
 )
-"""Full attention in the KV's own dtype: they differ by the order of their sums."""
+"""Backends with full attention in the KV's own dtype, which differ only by the order of sums."""
 
 _SAME: Final[Mapping[str, frozenset[Any]]] = {
     "attention_backend": _EXACT_ATTENTION,

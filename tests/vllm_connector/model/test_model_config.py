@@ -674,7 +674,7 @@ def test_tower_identity_is_of_a_validated_release_and_dtype(
 ) -> None:
     """One family, compared in vLLM 0.32.0 in float32."""
     assert tower_identity(changed("model_config", dtype=torch.float32))
-    with pytest.raises(CheckpointError, match=r"of 'llava' in float64 .* Tested for float64: none"):
+    with pytest.raises(CheckpointError, match=r"of 'llava' in float64\. Tested for float64: none"):
         tower_identity(changed("model_config", dtype=torch.float64))
     version = importlib.metadata.version
     monkeypatch.setattr(
