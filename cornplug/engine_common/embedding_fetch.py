@@ -1,10 +1,11 @@
-"""The policy of getting an embedding from the encoder service, for both engines' drivers.
+"""Policy for fetching an embedding from the encoder service, used by both plugins.
 
     not in the store ──may ask──> asked ──valid reply────────> "service_*"
                           │         └─ error, late, invalid ─> a miss; the service's failures start a back-off
                           └─ unidentified, not served, down, backed off ─> a miss
 
-No I/O, no threads and no clock: vLLM's room polls an engine's loop, SGLang's awaits on an event loop.
+This module has no I/O, threads or clock. The vLLM plugin polls it from an engine's loop, the SGLang plugin
+awaits on an event loop.
 """
 
 from __future__ import annotations

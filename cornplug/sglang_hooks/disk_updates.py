@@ -1,12 +1,12 @@
-"""SGLang's update of a server's weights from another checkpoint folder: the server shares again after it.
+"""Resumes sharing after SGLang updates a server's weights from another checkpoint folder.
 
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               loads, flushes its cache, compares its memory with the files, votes
     first rank              all votes are yes: names the folder, and the epoch is even
 
-Whatever was computed with the weights before is gone by then: SGLang's flush has ended its storage threads
-and emptied its trees, and each rank has forgotten page hashes, placeholders and embeddings. A vote of no ends
-sharing until restart: then no folder may hold what runs.
+At that point, nothing that was computed with the previous weights remains: SGLang's flush has ended its
+storage threads and emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If
+a rank votes no, sharing ends until restart, because the running weights may be in no folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""SGLang's updates of a server's weights by a trainer that names them: the server shares again after it.
+"""Resumes sharing after a trainer updates a server's weights in SGLang and names them.
 
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               a session (begin_weight_update to end_weight_update) of any number of calls, or
@@ -6,11 +6,12 @@
     each rank               the session is over: has nothing computed before, votes on its version
     first rank              all votes are yes and of one version: names it, and the epoch is even
 
-Calls of one session are parts of one state, which has a name at the end of it alone: whichever call brings
-the version, and also `/update_weight_version` after it. Calls that name two versions name none.
+The calls of a session are parts of one state of the weights, which has a name only at its end. Any of the
+calls may contain the version, and so may `/update_weight_version` after them. If the calls contain different
+versions, the state has no name.
 
-KV of the weights before is gone where nothing was computed since SGLang's last flush. Else the epoch stays
-odd until the next flush. A call that fails ends sharing until restart. Only where
+If nothing was computed since SGLang's last flush, no KV of the previous weights is left. Otherwise the epoch
+stays odd until the next flush. A failed call ends sharing until restart. This module is used only with
 `engine.trust_weight_version`.
 """
 

@@ -1,15 +1,16 @@
 """Predicts a request's time to first token (TTFT) from vLLM's queue metrics. No I/O, no clock.
 
-vLLM serves its queue in the order of arrival. So a wait is the requests ahead over the rate at which
-first tokens come while requests wait (Little's law: J. Little, "A proof for the queuing formula L = λW",
-1961), and a class keeps its share by limits on the requests that may enter the queue, not by its order:
+vLLM serves its queue in order of arrival. The wait of a request is therefore the number of requests ahead,
+divided by the rate of first tokens while requests wait (Little's law: J. Little, "A proof for the queuing
+formula L = λW", 1961). A class keeps its share because the number of requests in the queue is limited, not
+because of their order:
 
     room of the queue = requests that the rate serves inside the shortest deadline of a class with a share
     ├ premium's share of it     kept free for premium, used or not
     ├ standard's share
     └ the rest                  requests of any class, in the order of arrival
 
-A class without a share has no guarantee: its deadline only refuses its own requests.
+A class without a share has no guarantee. Its deadline only limits its own requests.
 """
 
 from __future__ import annotations

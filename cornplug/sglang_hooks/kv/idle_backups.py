@@ -1,15 +1,16 @@
-"""Saves of an idle SGLang server: prompts of finished requests that were not worth a copy while requests ran.
+"""Saves of an idle SGLang server: prompts of finished requests that were not worth copying while requests
+ran.
 
-With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would
-be computed again by the next app. A server without work backs such prompts up as SGLang does at their second
-request, one request's at a time, if the store has free room for them: they evict none of its pages.
+With `engine.save = "second"` the first use of a page saves nothing, so a prompt that one app sent once would
+be computed again for another app. An idle server backs up such prompts like SGLang does at their second
+request, one request at a time, if the store has free capacity. No page is evicted for them.
 
     a request is finished ──> its key in SGLang's tree is remembered
     the server idles for 50 ms ──> its tree copies what the newest of these still has on the device
                                    to the host pool, and from there to the store
     a flush, or a release of memory ──> waits for the copy under way, as these want an idle server
 
-All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop: their turns are in step,
+All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop. Their turns are in step,
 and they vote.
 """
 

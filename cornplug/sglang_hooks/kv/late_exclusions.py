@@ -1,4 +1,4 @@
-"""Exclusions that only the loaded model shows: HiCache, or its storage, is turned off again.
+"""Exclusions that depend on the loaded model. They turn off HiCache, or its storage.
 
     model and device pools are there ──> their kind and dtype exclude sharing? HiCache is not set up
     storage is attached ──> its layout did not verify, or a rank's did not? storage is detached
@@ -6,10 +6,10 @@
     storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all of these again: a server that
                                    cannot share refuses the request, and says why
 
-All run in SGLang's scheduler processes. The first depends only on properties that are equal on
-every rank; the others are votes of all ranks, over SGLang's own group, in functions that all of them call
-anyway: so no rank enters a collective of cornplug's that another rank's storage is not open for. HiCache that
-the operator asked for by name stays on in all.
+All checks run in SGLang's scheduler processes. The first depends only on properties that are equal on every
+rank. The others are votes of all ranks, over SGLang's own group, in functions that all ranks call anyway.
+Therefore no rank enters a collective of cornplug for which another rank's storage is not open. HiCache stays
+on if the operator enabled it explicitly.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Durations of prefetches and of steps in this engine, measured while they run.
+"""Durations of prefetches and of steps in this engine, measured at run time.
 
     a batch is launched ... its result is processed     duration of a step, and its tokens
     a prefetch is queued ... SGLang finds it done       delay beyond the copying
     storage thread: bytes copied into the host pool     duration of the copying
 
-Copies between host pool and device are not counted: SGLang makes them beside its forward, several
-times quicker than ours.
+Copies between host pool and device are not included. SGLang runs them in parallel to its forward pass,
+several times faster than copies from the store.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     save    host pool ──gather──> tile, in the page's order ──sum──> ──copy──> the store's memory
     load    the store's memory ──copy──> tile ──sum──> ──scatter──> host pool
 
-A tile is as many whole heads as a core's cache holds, so a page is read from memory once and written once.
-Each step is one call of numpy or xxhash, which release the interpreter: SGLang's scheduler runs beside them,
-and further threads copy other pages of the batch.
+A tile has as many whole heads as fit into a core's cache, so a page is read from memory once and written
+once. Each step is one call of numpy or xxhash, which release the interpreter's lock, so SGLang's scheduler
+runs in parallel, and more threads can copy other pages of the batch.
 
-Checksums are of the tile, never of the store's memory: readers of a page find the damage that a late writer
-of another page has done to its room.
+Checksums are computed from the tile, never from the store's memory. Readers of a page therefore detect damage
+by a late writer of another page.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""An image's embedding on its way to the store, before the request goes to the scheduler.
+"""Gets an image's embedding into the store before the request goes to the scheduler.
 
     in the store ──────────────────────────────> the scheduler takes it from there
     else: ask the encoder service ──stored─────> the same
                 └─ absent, refused, late ──────> a counted miss: the engine encodes
     where the tower is quicker than the store ─> a counted miss, without a lookup
 
-In the tokenizer process: only this request waits, inside the deadline, which follows from the scheduler
+This runs in the tokenizer process. Only this request waits, up to a deadline that depends on the scheduler
 process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
-counts the hit when it takes it.
+counts the hit when it uses the embedding.
 """
 
 from __future__ import annotations

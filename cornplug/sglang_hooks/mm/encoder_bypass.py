@@ -1,15 +1,15 @@
-"""Takes embeddings of images with a key from the store in place of the tower, and publishes those that the
-tower computes (scheduler processes).
+"""Loads embeddings of images with a key from the store instead of running the tower, and saves embeddings
+that the tower computes (scheduler processes).
 
-SGLang decides which images of a batch its own embedding cache lacks, and calls the model's
-`get_image_feature` for these. `EncoderBypass` replaces that call: it takes stored embeddings, verified;
-the tower computes the others; both go into SGLang's cache by its own code.
+SGLang determines which images of a batch are not in its own embedding cache, and calls the model's
+`get_image_feature` for these. `EncoderBypass` replaces that call. It loads and verifies stored embeddings,
+the tower computes the others, and SGLang's own code puts both into its cache.
 
     miss items ──> Encoding ──in the store──> verified, on the device ─┐
                       └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
 
-A tower may run collectives over the tensor-parallel ranks, so they all must run it for the same
-images: each rank reads for itself, then they agree on the embeddings that every one of them has.
+A tower may run collectives over the tensor-parallel ranks, so all ranks must run it for the same images. Each
+rank reads from the store, and then they agree on the embeddings that every rank has.
 """
 
 from __future__ import annotations

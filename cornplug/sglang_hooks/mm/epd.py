@@ -1,20 +1,20 @@
-"""Embedding keys for embeddings that come by SGLang's encoder disaggregation.
+"""Embedding keys for embeddings that are sent by SGLang's encoder disaggregation.
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
                           └ statement: model, media digests, signed      └ `assign_key` (embedding key)
 
-A statement is valid where the store's secret signed it over these very rows. The key is never
-taken from the wire: it is made here, of this engine's own model identity, the media digests and the
-request's salt. A statement with another model, dtype or preprocessing than those of this engine's
-checkpoint is refused: the request fails, or is encoded here. Embeddings without a statement (a stock
-encoder's) are used as SGLang uses them, and get no key.
+A statement is valid if it is signed with the store's secret for exactly these rows. The key is never read
+from the message. It is computed from this engine's own model identity, the media digests and the request's
+salt. A statement with another model, dtype or preprocessing than this engine's checkpoint is rejected: the
+request fails, or this server encodes the image itself. Embeddings without a statement (from a stock encoder)
+are used as in stock SGLang, and get no key.
 
-Hashing the rows of a large image takes tens of milliseconds, so a thread does it; meanwhile the
-request waits as it does for a part that is still on its way, and the scheduler's step goes on.
+Hashing the rows of a large image takes tens of milliseconds, so a thread does it. In the meantime the request
+waits as for a part that has not arrived, and the scheduler's step continues.
 
-With `zmq_to_tokenizer` the key waits at the item until the request goes to the scheduler, as other
-hooks set keys before that. With `zmq_to_scheduler` each rank sets the keys of its items, and all must
-set the same: the model's identity is read before the server is up, and the ranks compare it.
+With `zmq_to_tokenizer`, the key is set when the request goes to the scheduler, because other hooks set keys
+before that. With `zmq_to_scheduler`, each rank sets the keys of its items, and all must set the same keys.
+Therefore the model's identity is read before the server is ready, and the ranks compare it.
 """
 
 from __future__ import annotations

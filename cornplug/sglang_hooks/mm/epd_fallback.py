@@ -1,18 +1,19 @@
-"""A dead, slow or refusing encoder costs a language-only server its deadline, and no request.
+"""Fallback for a dead, slow or rejecting encoder: a request to a language-only server is delayed up to a
+deadline, but does not fail.
 
-SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer
-with 503) and waits up to 180 s for an encoder that is silent. But several families load their
-tower in `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do.
-There the request is encoded by the server itself, a counted miss:
+SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer with 503)
+and waits up to 180 s for an encoder that does not reply. But several families load their tower in
+`--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do. In this case the
+server encodes the image itself, which counts as a miss:
 
     zmq_to_tokenizer   nothing came ──> SGLang's own path for images, at once
     zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
                        sent again ──> every rank: it takes the place of the one that waits
 
-A request that has waited until a deadline waits for no other service (`--cornplug-encoder`). After a failure
-of the service, the next requests skip it for a while. Without a tower the error stays
-SGLang's, within `encoder.language_only_timeout_s` instead of 180 s, and it ends the request only: in stock
-SGLang an error of the encoder can end the scheduler.
+A request that has waited until a deadline does not wait for another service (`--cornplug-encoder`). After a
+failure of the service, the next requests skip it for a while. Without a tower the error is SGLang's own,
+within `encoder.language_only_timeout_s` instead of 180 s, and it ends only the request. In stock SGLang, an
+encoder's error can end the scheduler.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Media digests of a request's images, taken where SGLang's processors have decoded them.
+"""Media digests of a request's images, computed after SGLang's processors have decoded them.
 
     image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
-The digest is over the pixels that the processor receives, by the rule of `encoder_service.media`.
-SGLang 0.5.23 departs from that rule in two points: it applies no EXIF orientation, and it drops
-transparency where the rule lays the image on white. Such an image has other pixels here than in vLLM,
-and so another digest.
+The digest covers the pixels that the processor receives, by the rule of `encoder_service.media`. SGLang
+0.5.23 differs from that rule in two ways: it does not apply the EXIF orientation, and it drops transparency
+where the rule puts the image on a white background. Such an image has other pixels here than in vLLM, and
+therefore another digest.
 
-The digest waits at the item, in a field that is not sent to the scheduler, until the request's salt is
-known (`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings
-that a client sends, images of unknown processors.
+The digest is kept in a field of the item that is not sent to the scheduler, until the request's salt is known
+(`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings that a
+client sends, and images of unknown processors.
 """
 
 from __future__ import annotations

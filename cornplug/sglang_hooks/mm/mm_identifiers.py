@@ -1,14 +1,15 @@
 """Assigns embedding keys to images: digests of content, model and salt (tokenizer process).
 
-SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`,
-or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
-pages, and the key of its embedding cache. Here every image with a digest gets
+SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or (LLaVA) by
+its URL. That name becomes the placeholder tokens in its radix cache and KV pages, and the key in its
+embedding cache. Here every image with a digest gets
 
     placeholder_tokens.assign_key(item, embedding key)
 
-the same key as in vLLM, so that both engines see one token stream. It replaces an identity that SGLang or a
-client has set. Media of a tower that only SGLang computes get a key of that tower (`tower_inputs.py`). Media
-without a digest keep SGLang's name and get no identity, so that they cannot be taken for media with a key.
+This is the same key as in vLLM, so that both engines see the same tokens. It replaces any identity that
+SGLang or a client has set. Media of a tower that only SGLang runs get a key of that tower
+(`tower_inputs.py`). Media without a digest keep SGLang's name and get no identity, so that they cannot be
+confused with media that have a key.
 """
 
 from __future__ import annotations

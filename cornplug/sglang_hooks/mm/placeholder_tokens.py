@@ -1,18 +1,18 @@
-"""Placeholder values of this scheduler's token streams that stand for media with an embedding key.
+"""Placeholder values in this scheduler's tokens for media with an embedding key.
 
-SGLang puts four rotating wide values for a medium's placeholder tokens. The values of a medium with an
-embedding key identify its content, model and salt. All others come from a 64-bit hash of features, or from
-a value that a client chose, and cover neither model nor salt: KV with such a value before it is not
-shared. This module tells the two apart.
+SGLang uses four rotating wide values as placeholder tokens of a medium. The values of a medium with an
+embedding key identify its content, model and salt. All other values come from a 64-bit hash of features or
+from a client, and do not depend on model and salt. KV after such a value is not shared. This module
+distinguishes the two kinds.
 
     embedding key ── sent with the item: its key in store and encoder service
          └ and number of rows ── lineage ── SGLang's identity of the item ── placeholder values
 
-So SGLang's own caches, too, tell a medium of more rows from the same of fewer.
+SGLang's own caches therefore also distinguish a medium with more rows from the same medium with fewer rows.
 
-The scheduler process fills the set from the identities in requests; the code of page keys reads it, on any
+The scheduler process adds the identities in requests to a set, and the code for page keys reads it on any
 thread. SGLang's own processors may set an item's identity too (Kimi's do, from a value that a client may
-choose): only an identity with the mark of `assign_key` counts.
+choose). Only an identity with the mark of `assign_key` counts.
 """
 
 from __future__ import annotations

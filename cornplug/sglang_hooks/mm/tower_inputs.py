@@ -1,15 +1,16 @@
-"""Digests of what enters a tower, and the identity of a tower that only SGLang's servers compute with.
+"""Digests of a tower's inputs, and the identity of a tower that only SGLang servers run.
 
-Some of SGLang's towers compute other values than the encoder service's, or no service serves their family.
-Servers of one release, settings and checkpoint share their embeddings all the same, by the very tensors that
-the tower receives:
+Some of SGLang's towers compute other values than the encoder service, or no service supports their family.
+SGLang servers with the same release, settings and checkpoint can still share their embeddings. The key
+depends on the exact tensors that the tower receives:
 
     medium ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
                                                                       │
                     checkpoint, release, settings ──own_identity──────┘
 
-So no argument of a processor needs a place in the key, whatever it does. The rows are shared; KV behind such
-a medium is not (`placeholder_tokens.py`): positions and masks of its tokens follow from more than the rows.
+Processor arguments therefore do not have to be part of the key, whatever they do. The embeddings are shared,
+but the KV after such a medium is not (`placeholder_tokens.py`), because positions and masks of its tokens
+depend on more than the embeddings.
 """
 
 from __future__ import annotations

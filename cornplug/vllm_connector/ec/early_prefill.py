@@ -1,11 +1,11 @@
-"""Prefill of the tokens before the first medium whose embedding is on its way.
+"""Prefill of the tokens before the first medium whose embedding is in flight.
 
     ECScheduler.available     True where the tokens before that medium are worth a step
     EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
 
 vLLM's scheduler (`_try_schedule_encoder_inputs` of 0.32 and 0.33) ends a chunk before a medium for which its
-encoder cache has no room, and never inside it: so prefill of models whose images attend both ways is right,
-too. A connector's `ensure_cache_available` alone defers the whole request.
+encoder cache has no space, and never inside it. Prefill of models whose images attend in both directions is
+therefore correct, too. A connector's `ensure_cache_available` alone would defer the whole request.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Embeddings that an app sends instead of images: by handle, or by value where the operator allows it.
+"""Embeddings that an app sends instead of images: by handle, or by value if the operator allows it.
 
     part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
          ──vLLM names its items───> `name`: rows that a handle brought get the image's name
          ──the request's salt────> `identifier`: the key is made here, and must be the handle's
 
-A handle is valid where the store's secret signed it, for this engine's own model. Its key only says
-where the rows lie. An invalid handle, and one of evicted rows, end the request with a 400: there are no
-pixels to compute the rows from.
+A handle is valid if it is signed with the store's secret, for this engine's own model. Its key only locates
+the rows. An invalid handle, and a handle of evicted rows, end the request with status 400, because there are
+no pixels from which to compute the rows.
 
-Beside an encoder-cache connector vLLM 0.32 takes embeddings from any client, and even requests that leave
-them out, trusting that a connector has them; its worker dies of the latter. So both are refused here.
+With an encoder-cache connector, vLLM 0.32 accepts embeddings from any client, and even requests without the
+embeddings, because it assumes that a connector has them. Its worker then crashes. Both are rejected here.
 """
 
 from __future__ import annotations

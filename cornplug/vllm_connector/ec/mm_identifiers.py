@@ -1,23 +1,24 @@
-"""vLLM's media identifiers, replaced at their source by keys of content.
+"""Replaces vLLM's media identifiers by content keys.
 
-vLLM names an image by a hash over the model's *name* and the container's bytes, by a
-client's uuid, or by an EXIF ImageID that any client can write. That name then keys its own
-encoder cache, its prefix blocks and every connector. The API process puts in its place
+vLLM names an image by a hash of the model's *name* and the container's bytes, by a client's uuid, or by an
+EXIF ImageID that any client can set. It uses that name as a key in its encoder cache, its prefix blocks and
+every connector. The API process replaces it by
 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
-which also repairs the engine's own caches. Once the weights were replaced from another checkpoint,
-"-" and the number of the weights' epoch follow: a request may be named before an update and computed after.
-It is not shared then. An embedding that came by handle (`embedding_handles.py`) gets
-the identifier of its image. A video's digest is that of `video_digest.py`. Media without a digest (audio in
-this release, and videos with a field that no list knows), and those of an unidentified model, keep a name of
-vLLM's or of this engine, which cannot begin like a key, and are not shared.
+This also fixes the engine's own caches. After the weights were replaced from another checkpoint, "-" and the
+number of the weights' epoch are appended, because a request may be named before an update and computed after
+it. Such a request is not shared. An embedding that was sent by handle (`embedding_handles.py`) gets the
+identifier of its image. `video_digest.py` computes the digests of videos. Media without a digest (audio in
+this release, and videos with unknown fields) and media of an unidentified model are not shared. They keep a
+name from vLLM or from this engine, which cannot look like a key.
 
-A name is believed only if it is a `MediaName`, which is made together with the inputs that it stands for.
-Names that come with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain string
-that begins like cornplug's names is replaced, and the medium is not shared. A signature of the name would not
-help: a client gets the true name of a medium by rendering it, and can send other inputs under it.
+A name is trusted only if it is a `MediaName`, which is created together with the inputs that it identifies.
+Names that arrive with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain
+string that looks like one of cornplug's names is replaced, and the medium is not shared. A signature of the
+name would not help: a client gets the true name of a medium by rendering it, and could send other inputs with
+it.
 """
 
 from __future__ import annotations

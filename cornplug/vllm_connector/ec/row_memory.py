@@ -1,11 +1,11 @@
-"""Verified rows of embeddings, on their way from the scheduler to the workers in memory that both map.
+"""Verified rows of embeddings, passed from the scheduler to the workers in memory that both map.
 
     scheduler   room ──copied and verified──> place ──in a step's metadata──> workers, one copy to each device
                   <──────────────free once every rank has them─────────────────┘
 
-The metadata of a step is pickled for each worker process: with the rows in it, those of a large image passed
-the engine's thread once more for each rank. Only this engine's processes reach this memory, so rows that
-were verified stay what they were.
+The metadata of a step is pickled for each worker process. With the rows in it, the rows of a large image
+would be copied on the engine's thread once more per rank. Only this engine's processes can access this
+memory, so verified rows do not change.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""The scheduler half of the encoder-cache connector: pull-through with a deadline.
+"""Scheduler half of the encoder-cache connector, which fetches embeddings with a deadline.
 
     unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
        └──ask the service──> asked ──verified, in hand──────┘
                                └──absent, refused, late──> failed ──> the engine encodes
 
-An item counts as available only when its verified bytes are in this process, so nothing that
-dies later can break the promise. While the service works on it only its own request waits, or
-has the tokens before it prefilled (`early_prefill`).
-The store is read from the engine's own thread: it answers in 0.1 ms, where handing over to a
-thread and back costs several turns at the interpreter's lock against vLLM's busy loop.
+An item counts as available only when its verified bytes are in this process, so a later failure of the store
+or the service has no effect. While the service computes it, only the item's own request waits, or has the
+tokens before the item prefilled (`early_prefill`). The store is read on the engine's own thread. It replies
+in 0.1 ms, and switching to a thread and back would take longer, because vLLM's busy loop holds the
+interpreter's lock.
 """
 
 from __future__ import annotations

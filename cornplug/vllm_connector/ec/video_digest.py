@@ -1,12 +1,12 @@
-"""The media digest of a video as vLLM's processor gets it, by allow lists.
+"""Media digest of a video in the form that vLLM's processor receives, based on allow lists.
 
     sampled frames, metadata, options ── digest ── rows of the tower
                                              └──── positions and timestamps in the LLM, and so KV
 
-vLLM's media loader has chosen the frames before. Rate, duration and numbers of the frames reach no tower, but
-Qwen2.5-VL's positions (`second_per_grid_ts`) and Qwen3-VL's timestamps, or the frames that the processor
-samples once more. So all metadata are in the digest, and a video with a field that these lists lack is not
-shared.
+vLLM's media loader has already selected the frames. Frame rate, duration and frame numbers do not enter a
+tower, but they affect Qwen2.5-VL's positions (`second_per_grid_ts`), Qwen3-VL's timestamps, and processors
+that sample frames again. Therefore all metadata are part of the digest, and a video with a field that is not
+in these lists is not shared.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
 def processor_arguments(config: VllmConfig) -> dict[str, Any]:
     """The deployment's processor arguments that change its outputs."""
     given = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
-    # `--mm-processor-device cpu` is the default.
+    # The processor runs on the CPU anyway.
     return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 

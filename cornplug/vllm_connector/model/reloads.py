@@ -1,13 +1,13 @@
-"""vLLM's reload of an engine's weights from a checkpoint: the engine shares again after it.
+"""Resumes sharing after vLLM reloads an engine's weights from a checkpoint.
 
     engine core   the epoch is odd: no process shares
     each rank     loads, compares its memory with the files, votes
     engine core   all votes are yes and name one folder, and no block holds KV of the weights before: names
                   the folder, and the epoch is even
 
-vLLM keeps its prefix cache over a reload. Where it is not empty by then (a pause or sleep empties it before),
-the epoch stays odd until `reset_prefix_cache`. A vote of no ends sharing until restart: then no folder may
-hold what runs.
+vLLM keeps its prefix cache during a reload. If the cache is not empty at the end (a pause or sleep before the
+reload empties it), the epoch stays odd until `reset_prefix_cache`. If a rank votes no, sharing ends until
+restart, because the running weights may be in no folder.
 """
 
 from __future__ import annotations

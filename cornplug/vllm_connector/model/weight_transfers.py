@@ -1,13 +1,13 @@
-"""vLLM's transfer of weights from a trainer that names them: the engine shares again after it.
+"""Resumes sharing after vLLM receives weights from a trainer that names them.
 
     API process, engine core   the epoch is odd: no process shares
     each rank                  start_weight_update, any number of update_weights, finish_weight_update
     engine core                gets the version, by `/finish_weight_update` or `/update_weight_version` after
                                it; asks the ranks, and holds the weights under that name (`reloads.hold`)
 
-A transfer is one state of the weights, however many calls it takes, and has a name at its end alone. A call
-that fails ends sharing until restart, as do methods of the trainer's own (`--worker-extension-cls`), which
-could do anything to the model. Only where `engine.trust_weight_version`.
+A transfer is one state of the weights, regardless of its number of calls, and has a name only at its end. A
+failed call ends sharing until restart. So do a trainer's own methods (`--worker-extension-cls`), which could
+do anything to the model. This module is used only with `engine.trust_weight_version`.
 """
 
 from __future__ import annotations

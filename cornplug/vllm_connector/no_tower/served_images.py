@@ -1,11 +1,11 @@
-"""Images of a chat request as embeddings, in the API process of an engine without a tower.
+"""Converts images of a chat request to embeddings, in the API process of an engine without a tower.
 
     image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
     image_embeds <──rows, whose signed claims are this engine's tower, this salt and no other──┘
 
-The items go on as embeddings by handle do (`ec/embedding_handles.py`), so that an image has one identifier in
-engines with and without a tower. A failure of the service ends this request with a 503 before the engine sees
-it; requests without images never wait for the service.
+The items are then handled like embeddings by handle (`ec/embedding_handles.py`), so that an image has the
+same identifier in engines with and without a tower. If the service fails, the request ends with status 503
+before the engine sees it. Requests without images never wait for the service.
 """
 
 from __future__ import annotations
