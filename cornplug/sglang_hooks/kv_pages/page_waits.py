@@ -41,7 +41,7 @@ class PageWaits:
         return self._disk_pace.seconds(entries * self._entry_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
 
     def begin(self, store: Store, keys: Sequence[bytes], *, tokens: int) -> bool:
-        """Query far stores for these absent keys, which begin with a page of `tokens` tokens. Returns whether
+        """Query far stores for these absent keys, the first of `tokens` absent tokens. Returns whether
         a storage thread should wait for the replies. Called on the scheduler's thread, and does not wait."""
         if not isinstance(store, FarReads) or not store.far_answers or time.monotonic() < self._again_s:
             return False

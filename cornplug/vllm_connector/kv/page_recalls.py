@@ -79,7 +79,7 @@ class PageRecalls:
         return self.far is not None and self.far.far_answers
 
     def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
-        """Query far stores for these absent pages, which begin with a page of `tokens` tokens. Returns None
+        """Query far stores for these absent pages, the first of `tokens` absent tokens. Returns None
         if a recent reply exists or if no far store replies. Raises StoreUnavailable."""
         ticket = 0 if self.far is None else self.far.seek(keys)
         if not ticket:
