@@ -249,7 +249,7 @@ REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("hybrid model", [], {"attention_chunk_size": 64}),
     ("hybrid model", [], {"index_topk": 2048}),
     (
-        "KV cache quantised",
+        "quantised KV cache",
         [],
         {
             "quantization_config": {
@@ -260,7 +260,7 @@ REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
         },
     ),
     (
-        "KV cache quantised",
+        "quantised KV cache",
         ["--kv-cache-dtype", "fp8_e4m3"],
         {
             "quantization_config": {
@@ -632,7 +632,7 @@ def test_sglang_launch_with_conflict_exits_with_error(zygote: Zygote, text: str)
     args = ["--model-path", text, "--device", "cpu", "--enable-cornplug", "--disable-radix-cache"]
     done = zygote.run(*args, module="sglang.launch_server")
     assert done.returncode == 1
-    assert "--disable-radix-cache: excludes --enable-cornplug" in done.stderr
+    assert "--disable-radix-cache: cannot be combined with --enable-cornplug" in done.stderr
 
 
 def test_sglang_help_lists_all_flags(zygote: Zygote) -> None:
