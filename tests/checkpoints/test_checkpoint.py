@@ -117,7 +117,7 @@ def test_checkpoint_family_not_compared_there_is_not_shared(tmp_path: Path) -> N
     vllm = model("vllm", {"llava"}).tower_identity()
     assert vllm == model("sglang", {"llava", "gemma3"}).tower_identity()
     assert vllm.served_identity == vllm.identity
-    problem = "no test compares sglang's embeddings of 'llava' in float32"
+    problem = "not been tested with sglang's embeddings of 'llava' in float32"
     with pytest.raises(CheckpointError, match=problem) as caught:
         model("sglang", {"gemma3"}).tower_identity()
     assert caught.value.reason == "unproven_family"
