@@ -126,9 +126,9 @@ def test_apps_file_schema_takes_the_file_without_a_pool(tmp_path: Path) -> None:
             r"applications\[0\].namespace: pinned entries could fill the store. Set ceiling below 1",
         ),
         ("store_gib = 2.0", 'store_gib = "2 gigs"', r"launch.store_gib: '2 gigs' is no size. Write 64GiB"),
-        ("port = 18500", 'host = "::"', r"launch.host: '::' is no address of one host. .*IPv4"),
+        ("port = 18500", 'host = "::"', r"launch.host: '::' is not the address of one host. .*IPv4"),
         ("share = 0.3", "share = 0.6", r"qos: the shares of all classes add up to 1.1"),
-        ('tenant = "acme"', 'tenant = "a/b"', r"applications\[1\].tenant: \"a/b\" is no name"),
+        ('tenant = "acme"', 'tenant = "a/b"', r"applications\[1\].tenant: \"a/b\" is not a valid name"),
         (
             "devices = [0] }",
             "devices = [0], port = 18500 }\n",

@@ -66,7 +66,7 @@ def check_address(field: str, host: str) -> None:
     if not names_one_host(host):
         raise ConfigError(
             field,
-            f"{host!r} is no address of one host",
+            f"{host!r} is not the address of one host",
             "Write the name or the IPv4 address by which other hosts reach it.",
         )
 

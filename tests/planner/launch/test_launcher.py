@@ -155,13 +155,13 @@ def test_local_commands_encoder_beyond_this_host_needs_a_decision(
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", ""])
 def test_local_commands_address_of_every_interface_is_refused(tmp_path: Path, address: str) -> None:
     made = plan(Case("P+D", hosts=2))
-    with pytest.raises(ConfigError, match=r"--address: .*HOST_2.*no address of one host"):
+    with pytest.raises(ConfigError, match=r"--address: .*HOST_2.*not the address of one host"):
         local_commands(
             made, run_dir=tmp_path, host="HOST_1", addresses={"HOST_1": "10.0.0.1", "HOST_2": address}
         )
     named = made.nodes[0].model_copy(update={"hosts": ["10.0.0.1", address]})
     if address:
-        with pytest.raises(ConfigError, match=r"hosts: .*no address of one host"):
+        with pytest.raises(ConfigError, match=r"hosts: .*not the address of one host"):
             local_commands(made.model_copy(update={"nodes": [named]}), run_dir=tmp_path, host="10.0.0.1")
 
 
