@@ -60,8 +60,8 @@ class CommandProcess(ManagedProcess):
             allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(
                 f"groups[{self.command.group!r}].placement",
-                f"cores {list(cores)} are not available to this process ({e.strerror}); these are: {allowed}",
-                "Plan for as many cores as there are.",
+                f"cores {list(cores)} are not available to this process ({e.strerror}), only {allowed}",
+                "Plan for the available cores.",
             ) from e
 
 
@@ -78,18 +78,20 @@ def program(argv: Sequence[str]) -> list[str]:
     if word == "cornplug":
         return [sys.executable, "-P", "-m", "cornplug.cli"]
     if word == "python" and "-m" in argv[1:2]:
-        # No module is read from the folder where the launch began.
+        # -P: do not import modules from the current folder.
         return [_python_with(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
     named = os.environ.get(variable)
     if named:
         if shutil.which(named) is None:
-            raise ConfigError(variable, f"{named} is no program for {word}", "Name one that can be executed.")
+            raise ConfigError(
+                variable, f"{named} is not an executable for {word}", "Set the path of an executable."
+            )
         return [named]
     found = shutil.which(word) or (str(beside) if beside.exists() else None)
     if found is None:
-        raise ConfigError(word, "not installed here", f"Run: pip install {word}, or name it in {variable}.")
+        raise ConfigError(word, "not installed", f"Run: pip install {word}, or set its path in {variable}.")
     return [found]
 
 
@@ -100,7 +102,7 @@ def _python_with(module: str) -> str:
         raise ConfigError(
             module,
             f"not installed in the environment of {named}",
-            "Name the interpreter of its environment in CORNPLUG_SGLANG_PYTHON.",
+            "Set CORNPLUG_SGLANG_PYTHON to the interpreter of its environment.",
         )
     return named
 

@@ -114,7 +114,7 @@ class LaunchSession:
             while any(map(self.supervisor.starting, late)):
                 self._wait(_POLL_S, stop)
             if lost := [process.name for process in late if process in self.supervisor.given_up]:
-                raise ProcessFailed(f"{', '.join(lost)} did not start; its log says why")
+                raise ProcessFailed(f"{', '.join(lost)} did not start; see the log")
 
     def _add(self, processes: Sequence[CommandProcess]) -> None:
         for process in processes:

@@ -80,10 +80,10 @@ def settings_of(group: ReplicaGroup) -> EngineSettings:
     if group.profile.startswith("throughput"):
         raise ConfigError(
             field,
-            f"{group.components[0]} was planned from a throughput, which tells no batch, chunk or KV size",
-            'Give it a checkpoint or a shape, and a profile of kind "table" (`cornplug profile llm`).',
+            f"{group.components[0]} was planned from a throughput, without batch, chunk or KV size",
+            'Add a checkpoint or shape, and a profile of kind "table" (`cornplug profile llm`).',
         )
-    raise ConfigError(field, "an engine without settings", "Make the plan again with `cornplug plan`.")
+    raise ConfigError(field, "the engine has no settings", "Run `cornplug plan` again.")
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:
