@@ -150,5 +150,7 @@ def test_apps_file_with_a_fault_names_field_and_remedy(
 def test_apps_file_two_components_of_one_port_are_refused(tmp_path: Path) -> None:
     one = ("devices = [0] }", "devices = [0], port = 9000, replicas = 1 }")
     other = ("devices = [3] }", "devices = [3], port = 9000 }")
-    with pytest.raises(ConfigError, match=r"components\[2\].resources.port: 9000 is small's"):
+    with pytest.raises(
+        ConfigError, match=r"components\[2\].resources.port: port 9000 is already used by small"
+    ):
         AppsFile.read(written(tmp_path, one, other))

@@ -177,7 +177,7 @@ class EncodeAdmission:
         over = own + job.tokens > job.qos.share * (all_waiting + job.tokens)
         refusal = AdmissionRefusal(
             reason="over_share" if over and own < all_waiting else "overloaded",
-            message=f"it would take {done_s:.3g} s, and its deadline is {deadline_s:.3g} s",
+            message=f"it would take {done_s:.3g} s, but the deadline is {deadline_s:.3g} s",
             # Each second of waiting shortens `done_s` by the headroom.
             retry_after_s=max(_MIN_RETRY_S, expected_s - deadline_s * expected_s / done_s),
         )

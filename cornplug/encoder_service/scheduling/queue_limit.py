@@ -41,8 +41,11 @@ class QueueLimit:
             if len(self._waits) + kept >= self.slots:
                 # The class's reserved slots are taken, or it would have got one.
                 if len(self._waits) > self._held[pending.qos]:
-                    return "over_share", f"{self._held[pending.qos]} requests of its class wait already"
-                return "overloaded", f"{len(self._waits)} requests wait already"
+                    return (
+                        "over_share",
+                        f"{self._held[pending.qos]} requests of its class are already waiting",
+                    )
+                return "overloaded", f"{len(self._waits)} requests are already waiting"
             self._waits.add(pending)
             self._held[pending.qos] += 1
             return None

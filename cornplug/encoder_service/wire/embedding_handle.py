@@ -58,8 +58,8 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
         handle, claims, proof = cls._parsed(text)
         if not is_signed(proof, secret, _DOMAIN, claims):
             raise CodecError(
-                "the embedding handle is not signed by this store's secret: encode with a service that "
-                "shares store.secret_file, or send the embedding by value",
+                "the embedding handle is not signed with this store's secret; encode with a service that "
+                "uses the same store.secret_file, or send the embedding by value",
                 reason="handle_signature",
             )
         if now >= handle.expires:
@@ -73,7 +73,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def _parsed(cls, text: str) -> tuple[Self, bytes, bytes]:
-        wrong = CodecError("this is no embedding handle of an encoder service", reason="handle_malformed")
+        wrong = CodecError("not an embedding handle of an encoder service", reason="handle_malformed")
         if not text.startswith(PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
             raise wrong
         try:

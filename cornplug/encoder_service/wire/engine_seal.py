@@ -85,7 +85,7 @@ class EngineSeal:
         version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
         if version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
-                f"the service speaks version {version}, this client {PROTOCOL_VERSION}",
+                f"the service uses protocol version {version}, this client {PROTOCOL_VERSION}",
                 reason="encoder_version",
             )
         return message
@@ -106,7 +106,7 @@ class EngineSeal:
         except (InvalidTag, ValueError) as e:
             raise SealBroken("not sealed with this store.secret_file for this request") from e
         if len(plain) < _VERSION.size:
-            raise SealBroken("a body without a version")
+            raise SealBroken("the body has no version")
         return _VERSION.unpack_from(plain)[0], plain[_VERSION.size :]
 
 
@@ -135,7 +135,7 @@ class SealChecker:
         at_s, salt = _HEAD.unpack(head)
         age_s = self._clock() - at_s
         if not -MAX_AGE_S <= age_s <= MAX_AGE_S:
-            raise _unauthorized(f"the proof is {age_s:.0f} s old; set the clocks of both hosts")
+            raise _unauthorized(f"the proof is {age_s:.0f} s old; synchronise the clocks of both hosts")
         with self._lock:
             if salt in self._seen:
                 raise _unauthorized("this request came before")

@@ -84,7 +84,7 @@ class EngineHandshake:
         challenge = _challenge(frame)
         if challenge.version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
-                f"the service speaks version {challenge.version}, this client {PROTOCOL_VERSION}",
+                f"the service uses protocol version {challenge.version}, this client {PROTOCOL_VERSION}",
                 reason="encoder_version",
             )
         _check(challenge.proof, self._secret, b"service", self._nonce, challenge.nonce)
@@ -103,7 +103,7 @@ class ServiceHandshake:
         """The frame that answers a hello. Raises msgspec's errors for another message, UntrustedPeer."""
         hello = _hello(frame)
         if len(hello.nonce) != _NONCE_BYTES:
-            raise UntrustedPeer(f"a nonce of {len(hello.nonce)} bytes")
+            raise UntrustedPeer(f"invalid nonce of {len(hello.nonce)} bytes")
         self._theirs = hello.nonce
         proof = _mac(self._secret, b"service", hello.nonce, self._nonce)
         return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
@@ -120,8 +120,8 @@ def check_user(sock: socket.socket) -> None:
     """Check that the other side is a process of this user. Raises EncoderUnavailable("encoder_untrusted")."""
     if (uid := foreign_user(sock)) is not None:
         raise EncoderUnavailable(
-            f"user {uid} listens there, not this one ({os.getuid()}); set encoder.socket to a path in a "
-            "folder of this user",
+            f"the socket belongs to user {uid}, not to user {os.getuid()}; set encoder.socket to a path "
+            "in a folder of this user",
             reason="encoder_untrusted",
         )
 
@@ -134,6 +134,6 @@ def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
 def _check(proof: bytes, secret: bytes, side: bytes, engines: bytes, services: bytes) -> None:
     if len(services) != _NONCE_BYTES or not hmac.compare_digest(proof, _mac(secret, side, engines, services)):
         raise EncoderUnavailable(
-            "the listener does not have this store.secret_file; use one file for both",
+            "the listener uses another store.secret_file; use the same file for both",
             reason="encoder_untrusted",
         )

@@ -15,7 +15,7 @@ LLM = ["llm", "--gpu", "H100", "--out", "x.csv"]
         (["encoder", "--url", "http://h:1", "--gpu", "L4", "--out", "x.csv"], "--model: is missing"),
         ([*LLM, "--url", "http://h:1", "--", "--dtype", "float16"], "already running"),
         ([*LLM, "--model", "m", "--repeats", "1"], "too few for a median"),
-        ([*LLM, "--model", "m", "--batches", "2,4"], "Begin with 1"),
+        ([*LLM, "--model", "m", "--batches", "2,4"], "Start with 1"),
     ],
 )
 def test_profile_command_bad_arguments_are_refused(argv, said):

@@ -121,10 +121,10 @@ def test_init_weights_beyond_memory_are_planned_in_fp8_or_refused(
         capsys, "meta-llama/Llama-3.1-405B", "--gpus", "L4,A100-80", "-o", f"{tmp_path}/b.toml"
     ) == (
         "cornplug plan: --gpus: weights of 756 GiB do not fit on one machine with L4, A100-80. "
-        "GPUs that hold it: H100, H200, B200."
+        "GPUs with enough memory: H100, H200, B200."
     )
     said = refused(capsys, "Qwen/Qwen3-32B-FP8", "--gpus", "A100-80", "-o", f"{tmp_path}/b.toml")
-    assert "GPUs that hold it: L4, L40S, H100, H200, B200." in said
+    assert "GPUs with enough memory: L4, L40S, H100, H200, B200." in said
 
 
 @pytest.mark.parametrize(
