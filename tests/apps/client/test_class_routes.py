@@ -70,9 +70,9 @@ def test_routes_of_an_application_with_two_classes_need_one_s_name() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ([], "routes: no service is named"),
-        (["ftp://a"], "routes: 'ftp://a' is no http URL"),
-        ({"http://a": 0.0}, "routes: http://a has the weight 0.0"),
+        ([], "routes: no service is set"),
+        (["ftp://a"], "routes: 'ftp://a' is not an http URL"),
+        ({"http://a": 0.0}, "routes: http://a has the invalid weight 0.0"),
     ],
 )
 def test_routes_of_wrong_addresses_name_the_remedy(source: Any, words: str) -> None:

@@ -70,7 +70,7 @@ def test_replica_configs_without_degrees_are_as_before() -> None:
         ({"tasks": "D"}, "for engines that both prefill and decode"),
         ({"pp": [2]}, "with pipeline parallelism"),
         ({"gpu": "L40S"}, "L40S has no NVLink"),
-        ({"shares": [0.5]}, "a part of a GPU has no parallel ranks"),
+        ({"shares": [0.5]}, "a fraction of a GPU cannot have parallel ranks"),
         ({"expert_parallel": True, "shape": {**MIXTURE, "experts": 60}}, "60 experts cannot be distributed"),
     ],
 )
@@ -103,9 +103,9 @@ def test_replica_configs_prefill_context_parallel_multiplies_gpus_inside_a_node(
         ({"tasks": "P"}, "for vLLM engines that both prefill and decode text"),
         ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "of models with latent attention (MLA)"),
         ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
-        ({"pp": [2]}, "without pp, dp and dcp"),
-        ({"dp": [2]}, "without pp, dp and dcp"),
-        ({"dcp": [2]}, "without pp, dp and dcp"),
+        ({"pp": [2]}, "with pp, dp or dcp"),
+        ({"dp": [2]}, "with pp, dp or dcp"),
+        ({"dcp": [2]}, "with pp, dp or dcp"),
     ],
 )
 def test_replica_configs_prefill_context_parallel_names_reason_against(
