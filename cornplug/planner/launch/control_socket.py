@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 class ControlSocket:
-    """Where a launcher takes new plans, one after the other."""
+    """Socket on which a launcher accepts new plans, one at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._claim = SocketClaim(run_dir / NAME, setting="--run-dir")
@@ -34,7 +34,7 @@ class ControlSocket:
         self._peer: socket.socket | None = None
 
     def poll(self, apply: Apply) -> None:
-        """Serve one caller, if there is one: apply its plan, and say how that went."""
+        """Serve one caller, if there is one: apply its plan, and send the result."""
         try:
             peer, _ = self._claim.listener.accept()
         except BlockingIOError:
@@ -61,11 +61,11 @@ class ControlSocket:
         self._send({"text": text})
 
     def close(self) -> None:
-        """Give the folder up."""
+        """Release the folder."""
         self._claim.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        """To a caller that may be gone: the plan is applied all the same."""
+        """Send a message. The plan is applied even if the caller has disconnected."""
         if self._peer is not None:
             with contextlib.suppress(OSError):
                 self._peer.sendall(frame(json.dumps(message).encode(), limit=_LIMIT))
@@ -73,7 +73,7 @@ class ControlSocket:
 
 @contextmanager
 def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
-    """The socket of a launcher. Raises SocketTaken where another launcher runs in that folder."""
+    """Open the socket of a launcher. Raises SocketTaken if another launcher runs in the folder."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = ControlSocket(run_dir)
     try:

@@ -23,7 +23,7 @@ _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
-    """The whole line. Raises ConfigError for a group without engine settings."""
+    """Return the whole command line. Raises ConfigError for a group without engine settings."""
     group = site.group
     return [
         "vllm", "serve", group.model, "--host", context.bind_address, "--port", str(site.port),
