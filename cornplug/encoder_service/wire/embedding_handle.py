@@ -27,25 +27,25 @@ _MAX_CHARS: Final = 4096
 
 
 class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The claims: one embedding, and the model and medium that it was computed from."""
+    """Claims of a handle: one embedding, and the model and medium that it was computed from."""
 
     family: str
     modality: Modality
     identity: bytes
     """`identity.model_identity` of the model, under its dtype and preprocessing."""
     media: bytes
-    """The media digest."""
+    """Media digest."""
     key: bytes
-    """The embedding key, with the `cache_salt` that the app gave to the service."""
+    """Embedding key, which includes the `cache_salt` that the app sent to the service."""
     dtype: str
     grid: tuple[int, ...]
-    """(frames, height, width) in patches, where the model's placeholders depend on them; else ()."""
+    """(frames, height, width) in patches if the model's placeholders depend on them, or else ()."""
     expires: float
-    """Seconds of the Unix clock."""
+    """Unix time in seconds."""
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The claims, not verified. Raises CodecError("handle_malformed")."""
+        """Return the claims without verification. Raises CodecError("handle_malformed")."""
         return cls._parsed(text)[0]
 
     @classmethod
@@ -67,7 +67,7 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
         return handle
 
     def signed(self, secret: bytes) -> str:
-        """The handle's text: some 600 URL-safe characters."""
+        """Return the handle's text, about 600 URL-safe characters."""
         claims = msgspec.json.encode(self)
         return f"{PREFIX}{_text(claims)}.{_text(sign(secret, _DOMAIN, claims))}"
 

@@ -30,7 +30,7 @@ Build = Callable[[OptimizationProblem], PoolModel]
 
 
 def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
-    """Raises PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
+    """Raise PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
     lost = _lost(model)
     if lost:
         demands_of: dict[str, list[str]] = {}
@@ -43,7 +43,7 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
 
 def unserved_in_short(model: PoolModel) -> str:
-    """Why there is no plan where a demand has no cell, in one line; "": each has one."""
+    """Return in one line why there is no plan if a demand has no cell, or "" if each has one."""
     lost = _lost(model)
     if not lost:
         return ""
@@ -62,7 +62,7 @@ def _lost(model: PoolModel) -> list[str]:
 
 @dataclass(frozen=True)
 class MissingCell:
-    """Why no cell does a demand's work at one service, and the remedy."""
+    """Reason why no cell can do a demand's work at one service, and the remedy."""
 
     fact: str
     remedy: str
@@ -72,10 +72,10 @@ class MissingCell:
 
 
 def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
-    """The needs that the demand's variants fail at."""
+    """Return the needs that the demand's variants fail at."""
     variants = [v for v in pool.variants if v.demand == demand]
     if not variants:
-        return [MissingCell("it has no request path", "Allow another structure")]
+        return [MissingCell("no structure fits its requests", "Allow another structure")]
     reasons = dict.fromkeys(
         reason for v in variants for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
     )
@@ -85,7 +85,7 @@ def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
 def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) -> MissingCell | None:
     cells = [c for c in pool.cells if c.service == service]
     if not cells:
-        return MissingCell(f"{service} fits on no GPU of the pool", "Add a larger GPU")
+        return MissingCell(f"{service} does not fit on any GPU of the pool", "Add a larger GPU")
     able = [c for c in cells if demand in c.capacity]
     if not able:
         fact = f"no configuration of {service} keeps its SLO"
@@ -94,7 +94,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
     if best.tier <= tier:
         return None
     return MissingCell(
-        f"{service} within {tier:g} s is asked for, and its fastest cell, {best.name}, keeps {best.tier:g} s",
+        f"{service} must finish within {tier:g} s, but the fastest, {best.name}, takes {best.tier:g} s",
         "Loosen its SLO or add a faster GPU",
     )
 
