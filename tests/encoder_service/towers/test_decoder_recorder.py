@@ -62,8 +62,8 @@ def test_decoder_recorder_levels_lie_beside_their_rows() -> None:
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"cross_attention_states": torch.zeros(1, 3)}, "takes cross_attention_states"),
-        ({"per_layer_inputs": [{"a": torch.zeros(1)}]}, "takes per_layer_inputs"),
+        ({"cross_attention_states": torch.zeros(1, 3)}, "also needs cross_attention_states"),
+        ({"per_layer_inputs": [{"a": torch.zeros(1)}]}, "also needs per_layer_inputs"),
         ({LEVELS: [torch.zeros(3, WIDTH)], "visual_pos_masks": PLACES}, "levels"),
         ({LEVELS: [torch.zeros(2, WIDTH)], "visual_pos_masks": ~PLACES}, "levels"),
         ({LEVELS: [torch.zeros(2, WIDTH)]}, "levels"),
