@@ -232,7 +232,7 @@ def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
     before = replan_state.ReplanState.model_validate_json(state.read_bytes())
     site.at_s -= 60
     status, said = site.replan()
-    assert (status, said[:14]) == (0, "Saved the first snapshot")
+    assert (status, said[:14]) == (0, "Saved the firs")
     assert (
         replan_state.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
         == before.snapshots.keys()
