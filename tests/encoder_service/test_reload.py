@@ -290,7 +290,7 @@ def test_server_sighup_reloads_weights(short_path: Path, pair: tuple[Path, Path]
             assert client.describe(5)[0].epoch == 1
             damaged(pair[0])
             service.process.send_signal(signal.SIGHUP)
-            eventually(lambda: "served as before" in service.log.read_text())
+            eventually(lambda: "previous weights stay in use" in service.log.read_text())
             assert client.describe(5)[0].epoch == 1
     finally:
         service.end()

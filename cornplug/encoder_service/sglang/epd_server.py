@@ -299,9 +299,10 @@ def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
     if len(fitting) == 1:
         return next(iter(fitting.values()))
     names = ", ".join(url_name(model.name) for model in registry.served())
-    problem = "several models are served" if name is None else f"{name!r} names {len(fitting)} models"
+    problem = "several models are served" if name is None else f"{name!r} matches {len(fitting)} models"
     raise EncoderRefused(
-        f"{problem}; write /sglang/NAME after the encoder's URL, NAME one of: {names}", reason="unknown_model"
+        f"{problem}; append /sglang/NAME to the encoder's URL, where NAME is one of: {names}",
+        reason="unknown_model",
     )
 
 
@@ -318,7 +319,7 @@ def _tensor(answer: EncodeReply | EncodeRefusal) -> WireTensor:
     if isinstance(answer, EncodeRefusal):
         raise EncoderRefused(answer.message, reason=answer.reason)
     if answer.tensor is None:
-        raise EncoderRefused("an embedding came without its rows", reason="internal")
+        raise EncoderRefused("the reply contains no rows", reason="internal")
     return answer.tensor
 
 

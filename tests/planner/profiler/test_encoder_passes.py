@@ -29,7 +29,7 @@ def test_points_images_in_two_passes_are_two_batches():
 
 
 def test_points_without_single_image_are_refused():
-    with pytest.raises(ConfigError, match="Begin with 1"):
+    with pytest.raises(ConfigError, match="Start with 1"):
         points([sent(4, 1)], 1, gpu="L4")
 
 
