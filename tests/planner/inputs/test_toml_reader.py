@@ -94,7 +94,7 @@ def test_toml_reader_checkpoint_replaces_shape(tmp_path: Path) -> None:
     assert _read(tmp_path, text).startswith(said)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("[]")
-    said = "plan.toml:13 components[1].checkpoint: m/config.json is no JSON object: "
+    said = "plan.toml:13 components[1].checkpoint: m/config.json is not a JSON object: "
     assert _read(tmp_path, text).startswith(said)
     config = {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
@@ -123,7 +123,7 @@ def test_toml_reader_broken_checkpoint_is_reported_once(tmp_path: Path) -> None:
     text = f'{head}model = "./m"\n\n[[applications]]{tail.split("[[applications]]")[1]}'
     text = "\n".join(line for line in text.splitlines() if not line.startswith("shape = "))
     said = _read(tmp_path, text)
-    assert said.startswith("plan.toml:12 components[1].model: m/config.json is no JSON object: ")
+    assert said.startswith("plan.toml:12 components[1].model: m/config.json is not a JSON object: ")
     assert "\n" not in said
 
 
