@@ -51,6 +51,7 @@ NOT_RUN: Final[Mapping[str, str]] = {
     "python -m dynamo.vllm": "needs Dynamo",
     "python -m sglang.launch_server": "starts an engine",
     "script/demo": "starts engines",
+    "script/setup": "installs the environments",
     "script/soak": "takes ten minutes",
     "script/test": "runs these tests",
     "sglang serve": "starts an engine",

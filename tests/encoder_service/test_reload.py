@@ -177,7 +177,7 @@ def gone(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(damaged, "damaged"), (other_family, "is a qwen2_vl now"), (other_shape, "shapes"), (gone, "local")],
+    [(damaged, "damaged"), (other_family, "is now a qwen2_vl"), (other_shape, "shapes"), (gone, "local")],
 )
 def test_reload_that_fails_serves_as_before(
     encoder: EncoderCore, pair: tuple[Path, Path], change: Any, words: str

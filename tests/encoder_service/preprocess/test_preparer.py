@@ -97,7 +97,7 @@ def test_preparer_too_short_audio_is_unprocessable(
 
 
 def test_preparer_modality_of_other_models_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
-    with pytest.raises(EncoderRefused, match="audio only") as e:
+    with pytest.raises(EncoderRefused, match="accepts only audio") as e:
         preparer.prepare(source(on_header, "image", png(sample_image(1))))
     assert e.value.reason == "modality"
     with pytest.raises(EncoderRefused) as e:

@@ -81,7 +81,7 @@ def test_socket_encoder_untrusted_fails_at_once_until_service_comes(
             with within(15):
                 assert reason(client.submit(request_for(qwen, 1))) == "encoder_untrusted"
             assert not client.connected
-            with pytest.raises(EncoderUnavailable, match=r"store\.secret_file; use one file"):
+            with pytest.raises(EncoderUnavailable, match=r"store\.secret_file; use the same file"):
                 client.describe(20)
         serve(make_encoder())
         eventually(lambda: client.connected)

@@ -38,5 +38,5 @@ def test_passes_of_other_server_metrics_are_refused(monkeypatch):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 
     monkeypatch.setattr(encoder_passes.httpx, "get", get)
-    with pytest.raises(CornplugError, match="no encoder service"):
+    with pytest.raises(CornplugError, match="not an encoder service"):
         passes("http://127.0.0.1:1")

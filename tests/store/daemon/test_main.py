@@ -247,7 +247,7 @@ def test_daemon_size_beyond_host_memory_is_explained(start_daemon: Start) -> Non
     process = start_daemon("--size", "4096TiB", wait=False)
     _, log = process.communicate(timeout=10)
     assert process.returncode == 2
-    assert "store.size_bytes: 4294967296 MiB wanted" in log
+    assert "store.size_bytes: the store needs 4294967296 MiB" in log
     assert "--size" in log
 
 

@@ -213,7 +213,7 @@ def test_embedding_handle_invalid_or_evicted_error_names_cause(
     for message, ref in wrong.items():
         with pytest.raises(VLLMValidationError, match=message):
             loaded(ref.to_vllm_content_part())
-    with pytest.raises(VLLMValidationError, match="no embedding handle"):
+    with pytest.raises(VLLMValidationError, match="not an embedding handle"):
         here.handles.load("cornplug1.xyz")
     store.connect().delete([kept(store, right).key], deadline_s=1)
     with pytest.raises(VLLMValidationError, match="no longer"):
