@@ -51,7 +51,6 @@ NOT_RUN: Final[Mapping[str, str]] = {
     "python -m dynamo.vllm": "needs Dynamo",
     "python -m sglang.launch_server": "starts an engine",
     "script/demo": "starts engines",
-    "script/setup": "installs the environments",
     "script/soak": "takes ten minutes",
     "script/test": "runs these tests",
     "sglang serve": "starts an engine",
@@ -63,7 +62,7 @@ RUN: Final = frozenset({"chmod", "cornplug", "export", "head"})
 HARMLESS: Final = frozenset({"--check", "--dry-run"})
 """Options with which a command of cornplug runs all the same: it starts and sends nothing."""
 PLAN: Final = TREE / "examples" / "plan_and_launch" / "hand-made.toml"
-DOCS: Final = [page for page in PAGES if page.parent.name == "docs" or page.name == "README.md"]
+DOCS: Final = [page for page in PAGES if page.parent == TREE / "docs" or page.name == "README.md"]
 READERS: Final[Mapping[str, Callable[[str], object]]] = {
     "json": json.loads,
     "python": lambda text: compile(text, "docs", "exec"),
