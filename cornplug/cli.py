@@ -1,6 +1,6 @@
-"""The command `cornplug`: a table of commands, each loaded when it is asked for.
+"""The `cornplug` command: a table of subcommands, each imported only when it runs.
 
-Knows nothing of a command's work. A command is `main(argv) -> exit status`.
+A subcommand is a function `main(argv) -> exit status`.
 """
 
 from __future__ import annotations
@@ -17,42 +17,36 @@ from cornplug.errors import CornplugError
 
 class CliCommand(NamedTuple):
     target: str
-    """`module:function`, imported late: `cornplug --help` must not load torch."""
+    """`module:function`, imported lazily so that `cornplug --help` does not load torch."""
     help: str
 
 
 COMMANDS: Mapping[str, CliCommand] = {
-    "serve-store": CliCommand(
-        "cornplug.store.daemon.main:main", "run the cache daemon (the store) of this host"
-    ),
-    "store": CliCommand("cornplug.commands.store_command:main", "purge entries of the running store"),
-    "top": CliCommand("cornplug.commands.top:main", "watch the running store: fill, hits, evictions"),
-    "warm": CliCommand("cornplug.commands.warm:main", "put an app's prompts and images into the store"),
+    "serve-store": CliCommand("cornplug.store.daemon.main:main", "run the store of this host (a daemon)"),
+    "store": CliCommand("cornplug.commands.store_command:main", "delete entries of the running store"),
+    "top": CliCommand("cornplug.commands.top:main", "monitor the running store: usage, hits, evictions"),
+    "warm": CliCommand("cornplug.commands.warm:main", "load an app's prompts and images into the store"),
     "encoder": CliCommand(
         "cornplug.encoder_service.server:main", "run the shared encoder service (vision and audio towers)"
     ),
-    "plan": CliCommand("cornplug.planner.plan_command:main", "plan what to run where, from SLOs and prices"),
-    "launch": CliCommand(
-        "cornplug.commands.launch_command:main", "start an apps file or a plan on this host"
-    ),
+    "plan": CliCommand("cornplug.planner.plan_command:main", "compute a deployment from SLOs and prices"),
+    "launch": CliCommand("cornplug.commands.launch_command:main", "run an apps file or a plan on this host"),
     "replan": CliCommand(
         "cornplug.planner.replan.replan_command:main", "compare the observed load with a plan"
     ),
     "replay": CliCommand(
-        "cornplug.replay.replay_command:main", "replay a trace against a store of another size or other rules"
+        "cornplug.replay.replay_command:main", "simulate stores of other sizes or rules with a recorded trace"
     ),
     "profile": CliCommand(
-        "cornplug.planner.profiler.profile_command:main", "measure a component's times here"
+        "cornplug.planner.profiler.profile_command:main", "measure a component on this host"
     ),
     "fingerprint": CliCommand(
-        "cornplug.commands.fingerprint:main", "print the fingerprints of checkpoints and their common parts"
+        "cornplug.commands.fingerprint:main", "print fingerprints of checkpoints and the parts they share"
     ),
-    "doctor": CliCommand(
-        "cornplug.commands.doctor:main", "check this host's set-up, with a remedy for each fault"
-    ),
+    "doctor": CliCommand("cornplug.commands.doctor:main", "check the setup of this host and suggest fixes"),
 }
 
-# Top-level module -> cornplug's extra that brings it.
+# Top-level module -> cornplug extra that installs it.
 EXTRAS: Mapping[str, str] = {
     "torch": "encoder",
     "transformers": "encoder",
@@ -73,7 +67,7 @@ EXTRAS: Mapping[str, str] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status, or 2 for a CornplugError (one line on stderr)."""
+    """Run one subcommand and return its exit status, or 2 for a CornplugError (one line on stderr)."""
     args = _parser().parse_args(argv)
     try:
         return _load(COMMANDS[args.command].target)(args.args)
@@ -104,14 +98,14 @@ def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     parser = argparse.ArgumentParser(
         prog="cornplug",
-        description="Share image embeddings and prefix KV cache between vLLM and SGLang servers of a host.",
+        description="Share image embeddings and prefix KV cache between vLLM and SGLang servers on a host.",
         epilog="commands:\n"
         + "\n".join(f"  {name:{width}}  {command.help}" for name, command in COMMANDS.items())
-        + "\n\n'cornplug COMMAND --help' explains one.",
+        + "\n\nRun 'cornplug COMMAND --help' for the options of a command.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"cornplug {__version__}")
-    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
     parser.add_argument("args", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -1,20 +1,21 @@
-"""The envelope of a payload: its kind, key and shape, and checksums that prove it whole.
+"""Header of a payload: its kind, key and shape, and checksums of its data.
 
-The header travels as a store entry's `meta`, apart from the payload, so that payloads are
-written in place by several ranks:
+The header is stored as an entry's `meta`, separate from the payload, so that several ranks can write a
+payload in place:
 
     magic "CPLG" | u16 version | u8 kind | u8 dtype-name length | u8 dimensions | u8 zero |
     u16 segments | 32-byte key | dtype name | u64 dimension ... | u64 segment checksum ... |
     u64 checksum of all the above
 
-A writer of a part of a payload knows some of the checksums (`encode_part`); `join_parts` makes the header:
+A writer of a part of a payload encodes the checksums of its part (`encode_part`). `join_parts` creates the
+header:
 
     magic "CPPT" | u16 segments of the whole | u16 segments of this part | u16 index ... | a header
     as above, of this part's checksums alone
 
-All integers are little-endian. A payload is `segments` equal parts, each with its own
-checksum (XXH3-64), so that a tensor-parallel rank verifies just the heads it reads.
-The checksum guards against damage, not against malice: keys guard against that.
+All integers are little-endian. A payload consists of `segments` equal parts, each with its own checksum
+(XXH3-64), so that a tensor-parallel rank verifies only the heads it reads. Checksums detect damage, but do
+not protect against an attacker. Only holders of the secret can compute keys.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAGIC: Final = b"CPLG"
 VERSION: Final = 1
 _FIXED: Final = struct.Struct("<4sHBBBBH32s")
 KEY_AT: Final = _FIXED.size - 32
-"""Where a header has its key."""
+"""Offset of the key in a header."""
 PART_MAGIC: Final = b"CPPT"
 _PART: Final = struct.Struct("<4sHH")
 
@@ -48,7 +49,7 @@ class PayloadKind(enum.IntEnum):
 
 
 class PayloadHeader(msgspec.Struct, frozen=True):
-    """The kind of a payload. `dtype` is torch's name without "torch." ("float32", "bfloat16")."""
+    """Decoded header of a payload. `dtype` is torch's name without "torch." ("float32", "bfloat16")."""
 
     kind: PayloadKind
     key: bytes
@@ -58,18 +59,18 @@ class PayloadHeader(msgspec.Struct, frozen=True):
 
 
 def checksum(payload: bytes | memoryview) -> int:
-    """XXH3-64 of the bytes."""
+    """Return the XXH3-64 of the bytes."""
     return xxhash.xxh3_64_intdigest(payload)
 
 
 def header_checksums(headers: Sequence[bytes]) -> list[int]:
-    """The checksum with which each of these headers ends, if it is whole."""
+    """Return the checksum that each of these headers ends with if it is undamaged."""
     digest = xxhash.xxh3_64_intdigest
     return [digest(header[:-8]) for header in headers]
 
 
 def encode_header(header: PayloadHeader) -> bytes:
-    """The header's bytes. Raises CodecError when a field does not fit the format."""
+    """Encode a header. Raises CodecError if a field does not fit the format."""
     name = header.dtype.encode()
     if len(header.key) != 32 or len(name) > 255 or len(header.shape) > 255:
         raise CodecError(f"header does not fit its format: {header}", reason="codec")
@@ -87,8 +88,8 @@ def encode_header(header: PayloadHeader) -> bytes:
 def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
     """Read a header and check that it belongs to `key`.
 
-    Raises CodecError with reason "codec" (not ours, or damaged), "version" (another
-    release's format) or "wrong_key" (a header of another entry).
+    Raises CodecError with reason "codec" (not a cornplug header, or damaged), "version" (format of another
+    release) or "wrong_key" (header of another entry).
     """
     data = bytes(meta)
     if len(data) < _FIXED.size + 8 or data[:4] != MAGIC:
@@ -116,7 +117,7 @@ def decode_header(meta: bytes | memoryview, *, key: bytes) -> PayloadHeader:
 
 
 def segment_checksums(meta: bytes) -> tuple[int, ...]:
-    """The segments' checksums in a header that `decode_header` has read before."""
+    """Return the checksums of the segments in a header that `decode_header` has validated."""
     segments = _FIXED.unpack_from(meta)[6]
     return struct.unpack_from(f"<{segments}Q", meta, len(meta) - 8 * segments - 8)
 
@@ -129,9 +130,10 @@ def encode_part(
     segments: int,
     checksums: Mapping[int, int],
 ) -> bytes:
-    """The checksums of one writer's segments of a payload of `segments`: index -> checksum.
+    """Encode the checksums of one writer's segments, by index, of a payload with `segments` segments.
 
-    Raises CodecError when a field does not fit the format."""
+    Raises CodecError if a field does not fit the format.
+    """
     if not checksums or not 1 <= segments <= 0xFFFF or not all(0 <= i < segments for i in checksums):
         raise CodecError(f"a part of segments {sorted(checksums)} of {segments}", reason="codec")
     header = PayloadHeader(kind, key, dtype, tuple(shape), tuple(checksums.values()))
@@ -140,10 +142,11 @@ def encode_part(
 
 
 def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
-    """The header of the payload that parts of `key` make: the very bytes that one writer would give.
+    """Join the parts of `key` into a header with the same bytes as from a single writer.
 
-    Raises CodecError as `decode_header`, and with reason "parts" where they disagree, overlap or
-    leave a segment out."""
+    Raises CodecError like `decode_header`, and with reason "parts" if parts contradict each other, overlap or
+    do not cover all segments.
+    """
     found: dict[int, int] = {}
     claims: set[tuple[PayloadKind, str, tuple[int, ...], int]] = set()
     for part in parts:
@@ -168,9 +171,9 @@ def join_parts(parts: Iterable[bytes], *, key: bytes) -> bytes:
 
 
 def verify(header: PayloadHeader, payload: memoryview, segments: Sequence[int] | None = None) -> None:
-    """Check a whole payload, or only the given segments of it, against the header.
+    """Verify a payload, or only the given segments, against the header.
 
-    Raises CodecError("corrupt") at the first part that does not match.
+    Raises CodecError("corrupt") at the first segment that does not match.
     """
     count = len(header.checksums)
     if payload.nbytes % count:

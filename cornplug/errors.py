@@ -1,25 +1,25 @@
-"""The errors that callers of cornplug meet, in one tree. (Signals inside a module are not among them.)
+"""Public exceptions of cornplug, in one tree.
 
     CornplugError
-    ├── ConfigError            a setting is wrong: names the field and the remedy
-    │   └── SocketTaken        another process serves the socket's path
-    ├── CheckpointError        a checkpoint cannot be read or is of no known family
-    ├── MediaError             an image or sound cannot be decoded, or is refused
-    ├── CodecError             bytes do not match their envelope
-    ├── LayoutError            an engine's KV cache does not map to pages
-    ├── PlanInfeasible         no plan meets the SLOs with this pool: names the shortage
-    ├── ProtocolError          another process sent bytes that are no frame or message of the protocol
-    ├── PlanUnfinished         the solver's time was up before it had found any plan
-    ├── ProcessFailed          a process that cornplug started has ended, or was not ready in time
+    ├── ConfigError            a setting is wrong (names the field and the remedy)
+    │   └── SocketTaken        another process is listening on the socket
+    ├── CheckpointError        a checkpoint cannot be read or belongs to an unknown family
+    ├── MediaError             a medium cannot be decoded or is rejected
+    ├── CodecError             bytes do not match their header
+    ├── LayoutError            an engine's KV cache cannot be mapped to pages
+    ├── PlanInfeasible         no plan meets the SLOs with this pool (names the shortage)
+    ├── ProtocolError          another process sent a malformed frame or message
+    ├── PlanUnfinished         the solver reached its time limit before it found a plan
+    ├── ProcessFailed          a child process ended or was not ready in time
     ├── StoreError
-    │   └── StoreUnavailable   no answer inside the deadline, or no daemon at all
+    │   └── StoreUnavailable   the store did not reply in time or is not running
     └── EncoderError
-        ├── EncoderUnavailable no answer inside the deadline, or no service at all
-        ├── EncoderRefused     the service answered that it will not do this
-        └── ReplicaLost        inside the service: the process that computed has ended
+        ├── EncoderUnavailable the encoder service did not reply in time or is not running
+        ├── EncoderRefused     the encoder service rejected the request
+        └── ReplicaLost        the replica that computed the request ended (inside the service)
 
-Connectors catch `CornplugError` where they call the store or the encoder service, and count a miss with its
-`reason`: none reaches an engine.
+Connectors catch `CornplugError` around calls to the store and the encoder service, and count a miss with the
+error's `reason`. These exceptions never reach the engine.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from pathlib import Path
 
 
 class CornplugError(Exception):
-    """Root of the tree.
+    """Base class of all exceptions of cornplug.
 
-    `reason` is a short snake_case word, fit for a metric label: the same word
-    appears in `cornplug_misses_total{reason=...}`.
+    `reason` is a short snake_case identifier, which is also the label value in
+    `cornplug_misses_total{reason=...}`.
     """
 
     def __init__(self, message: str, *, reason: str = "error") -> None:
@@ -49,14 +49,16 @@ class ConfigError(CornplugError):
 
 
 class SocketTaken(ConfigError):
-    """Another process serves at the path of this setting."""
+    """Another process is listening on the path in this setting."""
 
     def __init__(self, setting: str, path: Path) -> None:
-        super().__init__(setting, f"another process serves {path}", "Stop it, or name another path.")
+        super().__init__(
+            setting, f"another process is listening on {path}", "Stop that process, or use another path."
+        )
 
 
 class CheckpointError(CornplugError):
-    """A checkpoint cannot be read, or belongs to no family we know."""
+    """A checkpoint cannot be read, or belongs to an unknown family."""
 
 
 class MediaError(CornplugError):
@@ -64,11 +66,11 @@ class MediaError(CornplugError):
 
 
 class CodecError(CornplugError):
-    """Bytes do not agree with their envelope (magic, version, shape or checksum)."""
+    """Bytes do not match their header (magic, version, shape or checksum)."""
 
     @property
     def is_damage(self) -> bool:
-        """False for an entry of another release, which is whole: a miss here, and never deleted."""
+        """Whether the entry is damaged. False if another release wrote it: a miss, but not deleted."""
         return self.reason != "version"
 
 
@@ -77,49 +79,52 @@ class LayoutError(CornplugError):
 
 
 class PlanInfeasible(CornplugError):
-    """No plan meets the SLOs with this pool. The message names the constraint and how much is lacking."""
+    """No plan meets the SLOs with this pool. The message names the constraint and the shortage."""
 
 
 class ProtocolError(CornplugError):
-    """Another process sent bytes that are no frame or no message of the protocol."""
+    """Another process sent a malformed frame or message."""
 
 
 class PlanUnfinished(CornplugError):
-    """The time limit came before the first plan, and before a proof that there is none."""
+    """The solver reached its time limit without a plan or a proof that the problem is infeasible."""
 
 
 class ProcessFailed(CornplugError):
-    """A started process has ended, or was not ready in time. The message holds the end of its log."""
+    """A child process ended, or was not ready in time. The message contains the end of its log."""
 
 
 class StoreError(CornplugError):
-    """The store refused an operation."""
+    """The store rejected an operation."""
 
 
 class StoreUnavailable(StoreError):
-    """The store gave no answer inside the deadline (`reason` "store_timeout"), was not asked as it
-    has been slow ("store_slow"), or there is none ("store_down")."""
+    """The store cannot be used.
+
+    `reason` is "store_timeout" if it did not reply within the deadline, "store_slow" if no request was sent
+    because it has been slow, and "store_down" if it is not running.
+    """
 
 
 class EncoderError(CornplugError):
-    """Root of the encoder client's errors."""
+    """Base class of errors of the encoder clients."""
 
 
 class EncoderUnavailable(EncoderError):
-    """No answer inside the deadline ("encoder_timeout") or no service ("encoder_down")."""
+    """The encoder service did not reply in time ("encoder_timeout") or is not running ("encoder_down")."""
 
 
 class EncoderRefused(EncoderError):
-    """The service answered, and will not: unknown model, bad input, too late."""
+    """The encoder service rejected the request, for example because of an unknown model or invalid input."""
 
     def __init__(self, message: str, *, reason: str = "error", retry_after_s: float | None = None) -> None:
         super().__init__(message, reason=reason)
         self.retry_after_s = retry_after_s
-        """When asking again may do, where that is known."""
+        """Seconds after which a retry can succeed, if known."""
 
 
 class ReplicaLost(EncoderError):
-    """The process of the service that was to compute this has ended ("replica_lost")."""
+    """The replica that computed this request ended ("replica_lost")."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, reason="replica_lost")

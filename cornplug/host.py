@@ -1,4 +1,4 @@
-"""Facts of this host that launchers, profilers and tests ask for."""
+"""Helpers about this host for launchers, profilers and tests: ports, GPUs, proxies, TLS."""
 
 from __future__ import annotations
 
@@ -16,39 +16,44 @@ from typing import Final
 import httpx
 
 _PORTS: Final = range(20_000, 32_768)
-"""Below those that Linux gives to outgoing connections (`ip_local_port_range`): such a connection, of any
-process, could have the port by the time that a server binds it, seconds later."""
+"""Ports below the range that Linux uses for outgoing connections (`ip_local_port_range`).
+
+A server binds its port seconds after it was chosen. In the meantime, an outgoing connection of any process
+could take a port from that range.
+"""
 
 
 _PROXIES: Final = frozenset({"http_proxy", "https_proxy", "all_proxy", "grpc_proxy"})
-"""Variables, in lower case, by which HTTP libraries find a proxy."""
+"""Environment variables, in lower case, that set the proxy of HTTP libraries."""
 
 
 def free_port(*, room: int = 0) -> int:
-    """A TCP port of the loopback address on which no process listens now.
+    """Return a TCP port of the loopback address on which no process listens.
 
-    `room`: ports above it that a server takes besides; no outgoing connection gets one of them either.
+    Args:
+        room: Number of further ports above it that the server uses. They are below the range for outgoing
+            connections too.
     """
     for port in random.sample(_PORTS[: len(_PORTS) - room], 64):
         with socket.socket() as s, contextlib.suppress(OSError):
             s.bind(("127.0.0.1", port))
             return port
-    raise OSError(errno.EADDRINUSE, f"no free port was found in {_PORTS.start} to {_PORTS.stop - 1}")
+    raise OSError(errno.EADDRINUSE, f"no free port found between {_PORTS.start} and {_PORTS.stop - 1}")
 
 
 def reachable(host: str) -> str:
-    """The address by which this host's processes reach a server that listens at `host`."""
+    """Return the address at which processes of this host reach a server that listens on `host`."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104
 
 
 def without_proxies(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment for a process that talks to configured services only: no proxy stands before them."""
+    """Return the environment without proxy variables, for a process that uses only configured services."""
     return {name: value for name, value in environ.items() if name.lower() not in _PROXIES}
 
 
 @cache
 def has_gpu() -> bool:
-    """Whether the NVIDIA driver names a GPU."""
+    """Return whether the NVIDIA driver lists a GPU."""
     if shutil.which("nvidia-smi") is None:
         return False
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30, check=False)
@@ -57,9 +62,9 @@ def has_gpu() -> bool:
 
 @cache
 def tls_context() -> ssl.SSLContext:
-    """The TLS context of this process's HTTP clients, httpx's own.
+    """Return a TLS context that all HTTP clients of this process share.
 
-    A client without one makes its own, for plain HTTP too, and reads the host's list of authorities for it:
-    66 ms of CPU on a small machine, at each poll of a starting engine.
+    Otherwise each httpx client creates its own context, even for plain HTTP, and reads the host's certificate
+    authorities. That takes 66 ms of CPU time on a small machine, for each poll of a starting engine.
     """
     return httpx.create_ssl_context()

@@ -1,8 +1,8 @@
-"""Digests of 32 bytes that name an entry by its inputs. Pure: no file, no clock, no engine.
+"""Keys of entries: 32-byte digests of all inputs of a result. Pure functions without I/O.
 
-Everything here is SHA-256 over length-prefixed parts under a domain name, so that no two
-different inputs ever share an encoding. Schemes are versioned by that domain; golden
-vectors in tests/golden/identity.json freeze them.
+Each digest is SHA-256 over a domain name and length-prefixed parts, so that different inputs always have
+different encodings. The domain contains a version. Golden vectors in tests/golden/identity.json keep the
+schemes stable.
 
     tower fp ─┐
     projector fp ┼─ model identity ─┐
@@ -10,10 +10,10 @@ vectors in tests/golden/identity.json freeze them.
     media digest ───────────────────┤
     tenant salt, store secret ──────┘
     LM fp, kv spec ── kv root ── chain of 16-token links ── page key   (KV of a prefix)
-                                  └ of text its tokens, of a medium the placeholders that its
-                                    lineage (embedding key and number of rows) makes
+                                  └ tokens of text, and placeholders for media, derived from
+                                    the lineage (embedding key and number of rows)
 
-`tower fp`, `projector fp` and the LM's fingerprint come from `cornplug.checkpoints.checkpoint`.
+`cornplug.checkpoints.checkpoint` computes the fingerprints (fp) of tower, projector and language model.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ _WIDE_BASE: Final = 1_000_000
 _WIDE_MASK: Final = (1 << 62) - 1
 _U32_MAX: Final = (1 << 32) - 1
 _LINK_BYTES: Final = 4 * LINK_TOKENS
-"""Of a link whose tokens all fit 32 bits."""
+"""Size of a link whose tokens all fit in 32 bits."""
 
 
 def digest(domain: str, *parts: bytes) -> bytes:
-    """SHA-256 of a domain name and parts, each prefixed by its length as 8 bytes big-endian."""
+    """Return the SHA-256 of a domain name and parts, each prefixed by its length as 8 bytes big-endian."""
     return hashlib.sha256(_framed(domain.encode(), *parts)).digest()
 
 
@@ -51,23 +51,24 @@ def _framed(*parts: bytes) -> bytes:
 
 
 def keyed(secret: bytes, domain: str, *parts: bytes) -> bytes:
-    """`digest` under HMAC-SHA256 with the store's secret: no outsider can make keys."""
+    """Return the HMAC-SHA256 of `digest` under the store's secret, so that only its holders can compute
+    keys."""
     return hmac.digest(secret, digest(domain, *parts), "sha256")
 
 
 def canonical(value: Mapping[str, Any]) -> bytes:
-    """Canonical JSON (sorted keys, no spaces, no NaN) of a spec.
+    """Encode a spec as canonical JSON (sorted keys, no spaces, no NaN).
 
-    Raises TypeError or ValueError for a value that JSON cannot carry, rather than guess a form:
-    a spec that lost a field would share different results.
+    Raises TypeError or ValueError for a value that JSON cannot represent. If such a field were left out,
+    different results would get the same key.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def tensors_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> bytes:
-    """Fingerprint of weights: (normalised name, safetensors dtype, shape, SHA-256 of raw bytes).
+    """Return the fingerprint of tensors: (normalised name, safetensors dtype, shape, SHA-256 of raw bytes).
 
-    Order does not matter; a name given twice raises ValueError.
+    The order does not matter. Raises ValueError if a name occurs twice.
     """
     rows: dict[str, bytes] = {}
     for name, dtype, shape, data in tensors:
@@ -79,18 +80,20 @@ def tensors_fingerprint(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]
 
 
 def spec_fingerprint(spec: Mapping[str, Any]) -> bytes:
-    """Fingerprint of everything but weights and content that changes a tower's output."""
+    """Return the fingerprint of everything that changes a tower's output, except weights and media."""
     return digest("cornplug-spec-v1", canonical(spec))
 
 
 def model_identity(tower_fp: bytes, projector_fp: bytes, spec_fp: bytes) -> bytes:
-    """The inputs of an embedding besides the medium. Equal for every fine-tune, merge or
-    quantisation that left tower and projector alone."""
+    """Return the digest of all inputs of an embedding except the medium.
+
+    It is the same for every fine-tune, merge or quantisation that does not change the tower and projector.
+    """
     return digest("cornplug-model-v2", tower_fp, projector_fp, spec_fp)
 
 
 def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview) -> bytes:
-    """Media digest of a decoded image: mode ("RGB", "RGBA", "L"), size, row-major bytes."""
+    """Return the media digest of a decoded image: mode ("RGB", "RGBA", "L"), size, row-major bytes."""
     h = hashlib.sha256(b"cornplug-pixels-v1")
     h.update(struct.pack(">16sQQ", mode.encode(), width, height))
     h.update(pixels)
@@ -100,15 +103,16 @@ def pixels_digest(mode: str, width: int, height: int, pixels: bytes | memoryview
 def frames_digest(
     width: int, height: int, times_s: Sequence[float], frames: Iterable[bytes | memoryview]
 ) -> bytes:
-    """Media digest of a video as the processor receives it: sampled RGB frames with their times.
+    """Return the media digest of a video as the processor receives it: sampled RGB frames and their times.
 
     Args:
-        times_s: seconds from the video's start, one a frame; counted in whole microseconds, so
-            that readers who compute them in another way agree.
-        frames: row-major RGB bytes of each frame, width * height * 3.
+        times_s: Seconds from the start of the video, one per frame. They are rounded to microseconds, so that
+            different ways to compute them agree.
+        frames: Row-major RGB bytes of each frame, width * height * 3.
 
-    The sampling's choice is in the frames and times. Raises ValueError for a frame of another
-    size, for more or fewer frames than times, and for a time that is not finite.
+    The sampling settings are not an input, because the frames and times depend on them. Raises ValueError for
+    a frame of another size, for a number of frames that differs from the number of times, and for a time that
+    is not finite.
     """
     h = hashlib.sha256(b"cornplug-frames-v1")
     h.update(struct.pack(">16sQQQ", b"RGB", width, height, len(times_s)))
@@ -125,7 +129,7 @@ def frames_digest(
 
 
 def samples_digest(rate: int, samples: bytes | memoryview) -> bytes:
-    """Media digest of a decoded sound: samples a second, mono samples as little-endian float32."""
+    """Return the media digest of a decoded audio clip: sample rate, mono samples as little-endian float32."""
     h = hashlib.sha256(b"cornplug-samples-v1")
     h.update(struct.pack(">QQ", rate, len(samples)))
     h.update(samples)
@@ -133,9 +137,9 @@ def samples_digest(rate: int, samples: bytes | memoryview) -> bytes:
 
 
 def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> bytes:
-    """Digest of a C-contiguous tensor: numpy dtype name, shape, little-endian bytes.
+    """Return the digest of a C-contiguous tensor: numpy dtype name, shape, little-endian bytes.
 
-    Used for a tower's very input.
+    It is used for the input tensors of a tower.
     """
     h = hashlib.sha256(b"cornplug-array-v1")
     h.update(struct.pack(">16sB", dtype.encode(), len(shape)))
@@ -145,25 +149,25 @@ def array_digest(dtype: str, shape: Sequence[int], data: bytes | memoryview) -> 
 
 
 def processor_video_digest(frames: bytes, metadata: Mapping[str, Any]) -> bytes:
-    """Media digest of a video with all that an engine tells the model's processor about it.
+    """Return the media digest of a video with the metadata that an engine passes to the model's processor.
 
     Args:
         frames: `array_digest` of the sampled frames.
-        metadata: rate, duration, numbers of the sampled frames: they shape positions and timestamps in the
-            language model, which `frames_digest` does not determine.
+        metadata: Rate, duration and numbers of the sampled frames. They determine positions and timestamps in
+            the language model, on which `frames_digest` does not depend.
 
-    Raises TypeError or ValueError as `canonical`.
+    Raises TypeError or ValueError like `canonical`.
     """
     return digest("cornplug-processor-video-v1", frames, canonical(metadata))
 
 
 def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -> bytes:
-    """Key of an embedding: the output of tower and projector for one medium, as an engine consumes it.
+    """Return the key of an embedding: the output of tower and projector for one medium.
 
     Args:
         model: `model_identity`.
         media: `pixels_digest`, `frames_digest`, `processor_video_digest`, `samples_digest` or `array_digest`.
-        salt: the tenant's salt; None is the deployment's shared domain, "" is a salt.
+        salt: The request's salt. None means entries shared by all requests without a salt. "" is a salt.
     """
     return keyed(secret, "cornplug-embedding-v1", model, media, _salt(salt))
 
@@ -171,10 +175,10 @@ def embedding_key(secret: bytes, model: bytes, media: bytes, salt: str | None) -
 def feature_key(
     secret: bytes, tower_fp: bytes, tower_spec_fp: bytes, inputs: Sequence[bytes], salt: str | None
 ) -> bytes:
-    """Key of a tower's output before any per-model parameter: shared by different LLMs.
+    """Return the key of a tower's output before the projector, which different models share.
 
-    `inputs` are `array_digest`s of the tower's very input tensors in a fixed order, so
-    preprocessing needs no name here: its effect is in the bytes.
+    `inputs` are the `array_digest`s of the tower's input tensors in a fixed order. Preprocessing is not an
+    input, because the tensors depend on it.
     """
     return keyed(
         secret, "cornplug-feature-v1", tower_fp, tower_spec_fp, digest("inputs", *inputs), _salt(salt)
@@ -182,19 +186,21 @@ def feature_key(
 
 
 def kv_root(secret: bytes, language_model_fp: bytes, kv_spec: Mapping[str, Any], salt: str | None) -> bytes:
-    """The inputs of KV besides the tokens: the whole LM (with adapters and quantisation),
-    cache dtype, rope and page geometry, tenant."""
+    """Return the digest of all inputs of KV except the tokens.
+
+    These are the language model (with adapters and quantisation), cache dtype, rope, page geometry and salt.
+    """
     return keyed(secret, "cornplug-kv-root-v2", language_model_fp, canonical(kv_spec), _salt(salt))
 
 
 def medium_lineage(key: bytes, rows: int) -> bytes:
-    """The medium's part of the inputs of the KV behind it: 32 bytes.
+    """Return the 32-byte digest that represents a medium in the keys of KV pages.
 
     Args:
-        key: the medium's embedding key.
-        rows: of its embedding that this prompt holds, which is its placeholder tokens without those
-            that stand for themselves. One medium may have more or fewer of them: some processors
-            count the prompt's other media too, and their first rows are not the same then.
+        key: Embedding key of the medium.
+        rows: Number of rows of its embedding in this prompt: its placeholder tokens without those that are
+            ordinary tokens. The number can differ between prompts, because some processors take the other
+            media of a prompt into account. The first rows differ then too.
 
     Raises ValueError for a key of another size and for a negative number.
     """
@@ -206,12 +212,11 @@ def medium_lineage(key: bytes, rows: int) -> bytes:
 
 
 def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
-    """The four wide values that stand, in rotation, for a medium's placeholder tokens.
+    """Return the four values that represent, in rotation, the placeholder tokens of a medium.
 
-    `lineage` is `medium_lineage`. SGLang's own
-    `MultimodalDataItem.set_identity(lineage)` puts the same values into its token stream
-    (sglang/srt/managers/schedule_batch.py, 0.5.23): 1_000_000 + 62 bits of
-    sha256(tag || lineage) each, beyond every vocabulary.
+    `lineage` is the result of `medium_lineage`. SGLang's `MultimodalDataItem.set_identity(lineage)` puts the
+    same values into its token stream (sglang/srt/managers/schedule_batch.py, 0.5.23). Each is 1_000_000 plus
+    62 bits of sha256(tag || lineage), above every vocabulary.
     """
     if len(lineage) != DIGEST_BYTES:
         raise ValueError(f"lineage must be {DIGEST_BYTES} bytes, not {len(lineage)}")
@@ -225,21 +230,22 @@ def placeholder_tokens(lineage: bytes) -> tuple[int, int, int, int]:
 
 
 def chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """Advance the chain over whole links; `len(tokens)` must be a multiple of LINK_TOKENS.
+    """Return the chain values of all links in `tokens`, whose number must be a multiple of LINK_TOKENS.
 
-    A link is SGLang's published page hash: sha256(prior || tokens as little-endian u32),
-    or, where a token exceeds 32 bits, sha256(prior || 0xff || tokens as little-endian u64)
-    (sglang/srt/mem_cache/utils.py, 0.5.23). `prior` is b"" at the first link.
+    A link is SGLang's published page hash: sha256(prior || tokens as little-endian u32). If a token exceeds
+    32 bits, it is sha256(prior || 0xff || tokens as little-endian u64) (sglang/srt/mem_cache/utils.py,
+    0.5.23). `prior` is b"" for the first link.
     """
     if len(tokens) % LINK_TOKENS:
-        raise ValueError(f"{len(tokens)} tokens are no whole number of {LINK_TOKENS}-token links")
+        raise ValueError(f"{len(tokens)} tokens are not a multiple of {LINK_TOKENS}")
     try:
         packed = array("I", tokens)
     except OverflowError:
         return _chain_with_wide_tokens(prior, tokens)
     if sys.byteorder == "big":
         packed.byteswap()
-    # A prompt has thousands of links, derived on an engine's own thread: one digest and no Python call each.
+    # A prompt has thousands of links, and this runs on an engine's thread. The loop therefore calls no Python
+    # function.
     data, sha256, out = packed.tobytes(), hashlib.sha256, []
     for start in range(0, len(data), _LINK_BYTES):
         prior = sha256(prior + data[start : start + _LINK_BYTES]).digest()
@@ -261,13 +267,13 @@ def _chain_with_wide_tokens(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
 
 
 def page_key(secret: bytes, root: bytes, page_tokens: int, chain_value: bytes) -> bytes:
-    """Key of the page whose last token ends the link with `chain_value`."""
+    """Return the key of the page whose last link has `chain_value`."""
     return page_keys(secret, root, page_tokens, (chain_value,))[0]
 
 
 def page_keys(secret: bytes, root: bytes, page_tokens: int, chain_values: Iterable[bytes]) -> list[bytes]:
-    """`page_key` of each of these chain values, which are digests."""
-    # `keyed`, with the bytes that all keys of a root have in common framed once.
+    """Return `page_key` for each chain value."""
+    # This inlines `keyed`, and frames the bytes common to all keys of a root only once.
     before = _before_link(root, page_tokens)
     sha256, hmac_sha256 = hashlib.sha256, hmac.digest
     return [hmac_sha256(secret, sha256(before + value).digest(), "sha256") for value in chain_values]
@@ -284,19 +290,23 @@ def _salt(salt: str | None) -> bytes:
 
 
 def medium_with_options(media: bytes, options: Mapping[str, Any]) -> bytes:
-    """Media digest of a medium that one request wants processed in another way.
+    """Return the media digest of a medium with the processor arguments of a request.
 
-    `options` are that request's own processor arguments; with none the digest stays as it is,
-    so that every door that an image comes in by agrees on its key.
+    Without `options` the digest is unchanged, so that an image has the same key in all APIs.
     """
     return digest("cornplug-media-options-v1", media, canonical(options)) if options else media
 
 
 def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
-    """The identity of weights that a trainer gave a version.
+    """Return the identity of weights to which a trainer assigned a version.
 
-    `identity` is that of the start, and `start` is all of the checkpoint's weights then: a part alone could
-    be of two checkpoints, each with a trainer that counts from 1. A checkpoint has none of these identities.
+    Args:
+        identity: Identity of the weights at the start.
+        start: Fingerprint of all weights of the checkpoint at the start. Two checkpoints can share the part
+            that `identity` covers, each with a trainer that counts from 1.
+        version: The trainer's version.
+
+    The result differs from the identity of every checkpoint.
     """
     return digest(
         "cornplug-trainer-weights-v1", identity, start, version.encode("utf-8", errors="surrogatepass")
@@ -304,5 +314,6 @@ def of_trainer(identity: bytes, start: bytes, version: str) -> bytes:
 
 
 def overridden(identity: bytes, overrides: Mapping[str, Any]) -> bytes:
-    """An identity that a deployment changed beyond its checkpoint; same rule."""
+    """Return the identity of a model whose settings the deployment overrides. Without overrides:
+    `identity`."""
     return digest("cornplug-overridden-v1", identity, canonical(overrides)) if overrides else identity

@@ -1,4 +1,4 @@
-"""The engine-neutral page of KV: its geometry, and which bytes a rank owns.
+"""Engine-neutral KV page: its geometry, and the bytes that each rank owns.
 
 A page holds `page_tokens` tokens of every layer, head outermost:
 
@@ -27,14 +27,14 @@ PLANES = 2
 """K and V. MLA caches one latent plane instead."""
 
 QUANTISED = frozenset({"fp8_e4m3", "fp8_e5m2"})
-"""Formats of one-byte values that pages can hold."""
+"""Formats of one-byte values in pages."""
 
 MAX_SEGMENTS = 0xFFFF
-"""The kinds of payload that a header can name."""
+"""Maximum number of segments in a header."""
 
 
 class PageSize(Protocol):
-    """The size of a page, or of one page of each of several kinds."""
+    """Size of a page, or of one page of each of several kinds."""
 
     @property
     def page_tokens(self) -> int: ...
@@ -44,7 +44,7 @@ class PageSize(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholePage:
-    """One page of each kind, as one size."""
+    """Size of one page of each kind together."""
 
     page_tokens: int
     page_bytes: int
@@ -52,34 +52,37 @@ class WholePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageGeometry:
-    """The shape of every page of one model, at any parallelism of the engine."""
+    """Shape of the pages of a model. It does not depend on the parallelism of the engine."""
 
     page_tokens: int
     heads: int
-    """KV heads of the whole model."""
+    """Number of KV heads of the model."""
     layers: int
-    """Attention layers of the whole model."""
+    """Number of attention layers of the model."""
     dim: int
     dtype: str
-    """torch's name without "torch.": float32, float16 or bfloat16; uint8 for `quantised` values."""
+    """torch's name without "torch.": float32, float16 or bfloat16, or uint8 for `quantised` values."""
     planes: int = PLANES
-    """2: keys and values. 1: MLA's latent (compressed KV and rotary key side by side in `dim`)."""
+    """2 for keys and values, 1 for MLA's latent (compressed KV and rotary key side by side in `dim`)."""
     layer_runs: int = 1
-    """Segments of a head, of equally many layers each. The writer's choice: readers take any."""
+    """Number of segments per head, with equally many layers each. The writer chooses it, and readers accept
+    any."""
     engine: str = ""
-    """The only engine that shares these pages, where no test compares both engines' bytes; "" for both."""
+    """The only engine that shares these pages, if no test compares both engines' bytes. "" for both
+    engines."""
     group: tuple[int, ...] = ()
-    """Numbers of the model's layers in this page, where other pages hold the others; () where it has all."""
+    """Numbers of the model's layers in this page, if other pages contain the others. () for all layers."""
     window: int = 0
-    """Tokens that the layers of such a group attend to; 0: all."""
+    """Number of tokens that the layers of such a group attend to. 0 for all tokens."""
     quantised: str = ""
-    """The format of values that are kept in one byte each, all with the scale 1; "" for those of `dtype`."""
+    """Format of values that are stored in one byte each with scale 1. "" for values of `dtype`."""
     state: str = ""
-    """Kind, shapes and dtypes of a recurrent state, where a page holds one state for each layer instead of
-    `page_tokens` rows: `dim` bytes, as they are after the page's last token. Each of the `heads` is a rank's,
-    as it holds its part of the state."""
+    """Kind, shapes and dtypes of a recurrent state. Such a page contains one state of `dim` bytes per layer
+    instead of `page_tokens` rows: the state after the page's last token. Each of the `heads` is the part of
+    the state on one rank."""
     beside: str = ""
-    """`state` of the model's other layers, whose precision is part of these layers' values; "" for none."""
+    """`state` of the model's other layers, whose precision affects the values of these layers. "" for
+    none."""
 
     def __post_init__(self) -> None:
         of_bytes = self.dtype == "uint8"
@@ -91,13 +94,13 @@ class PageGeometry:
         if min(self.page_tokens, self.heads, self.layers, self.dim, self.planes) < 1:
             raise LayoutError(f"empty page: {self}", reason="layout")
         if self.group and len(self.group) != self.layers:
-            raise LayoutError(f"a page of other layers than it names: {self}", reason="layout")
+            raise LayoutError(f"number of layers does not match group: {self}", reason="layout")
         if self.layer_runs < 1 or self.layers % self.layer_runs or self.segments > MAX_SEGMENTS:
-            raise LayoutError(f"a page of no segments: {self}", reason="layout")
+            raise LayoutError(f"invalid number of segments: {self}", reason="layout")
 
     @property
     def rows(self) -> int:
-        """Rows of a layer's planes: one for each token, or one state."""
+        """Number of rows in a plane of a layer: one per token, or one state."""
         return 1 if self.state else self.page_tokens
 
     @property
@@ -107,12 +110,12 @@ class PageGeometry:
 
     @property
     def segments(self) -> int:
-        """Segments of a page as this engine writes it."""
+        """Number of segments of a page as written by this engine."""
         return self.heads * self.layer_runs
 
     @property
     def layer_bytes(self) -> int:
-        """Of one head of one layer."""
+        """Bytes of one head of one layer."""
         return self.planes * self.rows * self.dim * ITEM_BYTES.get(self.dtype, 1)
 
     @property
@@ -124,12 +127,13 @@ class PageGeometry:
         return self.heads * self.layers * self.layer_bytes
 
     def runs_in(self, segments: int) -> int | None:
-        """Runs of layers in a page that was written as so many segments; None where no page has so many."""
+        """Return the runs of layers in a page with this number of segments, or None if no page can have
+        it."""
         runs, rest = divmod(segments, self.heads)
         return runs if runs and not rest and not self.layers % runs else None
 
     def spec(self) -> dict[str, Any]:
-        """The fields of the geometry that belong to a page's identity."""
+        """Return the fields of the geometry that are part of a page's identity."""
         fields: dict[str, Any] = {
             "layout": "head-layer-kv-token-dim/1",
             "shape": list(self.shape),
@@ -146,31 +150,31 @@ class PageGeometry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSlice:
-    """The heads and layers of a page that one rank holds."""
+    """Heads and layers of a page on one rank."""
 
     heads: range
     layers: range
     writes: bool
-    """False for a rank whose heads another rank holds as well (TP degree above the KV heads)."""
+    """False if another rank writes the same heads (TP degree above the number of KV heads)."""
 
     def runs(self, page: PageGeometry, runs: int) -> range:
-        """The runs of layers that hold this slice's, in a page with so many of each head."""
+        """Return the runs that contain the layers of this slice, in a page with `runs` runs per head."""
         size = page.layers // runs
         return range(self.layers.start // size, -(-self.layers.stop // size))
 
 
 def layer_runs(layers: int, first_layers: Iterable[int]) -> int:
-    """The fewest equal runs of layers that pipeline stages, by their first layers, leave whole."""
+    """Return the smallest number of equal runs of layers that no pipeline stage splits."""
     return layers // math.gcd(layers, *first_layers)
 
 
 def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple[range, bool]:
-    """The KV heads of one tensor-parallel rank, and whether it is the one that writes them.
+    """Return the KV heads of a tensor-parallel rank, and whether this rank writes them.
 
-    Follows both engines: heads are split evenly; with more ranks than heads each head is
-    held by `tp_size / total_heads` neighbouring ranks, of which the first writes.
+    Like in both engines, heads are split evenly. If there are more ranks than heads, each head is on
+    `tp_size / total_heads` neighbouring ranks, of which the first writes it.
 
-    Raises LayoutError when neither number divides the other.
+    Raises LayoutError if neither number divides the other.
     """
     if total_heads % tp_size == 0:
         per_rank = total_heads // tp_size
@@ -183,5 +187,5 @@ def tensor_parallel_heads(total_heads: int, tp_size: int, tp_rank: int) -> tuple
 
 
 def pages_between(start_token: int, end_token: int, page_tokens: int) -> range:
-    """The pages that touch tokens [start, end); `end` is cut down to a page boundary."""
+    """Return the pages that contain tokens [start, end), where `end` is rounded down to a page boundary."""
     return range(start_token // page_tokens, end_token // page_tokens)

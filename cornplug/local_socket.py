@@ -1,12 +1,12 @@
-"""Unix sockets of one host and one user: frames, the right to serve a path, the peer's user.
+"""Unix sockets for processes of one user: frames, exclusive claims of a path, and the user of the peer.
 
-    frame   u32 little-endian length, then a body of so many bytes, at least one
-    claim   PATH.lock    locked by the process that serves; a name that points to another file locks nothing
-            PATH         the socket of the process that has the lock, mode 0600
-    peer    SO_PEERCRED: the user that connected, or that began to listen
+    frame   u32 little-endian length, then a body of that length, at least 1 byte
+    claim   PATH.lock    locked by the server; if the name refers to another file, the lock is void
+            PATH         socket of the process that holds the lock, mode 0600
+    peer    SO_PEERCRED: the user that connected, or that started to listen
 
-A claim compares names by inode with files that it holds open. It notices a name that a cleaner of /tmp
-removed or another process replaced, makes it again, and never removes a name of another process.
+A claim compares the inodes of these names with its open files. If a cleaner of /tmp removed a name, or
+another process replaced it, the claim creates it again. A claim never removes a name of another process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _CHUNK_BYTES: Final = 1 << 20
 _BACKLOG: Final = 128
 _RETRY_S: Final = 0.05
 _TOUCH_S: Final = 3600.0
-"""Cleaners of /tmp remove files that are some days old."""
+"""Interval for updating timestamps, because cleaners of /tmp remove files that are some days old."""
 
 _log = logging.getLogger("cornplug.local_socket")
 
@@ -47,16 +47,16 @@ _Inode = tuple[int, int]
 
 
 def frame(body: bytes, *, limit: int) -> bytes:
-    """The frame of a body. Raises ValueError for a body of more than `limit` bytes."""
+    """Return the frame for a body. Raises ValueError if the body has more than `limit` bytes."""
     if len(body) > limit:
-        raise ValueError(f"a message of {len(body)} bytes, at most {limit}")
+        raise ValueError(f"message has {len(body)} bytes, the limit is {limit}")
     return _LENGTH.pack(len(body)) + body
 
 
 def take_frame(buffer: bytearray, *, limit: int) -> bytes | None:
-    """The body of the first frame of `buffer`, which is removed; None while the frame is incomplete.
+    """Remove the first frame from `buffer` and return its body, or None if the frame is incomplete.
 
-    Raises ProtocolError for a length of 0 or beyond `limit`.
+    Raises ProtocolError for a length of 0 or above `limit`.
     """
     if len(buffer) < _LENGTH.size:
         return None
@@ -69,32 +69,32 @@ def take_frame(buffer: bytearray, *, limit: int) -> bytes | None:
 
 
 def receive_frame(sock: socket.socket, *, limit: int) -> bytes:
-    """The body of the next frame of a blocking socket.
+    """Receive a frame from a blocking socket and return its body.
 
-    Raises ProtocolError for a length of 0 or beyond `limit`, ConnectionResetError at the end of the
-    connection, TimeoutError after the socket's timeout.
+    Raises ProtocolError for a length of 0 or above `limit`, ConnectionResetError if the peer closed the
+    connection, and TimeoutError after the socket's timeout.
     """
     (size,) = _LENGTH.unpack(_receive_exactly(sock, _LENGTH.size))
     return _receive_exactly(sock, _checked(size, limit))
 
 
 async def read_frame(reader: StreamReader, *, limit: int) -> bytes:
-    """The body of the next frame of a stream.
+    """Read a frame from a stream and return its body.
 
-    Raises ProtocolError for a length of 0 or beyond `limit`, IncompleteReadError at the end of the stream.
+    Raises ProtocolError for a length of 0 or above `limit`, and IncompleteReadError at the end of the stream.
     """
     return await reader.readexactly(await read_frame_length(reader, limit=limit))
 
 
 async def read_frame_length(reader: StreamReader, *, limit: int) -> int:
-    """The length of the body that follows in a stream. Raises as `read_frame`."""
+    """Read the length of the next body in a stream. Raises like `read_frame`."""
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     return _checked(size, limit)
 
 
 def _checked(size: int, limit: int) -> int:
     if not 0 < size <= limit:
-        raise ProtocolError(f"a frame of {size} bytes, at most {limit}")
+        raise ProtocolError(f"frame has {size} bytes, must be between 1 and {limit}")
     return size
 
 
@@ -103,16 +103,16 @@ def _receive_exactly(sock: socket.socket, size: int) -> bytes:
     while len(data) < size:
         more = sock.recv(min(size - len(data), _CHUNK_BYTES))
         if not more:
-            raise ConnectionResetError("closed by the other side")
+            raise ConnectionResetError("connection closed by the peer")
         data += more
     return bytes(data)
 
 
 class FrameBuffer:
-    """Unsent and received frames of a non-blocking socket. Not thread-safe: its owner locks.
+    """Buffer for unsent and received frames of a non-blocking socket. Not thread-safe.
 
     Args:
-        limit: Largest body in bytes, in both directions.
+        limit: Maximum size of a body in bytes, in both directions.
     """
 
     def __init__(self, *, limit: int) -> None:
@@ -123,13 +123,13 @@ class FrameBuffer:
         self.unsent_bytes = 0
 
     def add(self, number: int, body: bytes) -> None:
-        """Queue a frame; `number` names it for `drop`. Raises ValueError when it is over the limit."""
+        """Queue a frame. `number` identifies it for `drop`. Raises ValueError if it exceeds the limit."""
         whole = memoryview(frame(body, limit=self._limit))
         self._out.append((number, whole))
         self.unsent_bytes += len(whole)
 
     def drop(self, numbers: set[int]) -> None:
-        """Forget these frames, except one whose first bytes are sent."""
+        """Remove these frames from the queue, except a frame that has been sent in part."""
         kept: collections.deque[tuple[int, memoryview]] = collections.deque()
         for place, (number, whole) in enumerate(self._out):
             if number in numbers and not (place == 0 and self._sent_of_first):
@@ -139,14 +139,14 @@ class FrameBuffer:
         self._out = kept
 
     def clear(self) -> None:
-        """Forget everything, as after the end of a connection."""
+        """Discard all data, as after the end of a connection."""
         self._out.clear()
         self._in.clear()
         self._sent_of_first = 0
         self.unsent_bytes = 0
 
     def send(self, sock: socket.socket) -> None:
-        """Send as much as the socket takes now. Raises OSError when the connection is gone."""
+        """Send as much as the socket accepts without blocking. Raises OSError if the connection is closed."""
         while self._out:
             whole = self._out[0][1]
             try:
@@ -160,17 +160,17 @@ class FrameBuffer:
                 self._sent_of_first = 0
 
     def receive(self, sock: socket.socket) -> Iterator[bytes]:
-        """The bodies of all frames that have come whole.
+        """Receive data and yield the bodies of all complete frames.
 
-        Raises ProtocolError for a length out of bounds, ConnectionResetError at the end of the connection,
-        OSError when it is broken.
+        Raises ProtocolError for an invalid length, ConnectionResetError if the peer closed the connection,
+        and OSError if it failed.
         """
         try:
             data = sock.recv(_CHUNK_BYTES)
         except BlockingIOError:
             return
         if not data:
-            raise ConnectionResetError("closed by the other side")
+            raise ConnectionResetError("connection closed by the peer")
         self._in += data
         while (body := take_frame(self._in, limit=self._limit)) is not None:
             yield body
@@ -180,9 +180,9 @@ class FrameBuffer:
 
 
 def foreign_user(sock: socket.socket) -> int | None:
-    """The user id of the process at the other end where it is not this process's; None where it is.
+    """Return the peer's user id if it is another user's, or None if it is the user of this process.
 
-    For a server it is the user that connected; for a client, the user that began to listen.
+    The peer of a server is the user that connected. The peer of a client is the user that started to listen.
     """
     uid: int = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[
         1
@@ -194,7 +194,7 @@ def foreign_user(sock: socket.socket) -> int | None:
 
 
 def try_lock(fd: int) -> bool:
-    """Whether this open file now has the exclusive lock; it lasts until the last descriptor is closed."""
+    """Try to lock this open file exclusively. The lock lasts until the last descriptor is closed."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -203,14 +203,14 @@ def try_lock(fd: int) -> bool:
 
 
 class SocketClaim:
-    """The right to serve `path`, and the socket that listens there.
+    """Exclusive claim of a socket path, with the socket that listens on it.
 
     Args:
-        setting: The setting that names the path, for errors.
-        wait_s: Longest wait for the lock of a process that is just ending.
+        setting: The setting that contains the path, for error messages.
+        wait_s: Maximum time to wait for the lock if another process is about to end.
 
-    Raises SocketTaken when another process serves there; ConfigError when the path cannot be a socket, or
-    another user could put one there.
+    Raises SocketTaken if another process is listening on the path. Raises ConfigError if the path cannot be a
+    socket, or if another user could create a socket there.
     """
 
     def __init__(self, path: Path, *, setting: str, wait_s: float = 0.0) -> None:
@@ -226,30 +226,30 @@ class SocketClaim:
             self._take(wait_s=wait_s)
         except OSError as e:
             self.close()
-            raise ConfigError(setting, f"{path}: {e.strerror}", "Name another path.") from e
+            raise ConfigError(setting, f"{path}: {e.strerror}", "Use another path.") from e
         except ConfigError:
             self.close()
             raise
 
     def renew(self) -> socket.socket | None:
-        """The socket to listen on from now: the same, or one made again. None: another process serves."""
+        """Return the listening socket, which may be a new one, or None if another process took the path."""
         try:
             if not self._stands():
-                _log.warning("%s or its lock is gone or replaced: making it again", self._path)
+                _log.warning("%s or its lock was removed or replaced, creating it again", self._path)
                 self._take(wait_s=0.0)
             self._touch()
             self._logged = ""
         except SocketTaken:
             return None
         except (OSError, ConfigError) as e:
-            # Connected clients are served on: without a folder no other process can serve there either.
+            # Keep serving connected clients. Without the folder, another process cannot take the path either.
             if str(e) != self._logged:
-                _log.warning("new clients cannot come to %s: %s", self._path, e)
+                _log.warning("new clients cannot connect to %s: %s", self._path, e)
             self._logged = str(e)
         return self.listener
 
     def close(self) -> None:
-        """Give the path up. The socket's file is removed where it is still this claim's."""
+        """Give up the path. Remove the socket's file if it still belongs to this claim."""
         with contextlib.suppress(OSError):
             if self._stands():
                 os.unlink(self._path.name, dir_fd=self._folder)
@@ -289,7 +289,7 @@ class SocketClaim:
                 continue
             if self._lock >= 0:
                 os.close(self._lock)
-            # Once more round: the file may have been replaced before it was locked.
+            # Check again, because the file may have been replaced before it was locked.
             self._lock = fd
 
     def _listen(self) -> None:
@@ -303,8 +303,8 @@ class SocketClaim:
             self._socket = self._inode(self._path.name, self._folder)
         except OSError as e:
             fresh.close()
-            problem = f"cannot listen at {self._path}: {e}"
-            raise ConfigError(self._setting, problem, "Name a shorter path.") from e
+            problem = f"cannot listen on {self._path}: {e}"
+            raise ConfigError(self._setting, problem, "Use a shorter path.") from e
         finally:
             os.umask(mask)
         self.listener.close()

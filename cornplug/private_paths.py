@@ -1,7 +1,7 @@
-"""Folders and files that only this user can change, and the secret that is one of them.
+"""Folders and files that only this user can change, including the secret.
 
-Everything is checked on the descriptor that is then used, and no symbolic link is followed: in /tmp
-another user may have made the folder first, or put a link in the place of the log.
+All checks use the descriptor that is used afterwards, and symbolic links are not followed. In /tmp, another
+user could have created the folder first, or have replaced the log by a link.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ from pathlib import Path
 
 from cornplug.errors import ConfigError
 
-_REMEDY = "Name a folder of yours, mode 0700."
+_REMEDY = "Use a folder that belongs to you, with mode 0700."
 
 
 def runtime_dir() -> Path:
-    """The folder of sockets: `$CORNPLUG_RUNTIME_DIR`, else a 0700 folder of this user in /tmp.
+    """Return the folder for sockets: `$CORNPLUG_RUNTIME_DIR`, or a folder of this user in /tmp (mode 0700).
 
-    It does not depend on XDG_RUNTIME_DIR, as all engines of a user must meet: services, cron jobs and
-    `docker exec` do not have that variable, Slurm copies it to hosts without that folder, and systemd removes
-    the folder at the end of the last login.
+    It does not depend on XDG_RUNTIME_DIR, because all engines of a user must use the same folder. Services,
+    cron jobs and `docker exec` do not have that variable, Slurm copies it to hosts where the folder does not
+    exist, and systemd removes the folder when the user logs out.
     """
     named = os.environ.get("CORNPLUG_RUNTIME_DIR")
     return Path(named).absolute() if named else Path(f"/tmp/cornplug-{os.getuid()}")
 
 
 def cache_dir() -> Path:
-    """Where fingerprints and the secret are kept: `$XDG_CACHE_HOME/cornplug` or `~/.cache/cornplug`."""
+    """Return the folder for fingerprints and the secret, `$XDG_CACHE_HOME/cornplug` or
+    `~/.cache/cornplug`."""
     base = os.environ.get("XDG_CACHE_HOME")
     if base:
         return Path(base) / "cornplug"
     try:
         return Path.home() / ".cache" / "cornplug"
-    except RuntimeError:  # a container's user that has no name and no HOME
+    except RuntimeError:  # a user in a container without a name or HOME
         return runtime_dir()
 
 
 def open_folder(path: Path, *, setting: str) -> int:
-    """A descriptor of the folder `path`, which is made (0700) where there is none.
+    """Return a descriptor of the folder `path`, which is created with mode 0700 if it does not exist.
 
-    Raises ConfigError, in the name of `setting`, for one that another user owns or may write to.
+    Raises ConfigError, which names `setting`, if another user owns the folder or can write to it.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -60,40 +61,41 @@ def open_folder(path: Path, *, setting: str) -> int:
 
 
 def folder_problem(about: os.stat_result) -> str:
-    """The reason why a folder is not writable by this user alone; "" when it is."""
+    """Return why a folder is not writable by this user alone, or "" if it is."""
     if about.st_uid != os.getuid():
         return f"belongs to user {about.st_uid}"
     if about.st_mode & 0o022:
-        return f"can be written to by others (mode {stat.S_IMODE(about.st_mode):04o})"
+        return f"is writable by other users (mode {stat.S_IMODE(about.st_mode):04o})"
     return ""
 
 
 def open_file(folder: int, name: str, flags: int) -> int:
-    """A descriptor of a regular file in a folder that `open_folder` opened, made with mode 0600.
+    """Open a regular file in a folder that `open_folder` opened. It is created with mode 0600.
 
-    Raises OSError, also for a symbolic link.
+    Raises OSError, also if the file is a symbolic link.
     """
     return os.open(name, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
 
 
 def secret_problem(about: os.stat_result) -> str:
-    """The reason why a file cannot be this user's secret; "" when it can.
+    """Return why a file cannot be used as this user's secret, or "" if it can.
 
-    Root may give it to a group of this user: so does Kubernetes, for a pod that has an fsGroup.
+    A file that belongs to root may be readable by its group. Kubernetes creates such files in pods with an
+    fsGroup.
     """
     mode = stat.S_IMODE(about.st_mode)
     if about.st_uid not in (0, os.getuid()):
         return f"belongs to user {about.st_uid}"
     if mode & (0o037 if about.st_uid == 0 else 0o077):
-        return f"has mode {mode:03o}: others can make keys"
+        return f"has mode {mode:03o}, so other users can read it"
     return ""
 
 
 def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = True) -> bytes:
-    """The 32-byte secret of a file; with `make` it is made on first use, with mode 0600.
+    """Read the 32-byte secret from a file. With `make`, create the file on first use, with mode 0600.
 
-    Raises ConfigError, which names `setting`, when it cannot be read or made, is not exactly 32 bytes, or
-    others may read it.
+    Raises ConfigError, which names `setting`, if the file cannot be read or created, does not have exactly
+    32 bytes, or can be read by other users.
     """
     try:
         if make and not path.exists():
@@ -102,31 +104,33 @@ def read_secret(path: Path, *, setting: str = "store.secret_file", make: bool = 
             about, secret = os.fstat(file.fileno()), file.read()
     except OSError as e:
         variable = f"CORNPLUG_{setting.replace('.', '_').upper()}"
-        remedy = f"Name a file that this user can read{' or make' if make else ''}: {variable}."
+        remedy = f"Set {variable} to a file that this user can read{' or create' if make else ''}."
         raise ConfigError(setting, f"{path}: {e.strerror}", remedy) from e
     if len(secret) != 32:
         problem = f"{path} has {len(secret)} bytes"
-        raise ConfigError(setting, problem, "Make one: head -c 32 /dev/urandom > FILE.")
+        raise ConfigError(setting, problem, "Create a secret: head -c 32 /dev/urandom > FILE.")
     if problem := secret_problem(about):
-        remedy = "Make a new one, or chmod 600 where nobody can have read it (Kubernetes: defaultMode: 0400)."
+        remedy = (
+            "Create a new secret, or chmod 600 if nobody can have read it (Kubernetes: defaultMode: 0400)."
+        )
         raise ConfigError(setting, f"{path} {problem}", remedy)
     return secret
 
 
 def is_own_secret(path: Path) -> bool:
-    """Whether this is the default secret file, which each host makes by chance: no other host has it."""
+    """Return whether this is the default secret file, which each host creates with random content."""
     return path.absolute() == (cache_dir() / "secret").absolute()
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file in the place of another: readers, and cut-off runs, have the old or the new one."""
+    """Replace the content of a file atomically, so that readers see either the old or the new content."""
     beside = path.with_name(f".{path.name}.new")
     beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
 def _make_secret(path: Path) -> None:
-    """Written beside and linked into place: of two first users one wins, and both read the winner's."""
+    """Write a temporary file and link it to `path`, so that concurrent first users get the same secret."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     draft = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     draft.touch(mode=0o600)

@@ -1,7 +1,7 @@
-"""Processes that this one starts, waits for, and ends with all their descendants.
+"""Child processes that are started, awaited, and terminated together with all their descendants.
 
-Each process leads a session of its own. All its descendants can therefore be found and ended, whatever
-process groups they form, and a Ctrl-C in the terminal reaches only the parent, which ends them in order.
+Each process leads its own session. All its descendants can therefore be found and terminated, even if they
+form process groups. A Ctrl-C in the terminal reaches only the parent, which stops its children in order.
 Used by `cornplug launch`, `cornplug profile`, tests, benchmarks and the demo.
 """
 
@@ -36,17 +36,17 @@ _running: set[ManagedProcess] = set()
 
 
 class ManagedProcess:
-    """One process and its descendants. A context manager: enter starts and waits, exit ends all.
+    """One process and its descendants.
 
-    Args:
-        argv: Program and arguments.
-        log: File to which stdout and stderr are appended.
-        env: The whole environment; None: this process's.
-        name: For messages; None: the program with its first two arguments.
-        health: True once the process serves; None: it serves at once. Subclasses may override `ready`.
-        ready_s: Longest wait of `start`, in seconds.
-        ends_with_parent: The leader gets SIGTERM when this process ends without ending it, even by SIGKILL.
-            The kernel sends the signal at the end of the thread that spawned it, so only the main thread may.
+    As a context manager, it starts the process and waits until it is ready, and stops it on exit.
+
+    Args: argv: Program and arguments. log: File to which stdout and stderr are appended. env: The complete
+    environment. None: the environment of this process. name: Name for messages. None: the program with its
+    first two arguments. health: Returns True once the process is ready. None: it is ready immediately.
+    Subclasses may override `ready` instead. ready_s: Maximum time that `start` waits, in seconds.
+    ends_with_parent: Send SIGTERM to the leader if this process ends without stopping it, even by SIGKILL.
+    The kernel sends the signal when the thread that spawned the process ends, so `spawn` must run in the main
+    thread.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class ManagedProcess:
         self._ends_with_parent = ends_with_parent
 
     def ready(self) -> bool:
-        """Whether it serves."""
+        """Return whether the process is ready."""
         return self._health is None or self._health()
 
     def start(self) -> Self:
-        """Spawn it and wait until it serves. Raises ProcessFailed, after which no descendant is left."""
+        """Spawn the process and wait until it is ready. If it raises ProcessFailed, no descendant is left."""
         self.spawn()
         try:
             while not self.serves():
@@ -87,9 +87,10 @@ class ManagedProcess:
         return self
 
     def spawn(self) -> None:
-        """Start it, without waiting. Raises ProcessFailed where it runs already, OSError as Popen."""
+        """Start the process without waiting. Raises ProcessFailed if it is running, and OSError like
+        Popen."""
         if self.alive():
-            raise ProcessFailed(f"{self.name} runs already, as process {self.pid}")
+            raise ProcessFailed(f"{self.name} is already running as process {self.pid}")
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as out:
             self._process = subprocess.Popen(
@@ -105,16 +106,16 @@ class ManagedProcess:
         _running.add(self)
 
     def serves(self) -> bool:
-        """Whether it is ready; raises ProcessFailed when it has ended, or `ready_s` is over."""
+        """Return whether the process is ready. Raises ProcessFailed if it has ended, or after `ready_s`."""
         ready = self.ready()
-        if not ready or self._health is not None:  # another process may answer at its address
+        if not ready or self._health is not None:  # another process may respond at its address
             self.check("before it was ready")
         if not ready and time.monotonic() - self.began_s > self.ready_s:
             raise ProcessFailed(f"{self.name}: not ready after {self.ready_s:g} s; {self.log_end()}")
         return ready
 
     def check(self, when: str = "") -> None:
-        """Raises ProcessFailed, with the end of the log, when the leader has ended."""
+        """Raise ProcessFailed, with the end of the log, if the leader has ended."""
         status = None if self._process is None else self._process.poll()
         if status is not None:
             moment = f" {when}" if when else ""
@@ -130,29 +131,30 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """The leader's process id. Raises ProcessFailed before `spawn`."""
+        """Process id of the leader. Raises ProcessFailed before `spawn`."""
         if self._process is None:
-            raise ProcessFailed(f"{self.name} is not started")
+            raise ProcessFailed(f"{self.name} has not been started")
         return self._process.pid
 
     def alive(self) -> bool:
-        """Whether the leader runs."""
+        """Return whether the leader is running."""
         return self._process is not None and self._process.poll() is None
 
     def pids(self) -> list[int]:
-        """Every process of the session that is no zombie, the leader first."""
+        """Return the ids of all processes in the session except zombies, the leader first."""
         return _session_members(self.pid)
 
     def stop(self, *, grace_s: float = GRACE_S) -> int | None:
-        """Terminate, wait, kill; returns the leader's exit status, None where it was never started.
+        """Terminate the leader, wait, and kill what is left of the session.
 
-        Raises ProcessFailed when a process of the session survives even SIGKILL.
+        Returns the leader's exit status, or None if it was never started. Raises ProcessFailed if a process
+        of the session survives SIGKILL.
         """
         self.terminate()
         return self.wait_end(grace_s)
 
     def terminate(self) -> None:
-        """SIGTERM to the leader: it finishes its work and ends."""
+        """Send SIGTERM to the leader, so that it finishes its work and ends."""
         if self._process is None:
             return
         self.cont()
@@ -160,7 +162,7 @@ class ManagedProcess:
             self._process.terminate()
 
     def wait_end(self, grace_s: float) -> int | None:
-        """Wait for the leader's end, then kill every process left of the session; returns as `stop`."""
+        """Wait until the leader ends, then kill what is left of the session. Returns like `stop`."""
         if self._process is None:
             return None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,11 +170,11 @@ class ManagedProcess:
         return self.kill()
 
     def kill(self) -> int | None:
-        """SIGKILL to every process of the session, as an OOM killer or a crash would."""
+        """Send SIGKILL to every process of the session, like an OOM killer."""
         if self._process is None:
             return None
-        # The leader's id may belong to another process once it is reaped, but a session lives on while
-        # members do, and only members are signalled.
+        # The leader's id can be reused after it is reaped. The session exists as long as it has members, and
+        # only members are signalled.
         deadline = time.monotonic() + _KILL_S
         while members := self.pids():
             if time.monotonic() > deadline:
@@ -184,32 +186,36 @@ class ManagedProcess:
         return self._process.wait(10)
 
     def freeze(self) -> None:
-        """SIGSTOP to every process: alive, but silent."""
+        """Send SIGSTOP to every process of the session."""
         self._signal_all(signal.SIGSTOP)
 
     def cont(self) -> None:
-        """SIGCONT to every process."""
+        """Send SIGCONT to every process of the session."""
         self._signal_all(signal.SIGCONT)
 
     def log_tail(self, lines: int = 40) -> str:
-        """The last lines of the log."""
+        """Return the last lines of the log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
     def log_end(self) -> str:
-        """The log's name and its last lines, for a message."""
+        """Return the log's name and last lines, for an error message."""
         return f"its log {self.log} ends with:\n{self.log_tail()}"
 
     def end_with_parent(self) -> None:
-        """Kill it, in the process that started it: a fork of that process has the object, not the child."""
+        """Kill the session, unless this is a fork of the process that started it."""
         if self._parent == os.getpid():
             self.kill()
 
     def _in_child(self) -> Callable[[], None] | None:
-        """Code for the child between fork and exec: system calls, which need no lock of another thread."""
+        """Return a function for the child to run between fork and exec, or None.
+
+        It makes only system calls, because another thread of the parent could have held a lock during the
+        fork.
+        """
         if not self._ends_with_parent:
             return None
         if threading.current_thread() is not threading.main_thread():
-            raise ProcessFailed(f"{self.name}: a process that ends with its parent starts in its main thread")
+            raise ProcessFailed(f"{self.name}: ends_with_parent requires a start from the main thread")
         parent = os.getpid()
 
         def ask_for_signal() -> None:
@@ -226,7 +232,7 @@ class ManagedProcess:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET of `url` returns 200 within two seconds."""
+    """Return whether a GET of `url` returns status 200 within two seconds."""
     try:
         return httpx.get(url, timeout=2, trust_env=False, verify=tls_context()).status_code == 200
     except httpx.TransportError:
@@ -242,7 +248,7 @@ def _session_members(session: int) -> list[int]:
             stat = (entry / "stat").read_text()
         except (FileNotFoundError, ProcessLookupError):
             continue
-        # "pid (name) state ppid pgrp session ...": the name may hold spaces and brackets.
+        # "pid (name) state ppid pgrp session ...": the name may contain spaces and parentheses.
         state, _, _, sid = stat[stat.rindex(")") + 2 :].split()[:4]
         if int(sid) == session and state not in "ZX":
             members.append(int(entry.name))

@@ -1,24 +1,24 @@
-"""Classes of service: the class of each caller, and its guarantees. Pure policy, no I/O and no clock.
+"""Classes of service: the class of each caller and its guarantees. Pure policy, without I/O or a clock.
 
     [qos]
     default = "standard"                 # for callers that match no other class
 
     [qos.classes.premium]
-    share = 0.5                          # of the tower's time, whenever it wants it
-    priority = 10                        # for unreserved time, the highest first
-    deadline_s = 2                       # of requests that name no deadline
+    share = 0.5                          # guaranteed fraction of the tower's time
+    priority = 10                        # order for the remaining time, highest first
+    deadline_s = 2                       # of requests without a deadline
     api_keys = ["sha256:9f86d081884c..."]  # Authorization: Bearer KEY
-    tenants = { acme = ["sha256:60303ae22b99..."] }  # holders' entries are shared inside the tenant
+    tenants = { acme = ["sha256:60303ae22b99..."] }  # entries are shared only within the tenant
     apps = ["checkout"]                  # engines, by their app
 
     [qos.classes.standard]
     share = 0.3
 
-    [qos.classes.nightly]                # no key: `x-cornplug-class: nightly` is enough
+    [qos.classes.nightly]                # selected by `x-cornplug-class: nightly`, without a key
     priority = -1
     deadline_s = 60
 
-Without `[qos]` there is one class, which has everything.
+Without `[qos]` there is a single class with all of the tower's time.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from cornplug.config import QosConfig
 CLASS_HEADER: Final = "x-cornplug-class"
 APP_HEADER: Final = "x-cornplug-app"
 LEAST_SHARE: Final = 0.02
-"""The least share of every class, so that no priority starves it: its work comes late, but it comes."""
+"""Minimum share of every class, so that classes of higher priority cannot starve it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceClass:
-    """One class. Equal by name: a configuration has each name once."""
+    """One class of service. Instances compare by name, which is unique in a configuration."""
 
     name: str
     share: float = field(default=1.0, compare=False)
-    """Guaranteed part of the tower's time, over 0; those of all classes add up to at most 1."""
+    """Guaranteed fraction of the tower's time, above 0. All shares add up to at most 1."""
     priority: int = field(default=0, compare=False)
     deadline_s: float | None = field(default=None, compare=False)
-    """Of requests that name none; None: the service's own."""
+    """Deadline of requests that do not set one. None: the default of the service."""
     max_deadline_s: float | None = field(default=None, compare=False)
-    """Longest deadline of its requests, even if they ask for more; None: the service's own."""
+    """Upper limit for the deadline of a request. None: the limit of the service."""
 
     @property
     def rank(self) -> tuple[int, float, str]:
-        """Orders classes, the best last."""
+        """Sort key of classes, lowest rank first."""
         return self.priority, self.share, self.name
 
 
@@ -61,8 +61,8 @@ ONE_CLASS: Final = ServiceClass(name="default")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QosCaller:
-    """The caller: the class it is served in, the app it says it is, where that app is known, and the
-    tenant whose key it has."""
+    """Class, app and tenant of a caller. The app is set only if it selected the class, the tenant by a
+    key."""
 
     qos: ServiceClass
     app: str | None = None
@@ -70,12 +70,12 @@ class QosCaller:
 
     @property
     def account(self) -> str:
-        """The account that fills the store: the tenant's, or that of all without one in the class."""
+        """Account to which the caller's store entries are charged: its tenant, or its class without one."""
         return f"class {self.qos.name}" if self.tenant is None else f"tenant {self.tenant}"
 
 
 class QosClasses:
-    """The classes of one service. Immutable."""
+    """All classes of one service. Immutable."""
 
     def __init__(self, config: QosConfig | None = None) -> None:
         config = config or QosConfig()
@@ -106,22 +106,22 @@ class QosClasses:
 
     @classmethod
     def single(cls) -> Self:
-        """One class for all: a service without `[qos]`."""
+        """Return a single class for all callers, for a service without `[qos]`."""
         return cls()
 
     def all(self) -> Sequence[ServiceClass]:
-        """Every class, the best first."""
+        """Return all classes, highest rank first."""
         return sorted(self._by_name.values(), key=lambda c: c.rank, reverse=True)
 
     def of_app(self, app: str) -> ServiceClass:
-        """The class of an engine of this host and user, which is trusted to say who it works for."""
+        """Return the class for an app, as reported by an engine of this host and user, which is trusted."""
         return self._by_app.get(app, self.default)
 
     def of_headers(self, headers: Mapping[str, str]) -> QosCaller:
-        """The caller that sent these headers (names in lower case).
+        """Return the caller that sent these headers (names in lower case).
 
-        A class that has keys is given to their holders only. A caller that asks for it without one, or names
-        a class that does not exist, is served as if it had asked for none.
+        A class with keys requires one of its keys. If a caller requests such a class without a key, or a
+        class that does not exist, the class header is ignored.
         """
         mine, tenant = self._of_key(headers.get("authorization", ""))
         app = headers.get(APP_HEADER)
@@ -140,7 +140,7 @@ class QosClasses:
         return bool(self._by_key)
 
     def knows(self, authorization: str) -> bool:
-        """Whether this header holds a key of any class."""
+        """Return whether this header contains a key of any class."""
         return self._of_key(authorization)[0] is not None
 
     def _of_key(self, authorization: str) -> tuple[ServiceClass | None, str | None]:
@@ -149,7 +149,7 @@ class QosClasses:
             return None, None
         given = b"sha256:" + hashlib.sha256(key.strip().encode()).hexdigest().encode()
         found: tuple[ServiceClass | None, str | None] = (None, None)
-        # Every key is compared, in full: the time taken tells nothing of which one matched.
+        # Compare every key in full, so that the duration does not reveal which key matched.
         for known, qos, tenant in self._by_key:
             if hmac.compare_digest(known, given):
                 found = qos, tenant
@@ -157,7 +157,7 @@ class QosClasses:
 
 
 def _guaranteed(asked: Mapping[str, float]) -> dict[str, float]:
-    """Shares with `LEAST_SHARE` for classes that asked less, all scaled where that adds up to over 1."""
+    """Raise shares to at least `LEAST_SHARE`, and scale them down if their sum is above 1."""
     if len(asked) == 1:
         return dict.fromkeys(asked, 1.0)
     share = {name: max(one, LEAST_SHARE) for name, one in asked.items()}

@@ -1,4 +1,5 @@
-"""Verdicts on sharing a checkpoint, as data: an engine's process says them, the doctor prints them."""
+"""Verdicts on whether a checkpoint is shared. An engine's process produces them, and the doctor prints
+them."""
 
 from __future__ import annotations
 
@@ -13,10 +14,10 @@ from cornplug.errors import CornplugError
 T = TypeVar("T")
 
 _COUNTED: Final = re.compile(r"\d+ validation errors? for ")
-"""The head of pydantic's message."""
+"""Start of pydantic's message."""
 
 NO_TOWER: Final = "the engine runs no tower for it"
-"""The reason of a text model, and of one that runs as text: there are no embeddings to share."""
+"""Reason for models that run without media inputs, which have no embeddings to share."""
 
 
 class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -24,14 +25,14 @@ class SharingVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     what: Literal["KV", "embeddings"]
     shared: bool | None
-    """None where only an engine that runs shows it."""
+    """None if this can only be determined by a running engine."""
     why: str = ""
-    """The reason; "" where it is shared."""
+    """Reason, or "" if it is shared."""
     remedy: str = ""
 
 
 def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -> SharingVerdict:
-    """The verdict of an engine's own functions: the first that raises CornplugError gives the reason."""
+    """Return the verdict of an engine's functions. The first CornplugError that they raise is the reason."""
     try:
         for question in questions:
             question()
@@ -41,7 +42,7 @@ def asked(what: Literal["KV", "embeddings"], *questions: Callable[[], object]) -
 
 
 def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
-    """The verdicts on a checkpoint that the engine itself refuses with this error."""
+    """Return the verdicts for a checkpoint that the engine rejects with this error."""
     why = f"{engine} does not run it: {first_line(error)}"
     return [
         SharingVerdict(what="KV", shared=False, why=why),
@@ -50,7 +51,7 @@ def does_not_run(engine: str, error: Exception) -> list[SharingVerdict]:
 
 
 def first_line(error: Exception) -> str:
-    """The error's class and the first line that says something: engines append their whole configuration."""
+    """Return the error's class and first relevant line, because engines append their whole configuration."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and _COUNTED.match(lines[0]):
         lines = lines[1:]
@@ -58,15 +59,15 @@ def first_line(error: Exception) -> str:
 
 
 def last_line(verdicts: Sequence[SharingVerdict]) -> str:
-    """The verdicts as one line of JSON, which `verdicts_of` reads."""
+    """Encode the verdicts as one line of JSON for `verdicts_of`."""
     return msgspec.json.encode(list(verdicts)).decode()
 
 
 def verdicts_of(output: str) -> list[SharingVerdict]:
-    """The verdicts in the last line of a process's output. Raises msgspec.DecodeError for any other line."""
+    """Decode the verdicts in the last line of a process's output. Raises msgspec.DecodeError."""
     return last_of(output, list[SharingVerdict])
 
 
 def last_of(output: str, kind: type[T]) -> T:
-    """The last line of a process's output, read as JSON. Raises msgspec.DecodeError for any other line."""
+    """Decode the last line of a process's output as JSON. Raises msgspec.DecodeError."""
     return msgspec.json.decode((output.strip().splitlines() or [""])[-1], type=kind)

@@ -1,4 +1,4 @@
-"""Kinds of SGLang servers, each with flags that make one, and whether its KV is shared."""
+"""Kinds of SGLang servers, each with example flags, and whether their KV is shared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ServerKind(NamedTuple):
     name: str
     args: tuple[str, ...]
     excluded_by: str = ""
-    """The flag or field that excludes sharing; "" where KV is shared."""
+    """Flag or field that excludes sharing, or "" if KV is shared."""
     remark: str = ""
 
 
@@ -21,8 +21,8 @@ _STANDALONE: Final = (
 )  # fmt: skip
 KINDS: Final = (
     ServerKind("tensor parallelism", ("--tp-size", "2"), remark="all ranks of a page write it together"),
-    ServerKind("replicas", ("--dp-size", "2"), remark="each is an engine of its own to the store"),
-    ServerKind("several tokenizers", ("--tokenizer-worker-num", "2"), remark="images too"),
+    ServerKind("replicas", ("--dp-size", "2"), remark="each replica is a separate engine"),
+    ServerKind("several tokenizers", ("--tokenizer-worker-num", "2"), remark="with images too"),
     ServerKind("LoRA", ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", "q_proj")),
     ServerKind("mixed chunks", ("--enable-mixed-chunk",)),
     ServerKind("no overlap", ("--disable-overlap-schedule",)),
@@ -31,7 +31,7 @@ KINDS: Final = (
     ServerKind(
         "pipeline parallelism",
         ("--pp-size", "2"),
-        remark="all stages write a page together; an idle server saves nothing",
+        remark="all stages write a page together; saves nothing while idle",
     ),
     ServerKind(
         "data parallel attention",
@@ -41,7 +41,7 @@ KINDS: Final = (
     ServerKind(
         "prefill of a PD pair",
         ("--disaggregation-mode", "prefill", "--page-size", "64"),
-        remark="its decode servers need the same `--page-size`",
+        remark="decode servers need the same `--page-size`",
     ),
     ServerKind(
         "prefill of a PD pair with SGLang's page size",
@@ -61,9 +61,13 @@ KINDS: Final = (
     ServerKind(
         "speculation by n-grams",
         ("--speculative-algorithm", "NGRAM", "--speculative-ngram-max-bfs-breadth", "1"),
-        remark="with flashinfer of any breadth",
+        remark="with flashinfer, any breadth",
     ),
-    ServerKind("fp8 KV cache", ("--kv-cache-dtype", "fp8_e4m3"), remark="with one attention backend"),
+    ServerKind(
+        "fp8 KV cache",
+        ("--kv-cache-dtype", "fp8_e4m3"),
+        remark="among servers with the same attention backend",
+    ),
     ServerKind(
         "speculation by trees",
         ("--speculative-algorithm", "NGRAM"),
@@ -79,7 +83,8 @@ KINDS: Final = (
     ),
     ServerKind(
         "speculation by a smaller model", (*_STANDALONE, "--speculative-eagle-topk", "1"),
-        remark="with servers of the same draft; the model's own pages with all",
+        remark="draft KV is shared among servers with the same draft model; the model's own KV is shared "
+            "among all servers",
     ),
     ServerKind(
         "speculation by EAGLE",
@@ -87,7 +92,7 @@ KINDS: Final = (
             "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1",
             "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
         ),
-        remark="the same",
+        remark="as above",
     ),
     ServerKind(
         "a smaller model that proposes a tree",

@@ -19,7 +19,7 @@ def test_bytes_of_units_give_bytes(text: str, size_bytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "4 gigs", "-1", "0", "GiB", "4IB", "4GiB 5GiB"])
 def test_bytes_of_other_text_is_an_error(text: str) -> None:
-    with pytest.raises(ValueError, match="is no size: write 64GiB"):
+    with pytest.raises(ValueError, match="is not a size: write 64GiB"):
         bytes_of(text)
 
 
@@ -28,4 +28,4 @@ def test_parse_size_error_names_the_flag(capsys: pytest.CaptureFixture[str]) -> 
     parser.add_argument("--size", type=parse_size)
     with pytest.raises(SystemExit):
         parser.parse_args(["--size", "4 gigs"])
-    assert "argument --size: '4 gigs' is no size: write 64GiB" in capsys.readouterr().err
+    assert "argument --size: '4 gigs' is not a size: write 64GiB" in capsys.readouterr().err

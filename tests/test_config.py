@@ -54,7 +54,7 @@ def test_load_every_size_takes_a_unit(setting: str) -> None:
     for text, size_bytes in (("64GiB", 64 << 30), ("1.5 gb", 1_500_000_000), ("68719476736", 64 << 30)):
         assert getattr(getattr(load({setting: text}, environ={}), section), name) == size_bytes
     for wrong in ("64 gigs", "GiB", "0", "64GiB or so"):
-        with pytest.raises(ConfigError, match=rf"{setting}.*(is no size: write 64GiB|greater than)"):
+        with pytest.raises(ConfigError, match=rf"{setting}.*(is not a size: write 64GiB|greater than)"):
             load({setting: wrong}, environ={})
 
 
@@ -152,7 +152,7 @@ def test_load_unreadable_file_is_named(tmp_path: Path) -> None:
         load(environ={"CORNPLUG_CONFIG": str(tmp_path / "absent.toml")})
     broken = tmp_path / "broken.toml"
     broken.write_text("[store\n")
-    with pytest.raises(ConfigError, match="no TOML"):
+    with pytest.raises(ConfigError, match="not valid TOML"):
         load(environ={"CORNPLUG_CONFIG": str(broken)})
 
 

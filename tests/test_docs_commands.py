@@ -62,7 +62,7 @@ RUN: Final = frozenset({"chmod", "cornplug", "export", "head"})
 HARMLESS: Final = frozenset({"--check", "--dry-run"})
 """Options with which a command of cornplug runs all the same: it starts and sends nothing."""
 PLAN: Final = TREE / "examples" / "plan_and_launch" / "hand-made.toml"
-DOCS: Final = [page for page in PAGES if page.parent.name == "docs" or page.name == "README.md"]
+DOCS: Final = [page for page in PAGES if page.parent == TREE / "docs" or page.name == "README.md"]
 READERS: Final[Mapping[str, Callable[[str], object]]] = {
     "json": json.loads,
     "python": lambda text: compile(text, "docs", "exec"),
@@ -226,12 +226,12 @@ def whole_digest(abbreviated: re.Match[str]) -> str:
 
 
 def test_docs_settings_files_are_read(tmp_path: Path) -> None:
-    """The TOML of docs/apps.md is an apps file, and any other one is a file of settings."""
+    """The TOML with components is an apps file, and any other one is a file of settings."""
     for block in (block for page in DOCS for block in blocks(page) if block.language == "toml"):
         file = tmp_path / "file.toml"
         # Digests of keys are abbreviated.
         file.write_text(re.sub(r"sha256:\w*\.\.\.", whole_digest, block.text))
-        if block.page == "apps.md":
+        if "[[components]]" in block.text:
             assert AppsFile.read(file).applications
         else:
             load(environ={"CORNPLUG_CONFIG": str(file)})
@@ -246,7 +246,7 @@ def lay_files(page: str, folder: Path) -> None:
     (folder / "prompts.jsonl").write_text('{"model": "model", "prompt": "What is a cache?"}\n')
     if page in ("README.md", "quickstart.md"):
         (folder / "plan.toml").write_bytes(PLAN.read_bytes())
-    names = {"apps.md": ("apps.toml", "new.toml"), "store.md": ("cornplug.toml",)}
+    names = {"deploy-one-host.md": ("apps.toml", "new.toml")}
     for name in names.get(page, ()):
         settings = next(block for block in blocks(TREE / "docs" / page) if block.language == "toml")
         (folder / name).write_text(settings.text)

@@ -274,7 +274,7 @@ def test_manifest_without_encoder_and_policies_names_neither(version: str) -> No
 
 
 def test_manifest_values_of_the_page_are_rendered() -> None:
-    page = (TREE / "docs" / "deployment.md").read_text()
+    page = (TREE / "docs" / "deploy-many-hosts.md").read_text()
     (block,) = re.findall(r"```yaml\n(# values\.yaml;.*?)```", page, re.DOTALL)
     objects = render_manifests.render(yaml.safe_load(block))["engines.yaml"]
     (engine,) = (one for one in objects if one["kind"] == "Deployment")

@@ -115,9 +115,12 @@ def test_qos_config_no_key_is_kept_or_printed(tmp_path: Path) -> None:
         ("[qos.classes.a]\nshare = 1.5\n", "qos.classes.a.share"),
         ('[qos]\ndefault = "x"\n', r"\[qos.classes.x\]"),
         ('[qos]\ndefault = "a"\n[qos.classes.a]\napi_keys = ["k"]\n', "default class"),
-        ('[qos.classes.a]\napps = ["x"]\n[qos.classes.b]\napps = ["x"]\n', "apps: one of them"),
-        ('[qos.classes.a]\napi_keys = ["k"]\n[qos.classes.b]\napi_keys = ["k"]\n', "api_keys: one of them"),
-        ('[qos.classes.a]\napi_keys = [""]\n', "everybody"),
+        ('[qos.classes.a]\napps = ["x"]\n[qos.classes.b]\napps = ["x"]\n', "apps: a value is listed twice"),
+        (
+            '[qos.classes.a]\napi_keys = ["k"]\n[qos.classes.b]\napi_keys = ["k"]\n',
+            "api_keys: a value is listed",
+        ),
+        ('[qos.classes.a]\napi_keys = [""]\n', "every client"),
         ('[qos.classes."two words"]\nshare = 0.1\n', "qos.classes.two words"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Components, applications and routes of a deployment, written once in Python or TOML.
+"""Components, applications and routes of a deployment, described once in Python or TOML.
 
     from cornplug.apps import Application, AppsFile, Component, Route
 
@@ -7,8 +7,8 @@
     file.to_toml()
     file.application("chat").client(routes=run_dir)    # an openai.OpenAI
 
-`Component`, `Application` and `Route` are tables of the planner's input: `cornplug plan` reads the same file
-once it has a pool.
+`Component`, `Application` and `Route` are tables of the planner's input. `cornplug plan` can read the same
+file if it has a pool.
 """
 
 from cornplug.apps.application import RoutedApplication as Application

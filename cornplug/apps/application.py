@@ -1,4 +1,4 @@
-"""An application that gives its own OpenAI client."""
+"""Application with a method that creates its OpenAI client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RoutedApplication(Application):
-    """Requests to one LLM, with their SLO."""
+    """Requests to one LLM, with their latency targets."""
 
     def client(
         self,
@@ -27,17 +27,17 @@ class RoutedApplication(Application):
         price: MissPrice | None = None,
         **openai_arguments: Any,
     ) -> openai.OpenAI:
-        """An `openai.OpenAI` whose requests go to the engines of one request class. Needs `cornplug[client]`.
+        """Create an `openai.OpenAI` client whose requests go to the engines of one request class.
+
+        Needs `cornplug[client]`. Raises ConfigError.
 
         Args:
-            routes: `routes.json` of a launch or its run folder, or the engines' URLs, with weights in a
-                mapping. None: the only launch of this user that has the class.
-            request: The request class; None: the application's only one.
-            retry_s: Seconds in which a request that no engine did yet may be sent again.
-            price: Speeds by which a miss is weighed against a queue.
-            openai_arguments: Of `openai.OpenAI`, as `timeout` or `api_key`.
-
-        Raises ConfigError.
+            routes: `routes.json` of a launch or its run folder, or the engines' URLs, optionally as a
+                mapping to weights. By default the only launch of this user that has the class.
+            request: Request class. By default the application's only class.
+            retry_s: Time in seconds during which a request may be sent again if no engine has executed it.
+            price: Speeds used to compare a cache miss with a longer queue.
+            openai_arguments: Arguments for `openai.OpenAI`, such as `timeout` or `api_key`.
         """
         from cornplug.apps.client import openai_clients
 
@@ -52,7 +52,7 @@ class RoutedApplication(Application):
         price: MissPrice | None = None,
         **openai_arguments: Any,
     ) -> openai.AsyncOpenAI:
-        """An `openai.AsyncOpenAI`, as `client`."""
+        """Create an `openai.AsyncOpenAI` client, with the same arguments as `client`."""
         from cornplug.apps.client import openai_clients
 
         return openai_clients.async_client(self._router(routes, request, retry_s, price), openai_arguments)

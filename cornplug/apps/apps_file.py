@@ -1,4 +1,4 @@
-"""An apps file: the planner's input with the host's resources, and without need of a pool."""
+"""Apps file: the planner's input with the resources of one host. The pool is optional."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ class AppsFile(PlanInput):
     """Input of `cornplug launch`."""
 
     pool: list[NodeClass] = Field(default_factory=list)
-    """Machines that can be had, for `cornplug plan`; a launch does without."""
+    """Machines that you can rent or own, for `cornplug plan`. A launch does not use them."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """The file's contents. Raises ConfigError with the line of each error and its remedy."""
+        """Read the file. Raises ConfigError with the line of each error and its remedy."""
         return toml_reader.read_as(cls, path, launch_checks.errors)
 
     def check(self) -> Self:
-        """Itself, for one that was made in Python. Raises ConfigError for its first contradiction."""
+        """Check a file that was created in Python, and return it. Raises ConfigError for its first
+        contradiction."""
         for error in launch_checks.errors(self):
             raise error
         return self
 
     def application(self, name: str) -> RoutedApplication:
-        """The application of this name, for its client. Raises ConfigError("application")."""
+        """Return the application with this name, for its client. Raises ConfigError("application")."""
         for one in self.applications:
             if one.name == name:
                 return RoutedApplication.model_validate(one.model_dump(exclude_unset=True))
         names = [one.name for one in self.applications]
-        raise ConfigError("application", f"there is no {name!r}", nearest(name, names))
+        raise ConfigError("application", f"unknown application {name!r}", nearest(name, names))
 
     def to_toml(self) -> str:
-        """The file that `read` takes: values that were set, paths as they are."""
+        """Return the file as TOML that `read` accepts: values that were set, and paths unchanged."""
         return toml_text(self.model_dump(mode="json", exclude_unset=True, exclude_none=True))
 
     @classmethod
     def schema_of_file(cls) -> dict[str, Any]:
-        """The JSON schema (draft 2020-12) of its TOML form."""
+        """Return the JSON schema (draft 2020-12) of its TOML form."""
         return plan_schema(cls)

@@ -1,4 +1,5 @@
-"""An apps file as a plan of one host, without a solver: the launcher reads plans only."""
+"""Conversion of an apps file into a plan for one host, without a solver, because the launcher reads only
+plans."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ _CACHED: Final[tuple[Literal["prefix", "embedding"], ...]] = ("prefix", "embeddi
 
 
 def plan_of(file: AppsFile) -> Plan:
-    """The plan that `cornplug launch` starts from a checked file."""
+    """Return the plan that `cornplug launch` starts from a checked file."""
     started = [c for c in file.components if c.resources is not None]
     groups = _Groups(file, started)
     found = [groups.of(component) for component in started]
@@ -79,7 +80,7 @@ def plan_of(file: AppsFile) -> Plan:
 
 
 class _Groups:
-    """The replica groups of a file: tasks, devices and ports."""
+    """Replica groups of a file: tasks, devices and ports."""
 
     def __init__(self, file: AppsFile, started: list[Component]) -> None:
         self._file = file
@@ -92,7 +93,7 @@ class _Groups:
         self._ports = dict(_ports(file, started))
 
     def of(self, component: Component) -> ReplicaGroup:
-        """The group of one launched component."""
+        """Return the group of one launched component."""
         its = _resources(component)
         users = self._users(component)
         encodes = component.kind == "encoder"
@@ -132,7 +133,7 @@ class _Groups:
         )
 
     def route(self, app: Application, request: RequestSpec) -> PlanRoute:
-        """The route of one request class."""
+        """Return the route of one request class."""
         path = self._paths[app.name, request.name]
         kinds = {component.kind for component in path}
         structure = ("E+PD" if "encoder" in kinds else "monolith") + ("+G" if "generator" in kinds else "")
@@ -141,7 +142,8 @@ class _Groups:
         return PlanRoute(app=app.name, request=request.name, structure=structure, rate=rate, stages=stages)
 
     def _tasks(self, component: Component) -> str:
-        """An LLM's engine encodes where media come to it without an encoder before."""
+        """Return the component's tasks. An LLM's engine encodes if it receives media without an encoder
+        before it."""
         if component.kind != "llm":
             return "E" if component.kind == "encoder" else "G"
         with_media = [
@@ -153,7 +155,7 @@ class _Groups:
         return "PD" if with_media and all(with_media) else "EPD"
 
     def _users(self, component: Component) -> list[Application]:
-        """Applications whose requests come to it, of the most urgent class first."""
+        """Return the applications whose requests the component serves, highest priority first."""
         found = [
             app
             for app in self._file.applications
@@ -163,8 +165,8 @@ class _Groups:
 
 
 def priority_of(file: AppsFile, app: Application) -> int:
-    """Order of an application's requests in an engine, the highest first: by its class of service, and within
-    a class by its workload. A class that the file does not have has priority 0, as in the encoder service."""
+    """Return the priority of an application's requests in an engine, higher first: by class of service,
+    then by workload. A class that the file does not define has priority 0, as in the encoder service."""
     of_class = next((c.priority for c in file.qos if c.name == app.qos), 0)
     return of_class * len(PRIORITY) + PRIORITY[app.workload]
 
@@ -188,7 +190,7 @@ def _placement(component: Component, first: int) -> Iterator[list[int]]:
 
 
 def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
-    """The first device of each: as written, else the next after all that are written."""
+    """Yield the first device of each component: as configured, or the next after all configured devices."""
     free = {
         device: max(
             (d + 1 for c in started if _resources(c).device == device for d in _resources(c).devices),
@@ -206,7 +208,7 @@ def _first_devices(started: list[Component]) -> Iterator[tuple[str, int]]:
 
 
 def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list[int]]]:
-    """The ports of each: from the written one on, else the next of its kind that are not written."""
+    """Yield the ports of each component: from the configured port on, or the next free ports of its kind."""
     written = {
         port
         for c in started
@@ -232,7 +234,7 @@ def _ports(file: AppsFile, started: list[Component]) -> Iterator[tuple[str, list
 
 
 def _forecast(file: AppsFile, app: Application, request: RequestSpec) -> LatencyForecast:
-    """The class's bounds; no times, for nothing was simulated."""
+    """Return the bounds of the class. There are no times, because nothing was simulated."""
     first, *more = (request.slo or app.slo).tables
     rate = request.rate * request.peak
     return LatencyForecast(
@@ -253,7 +255,7 @@ def _forecast(file: AppsFile, app: Application, request: RequestSpec) -> Latency
 
 
 def _caches(file: AppsFile, started: list[Component]) -> Iterator[CacheSize]:
-    """The store, said to be each LLM's for its prefixes and embeddings: namespaces divide it."""
+    """Yield the store as a cache for each LLM's prefixes and embeddings. Namespaces divide it."""
     llms = [c for c in started if c.kind == "llm"]
     size = file.launch.store_gib
     if size == 0:

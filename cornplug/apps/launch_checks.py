@@ -16,7 +16,8 @@ from cornplug.planner.inputs.schema import Application, Component, PlanInput, Re
 
 
 def errors(file: PlanInput) -> Iterator[InputError]:
-    """All errors of one stage: names first, then resources, then routes and shares, which rest on them."""
+    """Yield all errors of the first stage that has any. Stages are names, then resources, then routes and
+    shares."""
     for stage in (application_errors, _resources_and_store, _paths_and_shares):
         found = list(stage(file))
         yield from found
@@ -41,7 +42,11 @@ def _resources(file: PlanInput) -> Iterator[InputError]:
         yield from _devices((*place, "devices"), component, used)
         for port in range(its.port, its.port + its.replicas) if its.port else ():
             if port in ports:
-                yield InputError((*place, "port"), f"{port} is {ports[port]}'s", "Write another one.")
+                yield InputError(
+                    (*place, "port"),
+                    f"port {port} is already used by {ports[port]}",
+                    "Choose another port.",
+                )
             ports[port] = component.name
 
 
@@ -50,22 +55,30 @@ def _program(place: Place, component: Component) -> Iterator[InputError]:
     assert its is not None
     serves = component.kind == "generator" and component.server is not None
     if serves and its.command:
-        remedy = "Leave one of them out: the server's command is written from its model."
-        yield InputError((*place, "resources", "command"), f"beside server = {component.server!r}", remedy)
-    if component.kind == "generator" and not serves and not its.command:
-        remedy = 'Write command = ["python", "server.py", "--port", "{port}"], or leave resources out.'
-        yield InputError((*place, "resources", "command"), "missing, which starts a generator", remedy)
-    if component.kind == "generator" and its.replicas > 1:
-        remedy = "Write replicas = 1: no router stands before a generator."
-        yield InputError((*place, "resources", "replicas"), f"{its.replicas} of a generator", remedy)
-    if component.kind != "generator" and its.command:
-        remedy = "Leave it out: its engine is started by the engine's own command."
+        remedy = "Remove one of them. With server, the command is derived from the model."
         yield InputError(
-            (*place, "resources", "command"), f"on a component of kind {component.kind!r}", remedy
+            (*place, "resources", "command"), f"not allowed with server = {component.server!r}", remedy
+        )
+    if component.kind == "generator" and not serves and not its.command:
+        remedy = 'Write command = ["python", "server.py", "--port", "{port}"], or remove resources.'
+        yield InputError(
+            (*place, "resources", "command"), "missing, but it is needed to start a generator", remedy
+        )
+    if component.kind == "generator" and its.replicas > 1:
+        remedy = "Set replicas = 1. Generators have no router."
+        yield InputError(
+            (*place, "resources", "replicas"),
+            f"{its.replicas} replicas of a generator are not supported",
+            remedy,
+        )
+    if component.kind != "generator" and its.command:
+        remedy = "Remove it. The engine has its own command."
+        yield InputError(
+            (*place, "resources", "command"), f"not allowed in a component of kind {component.kind!r}", remedy
         )
     if (component.kind != "generator" or serves) and component.model is None and component.checkpoint is None:
-        remedy = 'Write model = "HUB/ID" or a folder ("./NAME" is beside the file).'
-        yield InputError((*place, "model"), "missing, which the engine loads", remedy)
+        remedy = 'Set model to "HUB/ID" or to a folder ("./NAME" is relative to this file).'
+        yield InputError((*place, "model"), "missing, but the engine needs it", remedy)
 
 
 def _devices(place: Place, component: Component, used: dict[int, float]) -> Iterator[InputError]:
@@ -76,17 +89,19 @@ def _devices(place: Place, component: Component, used: dict[int, float]) -> Iter
     ranks = component.tp[0] * component.pp[0] * component.dp[0] * component.pcp[0]
     share = component.shares[0]
     if its.devices != list(range(its.devices[0], its.devices[0] + len(its.devices))):
-        yield InputError(place, f"{its.devices} is no row of numbers", "Write them ascending, without a gap.")
+        yield InputError(
+            place, f"{its.devices} is not a contiguous range", "Write ascending numbers without a gap."
+        )
         return
     wanted = ranks * its.replicas if share == 1 else -(-its.replicas // round(1 / share))
     if len(its.devices) != wanted:
-        remedy = f"Write {wanted}: {ranks} (tp) for each of {its.replicas} replicas."
+        remedy = f"Write {wanted} devices: {ranks} for each of {its.replicas} replicas."
         yield InputError(place, f"{len(its.devices)} devices", remedy)
     for device in its.devices if its.device == "gpu" else ():
         used[device] = used.get(device, 0.0) + share
         if used[device] > 1:
-            remedy = "Name another one, or write shares = [0.5] for the components that share it."
-            yield InputError(place, f"GPU {device} has components for {used[device]:g} of it", remedy)
+            remedy = "Choose another GPU, or set shares = [0.5] for the components that share it."
+            yield InputError(place, f"components use {used[device]:g} of GPU {device}", remedy)
 
 
 def _paths_and_shares(file: PlanInput) -> Iterator[InputError]:
@@ -94,7 +109,7 @@ def _paths_and_shares(file: PlanInput) -> Iterator[InputError]:
         place: Place = ("applications", i)
         if not launched(file, application.llm):
             remedy = (
-                f"Write resources for the component {application.llm!r}: resources = {{ devices = [0] }}."
+                f"Add resources to component {application.llm!r}, such as resources = {{ devices = [0] }}."
             )
             yield InputError((*place, "llm"), f"{application.llm!r} is not launched", remedy)
             continue
@@ -125,7 +140,7 @@ def _routes(place: Place, file: PlanInput, application: Application) -> Iterator
         generated = request.generates
         if request.name not in routed and generated and not launched(file, generated.generator):
             at = (*place, "requests", k, "generates", "generator")
-            remedy = "Give it resources with a command, or add a route that ends at the LLM."
+            remedy = "Add resources with a command, or a route that ends at the LLM."
             yield InputError(at, f"{generated.generator!r} is not launched", remedy)
 
 
@@ -140,17 +155,17 @@ def _path(
     generators = [request.generates.generator] if request.generates else []
     allowed = [*encoders, application.llm, *generators]
     if strange := [name for name in route.path if name not in allowed]:
-        remedy = f"The class's own components are: {', '.join(dict.fromkeys(allowed))}."
-        yield InputError(place, f"{strange[0]!r} has no part in {request.name}", remedy)
+        remedy = f"The components of this request class are: {', '.join(dict.fromkeys(allowed))}."
+        yield InputError(place, f"{strange[0]!r} is not used by {request.name}", remedy)
     elif application.llm not in route.path:
-        yield InputError(place, f"without the LLM {application.llm!r}", f"Add {application.llm!r}.")
+        yield InputError(place, f"the LLM {application.llm!r} is missing", f"Add {application.llm!r}.")
     elif route.path != [name for name in dict.fromkeys(allowed) if name in route.path]:
         ordered = [name for name in dict.fromkeys(allowed) if name in route.path]
-        yield InputError(place, "not in the order of the work", f"Write {ordered}.".replace("'", '"'))
+        yield InputError(place, "not in processing order", f"Write {ordered}.".replace("'", '"'))
     for name in route.path:
         served = encoder_of(file, name) if known[name].kind == "encoder" else launched(file, name)
         if not served:
-            yield InputError(place, f"{name!r} is not launched", "Give it resources, or leave it out here.")
+            yield InputError(place, f"{name!r} is not launched", "Add resources to it, or remove it here.")
 
 
 def _namespaces(file: PlanInput) -> Iterator[InputError]:
@@ -174,7 +189,7 @@ def _classes(file: PlanInput) -> Iterator[InputError]:
 
 
 def _of_settings(error: ValidationError, place: Place, names: list[str], key: str) -> InputError:
-    """An error of the settings that follow from this file, at the table that it names, or at all of them."""
+    """Convert an error of the resulting settings, at the table it refers to, or at all tables."""
     text = str(error.errors()[0]["msg"]).removeprefix("Value error, ")
     problem, _, remedy = text.rpartition(": ")
     named: list[Any] = [i for i, name in enumerate(names) if f"namespaces.{name}:" in text]

@@ -1,4 +1,4 @@
-"""Flags of an apps file for the store that its launch starts: those of `cornplug serve-store`, in part."""
+"""Flags of `cornplug serve-store` that an apps file may set for the store of its launch."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from cornplug.settings.store_settings import metrics_address
 from cornplug.store.daemon.main import store_parser
 
 ALLOWED: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")
-"""The launch itself says the others: socket, size (`launch.store_gib`), secret, and the process's end."""
+"""Flags that an apps file may set. The launch itself sets socket, size (`launch.store_gib`), secret, and
+when the process ends."""
 _PLACE: Final[Place] = ("launch", "store_flags")
-_HELP: Final = "`cornplug serve-store --help` shows each flag's value."
+_HELP: Final = "Run `cornplug serve-store --help` for the values of each flag."
 
 
 def store_flag_errors(file: PlanInput) -> Iterator[InputError]:
-    """One for each flag that is not allowed, else one for values that the store would refuse."""
+    """Yield one error for each flag that is not allowed, or else one for values that the store would
+    reject."""
     words = file.launch.store_flags
-    # By full names: argparse takes abbreviations, too.
+    # Only full names are allowed, although argparse accepts abbreviations.
     named = [word.partition("=")[0] for word in words if word.startswith("-")]
     if strange := [flag for flag in named if flag not in ALLOWED]:
         for flag in strange:
-            yield InputError(_PLACE, f"no flag {flag!r} for a launched store", nearest(flag, ALLOWED))
+            yield InputError(
+                _PLACE, f"flag {flag!r} is not allowed for a launched store", nearest(flag, ALLOWED)
+            )
     elif refused := _refused(words):
         yield InputError(_PLACE, *refused)
 
 
 def _refused(words: list[str]) -> tuple[str, str] | None:
-    """Problem and remedy of `cornplug serve-store` with these words; None where it takes them."""
+    """Return problem and remedy if `cornplug serve-store` rejects these words, else None."""
     parser = store_parser(StoreConfig())
     parser.exit_on_error = False
     try:
         options, left = parser.parse_known_args(words)
         if left:
-            return f"{left[0]!r} belongs to no flag", _HELP
+            return f"{left[0]!r} does not belong to a flag", _HELP
         if options.metrics:
             metrics_address(options.metrics)
     except ConfigError as e:

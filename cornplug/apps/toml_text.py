@@ -1,4 +1,4 @@
-"""Plain data as TOML. The standard library only reads it."""
+"""Writer for plain data as TOML, which the standard library can only read."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def toml_text(data: Mapping[str, Any]) -> str:
-    """A document of tables, lists, texts, numbers and booleans."""
+    """Return a document of tables, lists, strings, numbers and booleans."""
     return "\n".join(_table((), data)).lstrip("\n") + "\n"
 
 

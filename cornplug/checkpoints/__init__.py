@@ -1,1 +1,1 @@
-"""A model on disk, as identities of its parts."""
+"""Fingerprints and identities of checkpoints."""

@@ -1,6 +1,7 @@
-"""A published checkpoint as fingerprints of its parts, and specs.
+"""Fingerprints and specs of the parts of a checkpoint.
 
-Torch-free. Reads config.json, the preprocessor's JSON and safetensors; never code.
+This module reads config.json, the preprocessor's JSON and safetensors. It does not need torch, and never runs
+code from a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _OTHER_PARTS: Final = frozenset({"vision_config", "audio_config", "text_config"}
 
 @dataclass(frozen=True, slots=True)
 class ModelIdentity:
-    """The inputs of a model's embeddings besides the medium; 32 bytes each."""
+    """Digests of all inputs of a model's embeddings except the medium, 32 bytes each."""
 
     identity: bytes
     tower_fp: bytes
@@ -44,15 +45,15 @@ class ModelIdentity:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """One checkpoint folder, opened. Make it with `open`."""
+    """An opened checkpoint folder. Use `open` to create it."""
 
     path: Path
     config: dict[str, Any]
     """config.json"""
     preprocessors: Mapping[Modality, dict[str, Any]]
-    """The JSON of each modality's processor; empty where the model has none."""
+    """JSON of each modality's processor. Empty if the model has none."""
     base: Checkpoint | None = None
-    """Where the family's `Base` part is, if not here."""
+    """Other checkpoint that contains the family's base part, if any."""
 
     @classmethod
     def open(cls, model: str, revision: str | None = None, *, cache_dir: str | None = None) -> Checkpoint:
@@ -63,7 +64,7 @@ class Checkpoint:
         path = Path(model) if Path(model).is_dir() else cached_snapshot(model, revision, cache_dir)
         config = read_json(path / "config.json")
         if config is None:
-            raise CheckpointError(f"{path} has no config.json. Name a checkpoint folder.", reason="not_found")
+            raise CheckpointError(f"{path} has no config.json. Use a checkpoint folder.", reason="not_found")
         processors = processor_jsons(path)
         family = FAMILIES.get(str(config.get("model_type")))
         elsewhere = family.base.name(config) if family and family.base else None
@@ -78,9 +79,9 @@ class Checkpoint:
 
     @property
     def family(self) -> ModelFamily:
-        """The described family of its model_type where that fits, or else a generic one.
+        """Family of its model_type if that fits, or a generic family.
 
-        Raises CheckpointError("unknown_family") for a model that takes neither images nor audio.
+        Raises CheckpointError("unknown_family") for a model without image and audio inputs.
         """
         described = FAMILIES.get(str(self.config.get("model_type")))
         if described is not None and described.fits(self.config):
@@ -88,43 +89,44 @@ class Checkpoint:
         family = generic_family(self.config, self.preprocessors) or described
         if family is None:
             raise CheckpointError(
-                f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower, and no JSON "
-                f"of the checkpoint names an image_processor_type, or a feature_extractor_type for audio. "
-                f"Families: {', '.join(FAMILIES)}; and those that transformers has towers for.",
+                f"{self.path}: model_type {self.config.get('model_type')!r} has no known tower, and the "
+                f"checkpoint has no image_processor_type, or feature_extractor_type for audio, in its JSON. "
+                f"Supported families: {', '.join(FAMILIES)}, and families with a tower in transformers.",
                 reason="unknown_family",
             )
         return family
 
     @property
     def preprocessor(self) -> dict[str, Any]:
-        """The JSON of the image processor."""
+        """JSON of the image processor."""
         return self.preprocessors["image"]
 
     def fingerprint(self, part: Part, modality: Modality | None = None) -> bytes:
-        """Fingerprint of a part's weights, independent of the names' generation and the file split.
+        """Return the fingerprint of a part's weights.
 
-        A tower counts up to the cut only (`ModelFamily.before_cut`). A model of no described family
-        is all language model; its tower is what lies outside the decoder. `modality` None is the family's
-        first: one that has a tower of its own has a fingerprint of its own. Raises CheckpointError as
-        `locate`, and "unreadable", "changed".
+        It does not depend on the naming scheme or on how the tensors are split into files. Only the tensors
+        of a tower up to the cut are included (`ModelFamily.before_cut`). For a model without a described
+        family, all tensors belong to the language model, and its tower is everything outside the decoder.
+        `modality` None means the family's first modality. A modality with its own tower has its own
+        fingerprint. Raises CheckpointError like `locate`, and with "unreadable" and "changed".
         """
         return _fingerprint(self._part(part, modality))
 
     def locate(self, part: Part, modality: Modality | None = None) -> dict[str, tuple[Path, str]]:
-        """Normalised name -> (file, name in that file) of a part's tensors up to the cut.
+        """Return (file, name in that file) by normalised name for a part's tensors up to the cut.
 
-        Tower and projector names are relative to their part: `encoder.layers.0...`,
-        `linear_1.weight`, `blocks.0...`, `ln_q.weight`. Language models read
-        `model.layers.0...`, `lm_head.weight`. Raises CheckpointError: "unknown_family" (tower
-        or projector of one), "no_weights" (the part has no tensor), and as `tensor_files`.
+        Names of tower and projector are relative to their part: `encoder.layers.0...`, `linear_1.weight`,
+        `blocks.0...`, `ln_q.weight`. Names of language models are `model.layers.0...`, `lm_head.weight`.
+        Raises CheckpointError: "unknown_family" (for tower or projector), "no_weights" (the part has no
+        tensors), and like `tensor_files`.
         """
         return {normal: (file, name) for normal, (file, name, _) in self._part(part, modality).items()}
 
     def changed_since(self, moment_ns: int) -> Path | None:
-        """A file of weights or settings that was written after a moment, by the clock of files.
+        """Return a file of weights or settings that was modified after a time in file timestamps, or None.
 
-        Files of the hub's cache are named by their content: no process writes into one. Raises
-        CheckpointError("unreadable").
+        Files in the hub's cache are not checked, because they are named by their content and never modified.
+        Raises CheckpointError("unreadable").
         """
         files = {file for rows in self._parts.values() for file, _, _ in rows.values()}
         for file in sorted(files | set(self.path.glob("*.json"))):
@@ -136,15 +138,18 @@ class Checkpoint:
         return None
 
     def tensors(self, part: Part) -> list[tuple[str, Path, TensorEntry]]:
-        """(normalised name, file, entry) of a part's tensors up to the cut. Raises as `locate`."""
+        """Return (normalised name, file, entry) for a part's tensors up to the cut. Raises like `locate`."""
         return [(normal, file, entry) for normal, (file, _, entry) in self._part(part).items()]
 
     def shapes(self, part: Part) -> dict[str, tuple[int, ...]]:
-        """Normalised name -> shape of a part's tensors up to the cut. Raises as `locate`."""
+        """Return the shapes of a part's tensors up to the cut, by normalised name. Raises like `locate`."""
         return {normal: tuple(entry.shape) for normal, (_, _, entry) in self._part(part).items()}
 
     def tensor_layout(self) -> dict[str, dict[str, tuple[str, tuple[int, ...]]]]:
-        """Part -> normalised name -> (dtype, shape), of all tensors that engines read. Raises as `locate`."""
+        """Return part -> normalised name -> (dtype, shape) for all tensors that engines read.
+
+        Raises like `locate`.
+        """
         return {
             part: {normal: (entry.dtype, tuple(entry.shape)) for normal, (_, _, entry) in rows.items()}
             for part, rows in self._parts.items()
@@ -152,16 +157,16 @@ class Checkpoint:
 
     @property
     def generation(self) -> dict[str, Any]:
-        """generation_config.json; {} where there is none."""
+        """Return the content of generation_config.json, or {} if it does not exist."""
         return read_json(self.path / "generation_config.json") or {}
 
     def tower_spec(
         self, dtype: str, *, modality: Modality | None = None, numeric_class: str | None = None
     ) -> dict[str, Any]:
-        """The inputs of the tower's output besides weights: family, config up to the cut, dtype.
+        """Return the inputs of the tower's output except weights: family, config up to the cut, dtype.
 
-        `dtype` is torch's name without "torch." in which the tower runs. `modality` None is the family's
-        first. `numeric_class` None is that of this process.
+        `dtype` is the dtype in which the tower runs, by torch's name without "torch.". `modality` None means
+        the family's first modality. `numeric_class` None means the class of this process.
         """
         family = self.family
         chosen = modality or family.first_modality
@@ -182,17 +187,17 @@ class Checkpoint:
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str | None = None,
     ) -> dict[str, Any]:
-        """`tower_spec` with projector and the modality's preprocessor.
+        """Return `tower_spec` with the projector and the modality's preprocessor.
 
-        `modality` None is the family's first. `processor_kwargs` are an engine's overrides
-        (vLLM's `mm_processor_kwargs`). Raises CheckpointError("modality") for one that the
-        family does not take.
+        `modality` None means the family's first modality. `processor_kwargs` are an engine's overrides
+        (vLLM's `mm_processor_kwargs`). Raises CheckpointError("modality") if the family does not support the
+        modality.
         """
         family = self.family
         chosen = modality or family.first_modality
         if chosen not in family.inputs:
             raise CheckpointError(
-                f"{self.path}: {family.name} takes no {chosen}, only {', '.join(family.inputs)}.",
+                f"{self.path}: {family.name} does not support {chosen}, only {', '.join(family.inputs)}.",
                 reason="modality",
             )
         asked = {**family.processor_defaults.get(chosen, {}), **(processor_kwargs or {})}
@@ -224,9 +229,9 @@ class Checkpoint:
         processor_kwargs: Mapping[str, Any] | None = None,
         numeric_class: str | None = None,
     ) -> ModelIdentity:
-        """The identity under which this model's embeddings of one modality are shared.
+        """Return the identity under which this model's embeddings of one modality are shared.
 
-        Reads weights. Arguments and errors as `embedding_spec`.
+        It reads the weights. Arguments and errors are those of `embedding_spec`.
         """
         spec = self.embedding_spec(
             dtype, modality=modality, processor_kwargs=processor_kwargs, numeric_class=numeric_class
@@ -236,9 +241,9 @@ class Checkpoint:
         return ModelIdentity(model_identity(tower, projector, spec_fp), tower, projector, spec_fp)
 
     def kv_spec(self) -> dict[str, Any]:
-        """The settings that change KV besides the language model's weights: the text config without names.
+        """Return the settings that change KV except weights: the text config without names.
 
-        Rope reads alike whether transformers 4 or 5 wrote it.
+        Rope settings are normalised, so that files from transformers 4 and 5 give the same result.
         """
         whole = self.config
         text = whole["text_config"] if isinstance(whole.get("text_config"), dict) else whole
@@ -264,7 +269,7 @@ class Checkpoint:
         return spec | {"rope_parameters": rope}
 
     def _quantization(self, part: Part, modality: Modality) -> object:
-        """The quantisation config where it reaches this part: None for a tower left alone."""
+        """Return the quantisation config if it applies to this part, else None."""
         if all(entry.dtype in _FLOATS for _, _, entry in self._part(part, modality).values()):
             return None
         return self.config.get("quantization_config")
@@ -281,7 +286,7 @@ class Checkpoint:
             # Of a described family that does not fit, every part has rows, under other names.
             rows = {row[1]: row for found in self._parts.values() for row in found.values()}
         if not rows:
-            raise CheckpointError(f"{self.path} has no {part} tensors.", reason="no_weights")
+            raise CheckpointError(f"{self.path} has no tensors of its {part}.", reason="no_weights")
         if family is None or part == "projector":
             return rows
         chosen = modality or family.first_modality
@@ -311,15 +316,15 @@ class Checkpoint:
         if family and family.base and self.base:
             if parts.get(family.base.part):
                 raise CheckpointError(
-                    f"{self.path} holds a {family.base.part}, and names {self.base.path} for it: engines "
-                    "disagree on which counts. Remove one.",
+                    f"{self.path} contains a {family.base.part} and refers to {self.base.path} for it, and "
+                    "engines disagree on which one to use. Remove one of them.",
                     reason="duplicate_tensor",
                 )
             parts[family.base.part] = _tensors_below(self.base.path, family.base.prefixes)
         return parts
 
     def _unread(self, name: str) -> bool:
-        """Tensors that some savers write and no engine reads: rope tables, a tied head's copy."""
+        """Return whether no engine reads this tensor, such as a rope table or a copy of a tied head."""
         text = self.config.get("text_config")
         tied = self.config.get("tie_word_embeddings") or (
             isinstance(text, dict) and text.get("tie_word_embeddings")
@@ -328,7 +333,7 @@ class Checkpoint:
 
 
 def _tensors_below(path: Path, prefixes: tuple[str, ...]) -> dict[str, tuple[Path, str, TensorEntry]]:
-    """Tensors of a checkpoint whose names begin so, by the rest of their names."""
+    """Return the tensors of a checkpoint with these prefixes, by name without the prefix."""
     return {
         name[len(prefix) :]: (file, name, entry)
         for file in tensor_files(path)

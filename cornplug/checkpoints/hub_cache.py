@@ -1,4 +1,4 @@
-"""A checkpoint's folder: where it is, and the JSON files in it. Nothing is downloaded."""
+"""Location of a checkpoint's folder and its JSON files. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _PROCESSORS: Final[Mapping[Modality, tuple[str, tuple[str, ...]]]] = {
     "video": ("video_processor", ("video_preprocessor_config.json", "preprocessor_config.json")),
     "audio": ("feature_extractor", ("preprocessor_config.json",)),
 }
-"""Where transformers 5 looks for a processor: its field in processor_config.json, then separate files."""
+"""Places where transformers 5 finds a processor: a field in processor_config.json, then separate files."""
 
 
 def processor_jsons(path: Path) -> dict[Modality, dict[str, Any]]:
-    """The JSON of each modality's processor; empty where there is none."""
+    """Return the JSON of each modality's processor, or an empty dictionary if there is none."""
     together = read_json(path / "processor_config.json") or {}
     return {modality: _processor(path, together, modality) for modality in _PROCESSORS}
 
 
 def cached_snapshot(model: str, revision: str | None, cache_dir: str | None = None) -> Path:
-    """The folder of a hub id in the local cache, or another. Raises CheckpointError("not_found")."""
+    """Return the folder of a hub id in the local or given cache. Raises CheckpointError("not_found")."""
     # Its import takes longer than reading a checkpoint folder.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -51,7 +51,7 @@ def _processor(path: Path, together: Mapping[str, Any], modality: Modality) -> d
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object, or None where there is no such file."""
+    """Read a JSON object, or return None if the file does not exist."""
     try:
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise CheckpointError(f"{path} is larger than {_MAX_JSON_BYTES} bytes.", reason="bad_config")
@@ -61,4 +61,4 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
-        raise CheckpointError(f"{path} is no JSON object: {e}.", reason="bad_config") from e
+        raise CheckpointError(f"{path} is not a JSON object: {e}.", reason="bad_config") from e

@@ -1,7 +1,7 @@
-"""The numeric class of this process: how torch's libraries compute, beyond what a model's dtype says.
+"""Numeric class of this process: settings of torch's libraries that change results, apart from the dtype.
 
-It counts in the keys of embeddings, in an encoder service as in an engine: processes with equal values share,
-others do not.
+It is part of the keys of embeddings, in engines and in the encoder service. Only processes with equal values
+share embeddings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ PRECISION_VARIABLES: Final = (
     "ONEDNN_DEFAULT_FPMATH_MODE",
     "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
 )
-"""Variables of torch's libraries that make them compute in another precision."""
+"""Environment variables with which torch's libraries compute in another precision."""
 USUAL: Final = "any"
-"""The class of a process without such a variable."""
+"""Class of a process without such a variable."""
 
 
 def numeric_class() -> str:
-    """The class of this process. Processes of one class are trusted to compute the same embeddings."""
+    """Return the class of this process. Processes of the same class compute the same embeddings."""
     given = {name: os.environ[name] for name in PRECISION_VARIABLES if os.environ.get(name)}
     return f"{USUAL} {json.dumps(given, sort_keys=True)}" if given else USUAL

@@ -1,8 +1,8 @@
-"""Safetensors files, read with suspicion: headers with limits, and digests of raw bytes.
+"""Reader for untrusted safetensors files: headers with limits, and digests of raw bytes.
 
-A header is checked whole before a byte of data is touched: names, dtypes, shapes and
-offsets must agree with each other and with the file's size. Digests are kept per file
-under `private_paths.cache_dir()/"fingerprints"`, so that a checkpoint is read once a host.
+The whole header is checked before any data is read. Names, dtypes, shapes and offsets must be consistent with
+each other and with the file's size. Digests are cached per file in
+`private_paths.cache_dir()/"fingerprints"`, so that a checkpoint is read once per host.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from cornplug.private_paths import cache_dir
 _log = logging.getLogger(__name__)
 
 MAX_HEADER_BYTES: Final = 32 << 20
-"""About 250,000 tensors: more than any published shard."""
+"""Maximum size of a header, enough for about 250,000 tensors."""
 _PIECE_BYTES: Final = 8 << 20
 _SHOW_PROGRESS_BYTES: Final = 2 << 30
 _HASH_THREADS: Final = min(4, os.cpu_count() or 1)
 _SETTLED_S: Final = 2.0
-"""A file younger than this may still change without a change of its time stamps."""
+"""Age below which a file can change without a change of its timestamps."""
 
 _DTYPE_BITS: Final[Mapping[str, int]] = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
@@ -59,17 +59,17 @@ class _CachedDigest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of a file: safetensors dtype name, shape, and where its bytes lie."""
+    """One tensor of a file: safetensors dtype name, shape and position."""
 
     dtype: str
     shape: tuple[int, ...]
     offset: int
-    """From the start of the file."""
+    """Offset from the start of the file."""
     size_bytes: int
 
 
 def read_header(path: Path) -> dict[str, TensorEntry]:
-    """The tensors of a safetensors file.
+    """Read the header of a safetensors file and return its tensors.
 
     Raises CheckpointError("bad_header") unless length, names, shapes and offsets are
     consistent and the tensors fill the file without gap or overlap.
@@ -80,7 +80,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
             head = f.read(8)
             length = struct.unpack("<Q", head)[0] if len(head) == 8 else size
             if length > min(MAX_HEADER_BYTES, size - 8):
-                raise _bad(path, f"header of {length} bytes in a file of {size}")
+                raise _bad(path, f"header of {length} bytes in a file of {size} bytes")
             text = f.read(length)
     except OSError as e:
         raise CheckpointError(f"cannot read {path}: {e.strerror}.", reason="unreadable") from e
@@ -121,10 +121,10 @@ class _Index(msgspec.Struct):
 
 
 def tensor_files(folder: Path) -> list[Path]:
-    """The safetensors files that engines load from a checkpoint folder, sorted by name.
+    """Return the safetensors files that engines load from a checkpoint folder, sorted by name.
 
-    Raises CheckpointError: "missing_shard" (named in the index, not there), "not_safetensors"
-    (only other formats), "no_weights", "bad_header" (an index that is none).
+    Raises CheckpointError: "missing_shard" (listed in the index, but missing), "not_safetensors" (only other
+    formats), "no_weights", "bad_header" (invalid index).
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -134,10 +134,10 @@ def tensor_files(folder: Path) -> list[Path]:
             raise _bad(index, str(e)) from e
         for name in names:
             if Path(name).name != name:
-                raise _bad(index, f"{name!r} is no file name")
+                raise _bad(index, f"{name!r} is not a file name")
             if not (folder / name).is_file():
                 raise CheckpointError(
-                    f"{folder} lacks {name}, which its index names. Finish the download.",
+                    f"{folder} does not contain {name}, which is in its index. Complete the download.",
                     reason="missing_shard",
                 )
         return [folder / name for name in names]
@@ -148,31 +148,31 @@ def tensor_files(folder: Path) -> list[Path]:
         return found
     if any(folder.glob("adapter_*.safetensors")):
         raise CheckpointError(
-            f"{folder} holds a LoRA adapter only. Name the base model, or merge the adapter.",
+            f"{folder} contains only a LoRA adapter. Use the base model, or merge the adapter.",
             reason="no_weights",
         )
     if any(p for pattern in ("*.bin", "*.pt", "*.pth", "*.gguf") for p in folder.glob(pattern)):
         raise CheckpointError(
-            f"{folder} has no safetensors weights, and other formats are not read. "
-            "Convert it: load it with transformers and call save_pretrained(safe_serialization=True).",
+            f"{folder} has no safetensors weights, and other formats are not supported. "
+            "To convert it, load it with transformers and call save_pretrained(safe_serialization=True).",
             reason="not_safetensors",
         )
-    raise CheckpointError(f"{folder} holds no weights. Finish the download.", reason="no_weights")
+    raise CheckpointError(f"{folder} contains no weights. Complete the download.", reason="no_weights")
 
 
 def tensor_digests(wanted: Mapping[Path, Mapping[str, TensorEntry]]) -> dict[Path, dict[str, bytes]]:
-    """SHA-256 of the raw bytes of each wanted tensor, by file. Reads only files that no cache holds.
+    """Return the SHA-256 of the raw bytes of each wanted tensor, by file. Only uncached files are read.
 
-    Raises CheckpointError("unreadable", "changed") when a file cannot be read or changes
-    meanwhile.
+    Raises CheckpointError("unreadable") if a file cannot be read, and CheckpointError("changed") if it
+    changes during the read.
     """
     return {path: _file_digests(path, entries) for path, entries in wanted.items()}
 
 
 def folder_fingerprint(folder: Path) -> bytes:
-    """Fingerprint of all tensors of a folder, under their own names, whatever model they are of.
+    """Return the fingerprint of all tensors in a folder under their original names, for any model.
 
-    Raises CheckpointError: "duplicate_tensor", and as `tensor_files`, `read_header` and `tensor_digests`.
+    Raises CheckpointError: "duplicate_tensor", and like `tensor_files`, `read_header` and `tensor_digests`.
     """
     wanted = {path: read_header(path) for path in tensor_files(folder)}
     digests = tensor_digests(wanted)
@@ -204,7 +204,7 @@ def _file_digests(path: Path, entries: Mapping[str, TensorEntry]) -> dict[str, b
 
 @contextmanager
 def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
-    """A bar on standard error while a big file is read; it leaves nothing behind."""
+    """Show a progress bar on stderr while a large file is read."""
     columns = (TextColumn("reading {task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     hide = size_bytes < _SHOW_PROGRESS_BYTES
     with Progress(*columns, console=Console(file=sys.stderr), disable=hide, transient=True) as progress:
@@ -213,10 +213,11 @@ def _progress(name: str, size_bytes: int) -> Iterator[Callable[[float], None]]:
 
 
 def _file_identity(path: Path) -> tuple[str, bool]:
-    """A signature of a file's content, and whether it may be trusted on a later day.
+    """Return a signature of a file's content, and whether digests can be cached under it.
 
-    A blob of the Hugging Face cache is named by its own SHA-256. Elsewhere: place, size,
-    times and inode, unless they are so fresh that a further write could leave them equal.
+    A blob of the Hugging Face cache is named by its own SHA-256. For other files, the signature consists of
+    path, size, timestamps and inode. It is not used for very new files, because a further write could leave
+    them equal.
     """
     try:
         real = path.resolve(strict=True)
@@ -267,7 +268,7 @@ def _load_cache(slot: Path, identity: str) -> dict[str, bytes]:
     try:
         cached = msgspec.json.decode(slot.read_bytes(), type=_Cached)
         digests = {name: bytes.fromhex(text) for name, text in cached.sha256.items()}
-    except (OSError, ValueError):  # absent, or damaged (msgspec's errors are ValueErrors): read again
+    except (OSError, ValueError):  # the cache is missing or damaged (msgspec's errors are ValueErrors)
         return {}
     if cached.identity != identity or any(len(d) != 32 for d in digests.values()):
         return {}
@@ -281,12 +282,12 @@ def _save_cache(slot: Path, identity: str, digests: Mapping[str, bytes]) -> None
             f.write(body)
         os.replace(f.name, slot)
     except OSError as e:
-        _log.warning("fingerprints are not kept, so they are computed again: %s", e)
+        _log.warning("cannot cache fingerprints, so they will be computed again: %s", e)
 
 
 @contextmanager
 def _only_reader(slot: Path) -> Iterator[None]:
-    """One process at a time reads the file of this slot; the next one finds its digests."""
+    """Let only one process at a time read the file of this slot, so that others find its digests."""
     with ExitStack() as held:
         try:
             slot.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -294,5 +295,5 @@ def _only_reader(slot: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as e:
             # A read-only home costs a second reading, not the service.
-            _log.warning("no fingerprint cache in %s: %s", slot.parent, e)
+            _log.warning("cannot use the fingerprint cache in %s: %s", slot.parent, e)
         yield

@@ -1,7 +1,7 @@
-"""Families that a test has compared in an engine, by the engine's release and dtype.
+"""Families whose results were compared in an engine by a test, by release and dtype.
 
-script/docs writes the rows from docs/support-matrix.json, where runs of tests/integration/test_families.py,
-tests/integration/test_family_videos.py and tests/integration/test_own_towers.py keep their results.
+script/docs writes these rows from docs/support-matrix.json. That file contains the results of
+tests/integration/test_families.py, test_family_videos.py and test_own_towers.py.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ The kinds "image" and "video" are of media that all engines and the encoder serv
 
 
 def validated(engine: str, version: str | None, dtype: str, kind: str = "image") -> frozenset[str]:
-    """Families that were compared in this release of an engine with this dtype.
+    """Return the families that were compared in this release of an engine with this dtype.
 
     Args:
         engine: "vllm" or "sglang".

@@ -1,1 +1,1 @@
-"""Commands of `cornplug` that belong to no room."""
+"""Subcommands of `cornplug` that do not belong to another package."""

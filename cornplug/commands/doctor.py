@@ -1,7 +1,7 @@
-"""`cornplug doctor`: is this host set up as its engines will find it?
+"""`cornplug doctor`: check the setup of this host.
 
-Each check is a function that yields findings. None changes anything: no daemon is started,
-no secret made. Engines are asked about by `engine_checks`.
+Each check is a function that yields results. Checks change nothing: they do not start a daemon or create a
+secret. Checks of engines are in `engine_checks`.
 """
 
 from __future__ import annotations
@@ -35,24 +35,26 @@ Served = tuple[ServedModel, ...]
 
 
 def main(argv: list[str]) -> int:
-    """Print the findings; 1 when one of them is a failure. Raises ConfigError for a wrong setting."""
+    """Print the results and return 1 if a check failed. Raises ConfigError for a wrong setting."""
     parser = argparse.ArgumentParser(
-        prog="cornplug doctor", description="Check this host's set-up; each fault comes with a remedy."
+        prog="cornplug doctor", description="Check the setup of this host and suggest a fix for each problem."
     )
-    parser.add_argument("--model", action="append", default=[], help="a checkpoint to check; repeatable")
+    parser.add_argument("--model", action="append", default=[], help="checkpoint to check; can be repeated")
     parser.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), help="dtype of the engine")
     parser.add_argument("--json", action="store_true", help="print JSON")
     names = [engine.name for engine in engine_checks.ENGINES]
-    parser.add_argument("--engine", choices=names, help="the engine to ask about --model (default: all here)")
     parser.add_argument(
-        "flags", nargs="*", metavar="-- FLAGS", help="the engine's own flags, as you start it with --model"
+        "--engine", choices=names, help="engine for which to check --model (default: all installed engines)"
+    )
+    parser.add_argument(
+        "flags", nargs="*", metavar="-- FLAGS", help="flags with which you start the engine for --model"
     )
     args = parser.parse_args(argv)
     engines = engine_checks.of_this_environment(args.engine)
     if args.flags and not args.model:
         parser.error("FLAGS need --model MODEL")
     if args.flags and len(engines) > 1:
-        parser.error("both engines are installed here: name by --engine the one that has these flags")
+        parser.error("both engines are installed: use --engine to select the engine that has these flags")
     findings = list(examine(config.load(), args.model, args.dtype, args.flags, engines))
     if args.json:
         print(json.dumps([asdict(f) for f in findings], indent=2))
@@ -68,9 +70,10 @@ def examine(
     flags: Sequence[str] = (),
     engines: Sequence[engine_checks.CheckedEngine] = (),
 ) -> Iterator[CheckResult]:
-    """Every check in order, each finding as soon as it is known.
+    """Run all checks in order and yield each result as soon as it is available.
 
-    `engines` say what they would share of `models` with these flags, and with `dtype` where it is set.
+    For each model, it reports what each of `engines` would share with these flags, and with `dtype` if it is
+    set.
     """
     yield from engine_checks.versions()
     yield from engine_checks.plugins()
@@ -94,30 +97,30 @@ def examine(
 
 
 def secret(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """The secret is 32 bytes that only this user reads."""
+    """Check that the secret has 32 bytes and that only this user can read it."""
     path = settings.secret_file
     try:
         about = path.stat()
     except FileNotFoundError:
-        yield CheckResult("ok", "secret", f"{path}: none yet, made on first use")
+        yield CheckResult("ok", "secret", f"{path}: does not exist yet, is created on first use")
         return
     except OSError as e:
         yield CheckResult(
-            "fail", "secret", f"{path}: {e.strerror}", "Set store.secret_file to a file of your own."
+            "fail", "secret", f"{path}: {e.strerror}", "Set store.secret_file to a file that belongs to you."
         )
         return
     if about.st_size != 32:
-        remedy = f"Remove it, or: head -c 32 /dev/urandom > {path}"
-        yield CheckResult("fail", "secret", f"{path} has {about.st_size} bytes, want 32", remedy)
+        remedy = f"Remove it, or run: head -c 32 /dev/urandom > {path}"
+        yield CheckResult("fail", "secret", f"{path} has {about.st_size} bytes instead of 32", remedy)
     elif problem := secret_problem(about):
-        remedy = f"chmod 600 {path}; replace it if strangers may have read it."
+        remedy = f"chmod 600 {path}. Replace the secret if other users may have read it."
         yield CheckResult("fail", "secret", f"{path} {problem}", remedy)
     else:
         yield CheckResult("ok", "secret", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
 def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """A store answers, or there is room to start one."""
+    """Check that a store responds, or that there is memory to start one."""
     now = ask_store(settings)
     if not isinstance(now, StoreStat):
         start = f"cornplug serve-store --socket {settings.socket}"
@@ -125,9 +128,9 @@ def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
             "warn" if settings.autostart else "fail",
             "store",
             f"{settings.socket}: {now}",
-            f"The first engine will start one; by hand: {start}"
+            f"The first engine will start a store. To start it now: {start}"
             if settings.autostart
-            else f"Start one: {start}",
+            else f"Start a store: {start}",
         )
         yield from shared_memory(settings)
         return
@@ -136,12 +139,12 @@ def store(settings: config.StoreConfig) -> Iterator[CheckResult]:
 
 
 def other_store(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """The store that a package brings answers."""
+    """Check that a store from another package responds."""
     now = ask_store(settings)
     if isinstance(now, StoreStat):
         yield CheckResult("ok", "store", f"{settings.backend}: {_usage(now)}")
     else:
-        remedy = "Start it, or set CORNPLUG_STORE_BACKEND=pool for the host's own store."
+        remedy = "Start it, or set CORNPLUG_STORE_BACKEND=pool to use the host's store."
         yield CheckResult("fail", "store", f"{settings.backend}: {now}", remedy)
 
 
@@ -151,9 +154,9 @@ def _usage(now: StoreStat) -> str:
 
 
 def ask_store(settings: config.StoreConfig) -> StoreStat | str:
-    """The store's own account, or why there is none."""
+    """Return the store's statistics, or the reason why it does not respond."""
     if is_host_store(settings) and not settings.secret_file.exists():
-        return "no store has run here, there is no secret yet"  # and a client would make one
+        return "no store has run here, because there is no secret yet"  # a client would create a secret
     try:
         client = open_store(settings, autostart=False, connect_timeout_s=_ANSWER_S)
     except ConfigError as e:
@@ -167,35 +170,38 @@ def ask_store(settings: config.StoreConfig) -> StoreStat | str:
 
 
 def size_source(settings: config.StoreConfig, capacity_bytes: int) -> str:
-    """Where the size of a running store comes from."""
+    """Explain the size of a running store."""
     if settings.size_bytes is None:
         return "by default a quarter of the memory that was left when it started"
     if settings.size_bytes == capacity_bytes:
-        return "as store.size_bytes says"
-    return f"store.size_bytes is {settings.size_bytes}: who started it had another, or less memory"
+        return "as set by store.size_bytes"
+    return (
+        f"store.size_bytes is {settings.size_bytes}, but the store was started with another value or with "
+        "less memory"
+    )
 
 
 def shared_memory(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """There is memory for a store of the size that is set."""
+    """Check that there is memory for a store of the configured size."""
     memory = host_memory()
     what = f"{memory.of} has {_mib(memory.available_bytes)} left"
     try:
         size_bytes = fitting_size(settings.size_bytes, clamp=False, memory=memory)
     except ConfigError as e:
-        yield CheckResult("warn", "shared memory", f"{what}; {e}", "Set CORNPLUG_STORE_SIZE_BYTES lower.")
+        yield CheckResult("warn", "shared memory", f"{what}; {e}", "Reduce CORNPLUG_STORE_SIZE_BYTES.")
         return
-    source = "a quarter of that" if settings.size_bytes is None else "as store.size_bytes says"
+    source = "a quarter of that" if settings.size_bytes is None else "as set by store.size_bytes"
     yield CheckResult("ok", "shared memory", f"{what}; a store would have {size_bytes} bytes, {source}")
 
 
 def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
-    """The socket's folder is this user's alone."""
+    """Check that only this user can write to the socket's folder."""
     path = settings.socket.parent
-    remedy = "Name a folder of yours, mode 0700: CORNPLUG_STORE_SOCKET=FOLDER/store.sock"
+    remedy = "Use a folder that belongs to you, with mode 0700: CORNPLUG_STORE_SOCKET=FOLDER/store.sock"
     try:
         about = path.lstat()
     except FileNotFoundError:
-        yield CheckResult("ok", "folder", f"{path}: none yet, made on first use with mode 700")
+        yield CheckResult("ok", "folder", f"{path}: does not exist yet, is created on first use (mode 700)")
         return
     except OSError as e:
         yield CheckResult("fail", "folder", f"{path}: {e.strerror}", remedy)
@@ -205,14 +211,17 @@ def folder(settings: config.StoreConfig) -> Iterator[CheckResult]:
     if problem:
         yield CheckResult("fail", "folder", f"{path} {problem}", remedy)
     elif around.st_mode & 0o022 and not around.st_mode & stat.S_ISVTX:
-        what = f"{path.parent} lets others rename {path}: they can end the sharing, not read or change it"
+        what = (
+            f"other users can rename {path}, because they can write to {path.parent}: they can stop sharing, "
+            "but not read or change entries"
+        )
         yield CheckResult("warn", "folder", what, f"chmod +t {path.parent}")
     else:
         yield CheckResult("ok", "folder", f"{path}, mode {about.st_mode & 0o777:03o}")
 
 
 def each_encoder(settings: config.Config) -> list[config.Config]:
-    """The settings once for each encoder service that engines ask, with that service alone."""
+    """Return one copy of the settings for each encoder service that engines use, with only that service."""
     return [
         settings.model_copy(update={"encoder": settings.encoder.model_copy(update={"engine_urls": (url,)})})
         for url in settings.encoder.engine_urls
@@ -220,9 +229,11 @@ def each_encoder(settings: config.Config) -> list[config.Config]:
 
 
 def describe_encoder(settings: config.Config) -> Served | EncoderError:
-    """The models that the encoder service serves, or the reason why it does not answer."""
-    if not settings.store.secret_file.exists():  # reading it would make one
-        return EncoderUnavailable("no service has run here, there is no secret yet", reason="encoder_down")
+    """Return the models that the encoder service serves, or the error if it does not respond."""
+    if not settings.store.secret_file.exists():  # reading it would create a secret
+        return EncoderUnavailable(
+            "no service has run here, because there is no secret yet", reason="encoder_down"
+        )
     try:
         client = engine_encoder(settings, read_secret(settings.store.secret_file))
     except ConfigError as e:
@@ -236,7 +247,7 @@ def describe_encoder(settings: config.Config) -> Served | EncoderError:
 
 
 def encoder(settings: config.EncoderConfig, described: Served | EncoderError) -> Iterator[CheckResult]:
-    """An encoder service answers."""
+    """Check that an encoder service responds."""
     where = ", ".join(settings.engine_urls) or str(settings.socket)
     if isinstance(described, tuple):
         names = ", ".join(f"{m.name} ({m.dtype})" for m in described)
@@ -246,24 +257,28 @@ def encoder(settings: config.EncoderConfig, described: Served | EncoderError) ->
             "fail", "encoder", f"{where}: {described}", "Engines do not start with this setting."
         )
     else:
-        remedy = "Engines encode by themselves. To share a tower: cornplug encoder --model DIR"
+        remedy = "Engines use their own towers. To share a tower, run: cornplug encoder --model DIR"
         yield CheckResult("warn", "encoder", f"{where}: {described}", remedy)
 
 
 def served(
     model: str, dtype: fingerprint.DType | None, described: Served | EncoderError
 ) -> Iterator[CheckResult]:
-    """A checkpoint's fingerprints can be computed, and the encoder serves that very identity."""
+    """Check that a checkpoint's fingerprints can be computed and that the encoder service serves its
+    identity."""
     try:
         report = fingerprint.describe(model, dtype)
     except CheckpointError as e:
         yield CheckResult(
-            "fail", model, str(e), "Name a folder with config.json and safetensors, or download it."
+            "fail",
+            model,
+            str(e),
+            "Use a folder with config.json and safetensors, or download the model.",
         )
         return
     if report["identity"] is None:
         kind = Checkpoint.open(model).config.get("model_type")
-        yield CheckResult("ok", "model", f"{model}: {kind}, no tower that the encoder service serves")
+        yield CheckResult("ok", "model", f"{model}: {kind}, has no tower that the encoder service can serve")
         return
     yield CheckResult(
         "ok", "model", f"{model}: {report['family']}, {report['dtype']}, identity {report['identity'][:16]}"
@@ -275,7 +290,7 @@ def served(
         return
     near = [m for m in described if m.tower_fp.hex() == report["tower"]]
     why = (
-        f"same tower as {near[0].name} ({near[0].dtype}), but not the same projector, settings or dtype"
+        f"It has the same tower as {near[0].name} ({near[0].dtype}), but another projector, settings or dtype"
         if near
         else ""
     )

@@ -1,8 +1,8 @@
-"""Are the engines of this environment ones that we know, and do their processes find us?
+"""Checks of the engines in this environment: their versions, and whether they load the plugin.
 
-vLLM and SGLang pin other versions of the same libraries, so they mostly live in different
-environments: the doctor looks at its own, and one engine in it is enough. Neither is imported
-here; a short-lived process does that, as the engine's own processes do.
+vLLM and SGLang pin different versions of the same libraries, so they are usually installed in different
+environments. The doctor checks its own environment, in which one engine is enough. This module does not
+import the engines. A short-lived process does, in the same way as the engine's own processes.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cornplug.vllm_connector import compat as vllm
 _ENTRY_NAME: Final = "cornplug"
 _PROBE_S: Final = 120.0
 _PARSER_REFUSED: Final = 2
-"""Exit status of argparse after a wrong command line."""
+"""Exit status of argparse for a wrong command line."""
 _MODEL_PROBE_S: Final = 900.0
-"""Of a process that reads a checkpoint's weights, besides importing an engine."""
+"""Time limit of a process that imports an engine and reads the weights of a checkpoint."""
 
 _VLLM_PROBE: Final = """
 import json
@@ -75,7 +75,7 @@ print(last_line(describe(sys.argv[1], sys.argv[2:])))
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """One line of the report. `remedy` is empty where nothing need be done."""
+    """One line of the report. `remedy` is empty if no action is needed."""
 
     status: Literal["ok", "warn", "fail"]
     check: str
@@ -84,33 +84,33 @@ class CheckResult:
 
 
 class ProbeAnswer(msgspec.Struct, frozen=True):
-    """The statement of one process of an engine. Empty where all is well."""
+    """Result of a process of an engine. The strings are empty if everything works."""
 
     why_not: str
-    """Why the plugin is not in place."""
+    """Why the plugin is not active."""
     cache: str = ""
-    """Why the engine's cache cannot hand KV on."""
+    """Why KV cannot be shared through the engine's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedEngine:
-    """One of the two, as far as the checks know it."""
+    """What the checks need about vLLM or SGLang."""
 
     name: str
     group: str
-    """Of its entry points."""
+    """Group of its plugins' entry points."""
     allow_variable: str
-    """The environment variable that restricts which plugins it loads."""
+    """Environment variable that restricts which plugins it loads."""
     supported: VersionRange
     probe: str
-    """A program; the last line of its output is a `ProbeAnswer` as JSON."""
+    """Python program. The last line of its output is a `ProbeAnswer` as JSON."""
     model_probe: str
-    """A program whose arguments are a checkpoint and the engine's flags. The last line of its output is a
-    list of `SharingVerdict` as JSON."""
+    """Python program whose arguments are a checkpoint and the engine's flags. The last line of its output is
+    a list of `SharingVerdict` as JSON."""
 
     @property
     def label(self) -> str:
-        """The name that its project gives it."""
+        """Official name of the engine."""
         return self.supported.engine
 
 
@@ -134,99 +134,102 @@ ENGINES: Final = (VLLM, SGLANG)
 
 
 def of_this_environment(name: str | None = None) -> list[CheckedEngine]:
-    """The engines that are installed here in a tested version, or the one of this name if it is."""
+    """Return the engines that are installed here in a tested version, restricted to `name` if it is set."""
     return [engine for engine in ENGINES if name in (None, engine.name) and not engine.supported.refusal()]
 
 
 def versions() -> Iterator[CheckResult]:
-    """Python, cornplug, and an engine inside its tested range."""
+    """Report the versions of Python and cornplug, and check that an engine is in its tested range."""
     yield CheckResult("ok", "versions", f"cornplug {__version__}, Python {platform.python_version()}")
     none_here = all(engine.supported.installed() is None for engine in (VLLM, SGLANG))
     for engine in (VLLM, SGLANG):
-        remedy = f"pip install '{engine.name}{engine.supported}', or a cornplug release for what you have."
+        remedy = f"pip install '{engine.name}{engine.supported}', or a cornplug release for your version."
         version = engine.supported.installed()
         if version is None and none_here:
             yield CheckResult("warn", engine.name, "not installed in this environment", remedy)
         elif version is None:
-            yield CheckResult("ok", engine.name, "not in this environment; ask the doctor of its own")
+            yield CheckResult(
+                "ok", engine.name, "not in this environment; run the doctor in the engine's environment"
+            )
         elif version in engine.supported:
             yield CheckResult("ok", engine.name, f"{version}, in the tested range")
         else:
-            yield CheckResult("fail", engine.name, f"{version}, tested are {engine.supported}", remedy)
+            yield CheckResult("fail", engine.name, f"{version}, tested versions: {engine.supported}", remedy)
 
 
 def allocator(environ: Mapping[str, str] = os.environ) -> Iterator[CheckResult]:
-    """vLLM takes a KV connector with PyTorch's default allocator only."""
+    """Check the settings of PyTorch's allocator, because vLLM rejects KV connectors with some of them."""
     name = "PYTORCH_CUDA_ALLOC_CONF"
     if VLLM.supported.installed() is not None and "expandable_segments:True" in environ.get(name, ""):
         what = (
-            f"{name}={environ[name]}: vLLM takes no KV connector beside it, so engines share embeddings only"
+            f"{name}={environ[name]}: vLLM does not support KV connectors with it, so engines share only "
+            "embeddings"
         )
-        yield CheckResult("warn", "allocator", what, "Leave expandable_segments:True out of it to share KV.")
+        yield CheckResult("warn", "allocator", what, "Remove expandable_segments:True to share KV.")
 
 
 def plugins() -> Iterator[CheckResult]:
-    """Each engine that is here finds our entry point, and ends up with our hooks in place."""
+    """Check for each installed engine that it loads the plugin and that the hooks are active."""
     for engine in (VLLM, SGLANG):
         if engine.supported.installed() is not None:
             yield from plugin(engine)
 
 
 def plugin(engine: CheckedEngine) -> Iterator[CheckResult]:
-    """The same for one engine."""
+    """Check that one engine loads the plugin and that the hooks are active."""
     check = f"{engine.name} plugin"
     if not entry_points(group=engine.group, name=_ENTRY_NAME):
-        what = f"no entry point {engine.group}:{_ENTRY_NAME}"
-        yield CheckResult("fail", check, what, "pip install cornplug, again.")
+        what = f"entry point {engine.group}:{_ENTRY_NAME} does not exist"
+        yield CheckResult("fail", check, what, "Reinstall cornplug with pip.")
         return
     allowed = os.environ.get(engine.allow_variable)
     if allowed is not None and _ENTRY_NAME not in allowed.split(","):
-        what = f"{engine.allow_variable}={allowed} leaves it out"
+        what = f"{engine.allow_variable}={allowed} excludes it"
         yield CheckResult("fail", check, what, f"Add {_ENTRY_NAME}, or unset {engine.allow_variable}.")
         return
     try:
         answer = ask(engine)
     except subprocess.TimeoutExpired:
-        what = f"a process that loads it took over {_PROBE_S:g} s"
-        yield CheckResult("fail", check, what, f"See why by: python -c 'import {engine.name}'")
+        what = f"a process that loads it took more than {_PROBE_S:g} s"
+        yield CheckResult("fail", check, what, f"To find the cause, run: python -c 'import {engine.name}'")
         return
     if answer.why_not:
-        remedy = "Correct what it names; engines log the same line."
+        remedy = "Fix this problem. Engines log the same message."
         yield CheckResult("fail", check, f"did not register: {answer.why_not}", remedy)
         return
     yield CheckResult("ok", check, f"found and registered by a process of {engine.label}")
     if answer.cache:
-        remedy = "Servers share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false."
+        remedy = "Set CORNPLUG_ENGINE_SHARE_KV=false to share embeddings only."
         yield CheckResult("warn", f"{engine.name} cache", f"KV cannot be shared: {answer.cache}", remedy)
 
 
 def shared_of(engine: CheckedEngine, model: str, flags: Sequence[str]) -> Iterator[CheckResult]:
-    """The verdicts of an engine's own functions on `model` with these flags: shared, or the reason."""
+    """Report what an engine would share of `model` with these flags, according to its own functions."""
     check = f"{engine.name} shares"
     try:
         done = _run(engine.model_probe, model, *flags, timeout_s=_MODEL_PROBE_S)
         verdicts = verdicts_of(done.stdout)
     except subprocess.TimeoutExpired:
-        what = f"{model}: a process that looks at it took over {_MODEL_PROBE_S:g} s"
-        yield CheckResult("warn", check, what, "Ask again: it keeps the fingerprints that it has read.")
+        what = f"{model}: a process that checks it took more than {_MODEL_PROBE_S:g} s"
+        yield CheckResult("warn", check, what, "Try again. Fingerprints computed so far are cached.")
         return
     except msgspec.DecodeError:
         if done.returncode == _PARSER_REFUSED and flags:
-            what = f"{model}: {engine.label} refuses {' '.join(flags)}: {_end_of(done).splitlines()[-1]}"
-            yield CheckResult("fail", check, what, f"Write {engine.label}'s own flags after --.")
+            what = f"{model}: {engine.label} rejects {' '.join(flags)}: {_end_of(done).splitlines()[-1]}"
+            yield CheckResult("fail", check, what, f"Write only flags of {engine.label} after --.")
             return
-        what = f"{model}: no answer: {_end_of(done)}"
+        what = f"{model}: the check failed: {_end_of(done)}"
         yield CheckResult("warn", check, what, "Engines log what they share.")
         return
     for verdict in verdicts:
-        said = {True: "shared", False: "not shared", None: "shared or not"}[verdict.shared]
+        said = {True: "shared", False: "not shared", None: "unknown"}[verdict.shared]
         what = f"{model}: {verdict.what} {said}" + (f": {verdict.why}" if verdict.why else "")
         fine = verdict.shared or verdict.why == NO_TOWER
         yield CheckResult("ok" if fine else "warn", check, what, verdict.remedy)
 
 
 def ask(engine: CheckedEngine) -> ProbeAnswer:
-    """The statement of one process of the engine. Raises subprocess.TimeoutExpired."""
+    """Run a process of the engine and return its result. Raises subprocess.TimeoutExpired."""
     done = _run(engine.probe, timeout_s=_PROBE_S)
     try:
         return last_of(done.stdout, ProbeAnswer)
@@ -240,5 +243,5 @@ def _run(program: str, *arguments: str, timeout_s: float) -> subprocess.Complete
 
 
 def _end_of(done: subprocess.CompletedProcess[str]) -> str:
-    """The end of its standard error: a traceback's last lines say the cause."""
+    """Return the end of the process's stderr, which contains the cause if there was a traceback."""
     return done.stderr.strip()[-300:] or f"it ended with status {done.returncode}"

@@ -1,4 +1,4 @@
-"""`cornplug fingerprint`: the fingerprints of checkpoints, and their common parts."""
+"""`cornplug fingerprint`: print fingerprints of checkpoints and the parts they share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DType = Literal["float32", "float16", "bfloat16"]
 
 
 def main(argv: list[str]) -> int:
-    """Print the fingerprints of each MODEL. Raises CheckpointError for one that cannot be read."""
+    """Print the fingerprints of each MODEL. Raises CheckpointError if a checkpoint cannot be read."""
     parser = argparse.ArgumentParser(prog="cornplug fingerprint", description=__doc__)
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="checkpoint folder, or hub id in the local cache"
@@ -36,10 +36,10 @@ def main(argv: list[str]) -> int:
 
 
 def describe(model: str, dtype: DType | None = None) -> dict[str, Any]:
-    """Fingerprints as hex: {model, family, tower, projector, language_model, dtype, identity}.
+    """Return fingerprints as hex: {model, family, tower, projector, language_model, dtype, identity}.
 
-    A text-only model has no family, tower, projector and identity: those are None.
-    Raises CheckpointError when the checkpoint cannot be read.
+    Family, tower, projector and identity are None for a text-only model. Raises CheckpointError if the
+    checkpoint cannot be read.
     """
     checkpoint = Checkpoint.open(model)
     chosen = dtype or served_dtype(checkpoint)
@@ -61,7 +61,8 @@ def describe(model: str, dtype: DType | None = None) -> dict[str, Any]:
 
 
 def served_dtype(checkpoint: Checkpoint) -> str:
-    """The dtype that engines choose by themselves: the checkpoint's, float32 lowered to bfloat16."""
+    """Return the dtype that engines use by default: the checkpoint's dtype, or bfloat16 instead of
+    float32."""
     text = checkpoint.config.get("text_config") or {}
     named = next(
         filter(None, (c.get(k) for c in (checkpoint.config, text) for k in ("dtype", "torch_dtype"))), None

@@ -1,7 +1,7 @@
-"""`cornplug launch FILE`: starts an apps file, or a plan's part on this host, and ends it in order.
+"""`cornplug launch FILE`: run an apps file, or the part of a plan for this host.
 
-Processes start in the order store, encoders, engines, routers, each when those before it serve. A process
-that ends by itself starts again. SIGINT and SIGTERM drain: requests under way are finished.
+Processes start in the order store, encoders, engines, routers. Each starts when the ones before it are ready.
+A process that ends by itself is restarted. On SIGINT and SIGTERM, running requests are finished first.
 """
 
 from __future__ import annotations
@@ -40,8 +40,11 @@ _FAILED: Final = 1
 
 
 def main(argv: list[str]) -> int:
-    """Exit status: 0 when it was ended from outside with all processes up, 1 when one failed or was given up,
-    2 for a wrong file."""
+    """Run until a signal, and return the exit status.
+
+    It is 0 if a signal ended the launcher while all processes were running, 1 if a process failed, and 2 for
+    a wrong file.
+    """
     if argv[:1] == ["schema"]:
         print(json.dumps(AppsFile.schema_of_file(), indent=1))
         return 0
@@ -81,7 +84,7 @@ def main(argv: list[str]) -> int:
 
 
 def plan_from(path: Path) -> Plan:
-    """The plan of a plan.json, or of an apps file (`.toml`). Raises ConfigError for a wrong one."""
+    """Load a plan from a plan.json or an apps file (`.toml`). Raises ConfigError for an invalid file."""
     return plan_of(AppsFile.read(path)) if path.suffix == ".toml" else Plan.load(path)
 
 
@@ -136,7 +139,7 @@ def _launch(
                     )
                 finally:
                     warming.end()
-            console.print("ending: requests under way are finished")
+            console.print("stopping, after running requests are finished")
     return 0 if well else _FAILED
 
 
@@ -152,7 +155,7 @@ def _apply(plan: Plan, new: Plan, render: Render, run_dir: Path, *, dry: bool) -
         for text in _steps(transition(Plan.load(current) if current.exists() else plan, new, render)):
             print(text)
         return 0
-    render(new)  # an error of the new plan is told here
+    render(new)  # raises for an error in the new plan
     error = ask(run_dir, new, print)
     if error is not None:
         print(f"cornplug launch: {error}", file=sys.stderr)
@@ -160,10 +163,11 @@ def _apply(plan: Plan, new: Plan, render: Render, run_dir: Path, *, dry: bool) -
 
 
 def _steps(steps: PlanTransition) -> list[str]:
-    """One line for each process of either plan, in the order of the steps."""
+    """Return one line for each process of either plan, in the order of the steps."""
     told = [f"keep {name_of(old)}" for old, _ in steps.kept]
     told += [
-        f"keep {name}'s own flags: the plan has {', '.join(flags)}" for name, flags in steps.lagging.items()
+        f"keep the current flags of {name}: the plan has {', '.join(flags)}"
+        for name, flags in steps.lagging.items()
     ]
     told += [f"start {name_of(command)} at {command.url or command.socket}" for command in steps.first]
     told += [f"end {name_of(command)}, once clients have the new routes" for command in steps.stopped]
@@ -172,7 +176,7 @@ def _steps(steps: PlanTransition) -> list[str]:
 
 
 class _Events:
-    """Told of processes: as progress while they start, later as lines, and to the caller of `--apply`."""
+    """Reports events of processes: as progress during the start, later as lines, and to `--apply`."""
 
     def __init__(self, control: ControlSocket, progress: Progress | None) -> None:
         self.progress = progress
@@ -192,14 +196,14 @@ class _Events:
 
 
 class _Warming:
-    """`cornplug warm` for the applications' prompts, beside the engines' other requests."""
+    """Runs `cornplug warm` with the applications' prompts while the engines serve other requests."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
         self._processes: list[ManagedProcess] = []
 
     def begin(self, plan: Plan) -> None:
-        """Start one for each application with prompts, in the order of the plan."""
+        """Start one process for each application with prompts, in the order of the plan."""
         routes: dict[str, Any] = json.loads((self._run_dir / "routes.json").read_text())
         for app, (url, lines) in warm_requests(plan, routes).items():
             file = self._run_dir / f"warm-{app}.jsonl"
@@ -214,7 +218,7 @@ class _Warming:
             self._processes.append(process)
 
     def end(self) -> None:
-        """End those that still run."""
+        """Stop the processes that are still running."""
         for process in self._processes:
             process.stop(grace_s=1)
 
@@ -233,7 +237,7 @@ def _dry(command: LaunchCommand) -> str:
 
 
 def _address(text: str) -> tuple[str, str]:
-    """ "HOST_2=10.0.0.2", for argparse."""
+    """Parse "HOST_2=10.0.0.2" for argparse."""
     name, equals, address = text.partition("=")
     if not (name and equals and address):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=ADDRESS")
@@ -243,74 +247,78 @@ def _address(text: str) -> tuple[str, str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug launch",
-        description="Start an apps file, or a plan's part on this host; keep it up; end it in order. "
-        "`cornplug launch schema` prints the JSON schema of an apps file.",
-        epilog="Exit status: 0: ended by SIGINT or SIGTERM; 1: a process did not start, or ended too often; "
-        "2: wrong file.",
+        description="Run an apps file, or the part of a plan for this host. Processes that end are "
+        "restarted. `cornplug launch schema` prints the JSON schema of an apps file.",
+        epilog="Exit status: 0 if ended by SIGINT or SIGTERM, 1 if a process did not start or ended too "
+        "often, 2 if the file is invalid.",
     )
-    parser.add_argument("file", type=Path, help="apps file (.toml), or plan.json of `cornplug plan`")
+    parser.add_argument("file", type=Path, help="apps file (.toml), or plan.json from `cornplug plan`")
     parser.add_argument(
         "--apply",
         type=Path,
         metavar="NEW",
-        help="go from FILE, which a launcher runs, to this file or plan, with the fewest restarts",
+        help="change the running launcher of FILE to this file or plan, with as few restarts as possible",
     )
     part = parser.add_mutually_exclusive_group()
-    part.add_argument("--host", help="host of the plan to start, by its name or as HOST_1, HOST_2, ...")
-    part.add_argument("--routers", action="store_true", help="start the plan's routers, once all hosts serve")
+    part.add_argument("--host", help="host of the plan to run here: its name, or HOST_1, HOST_2, ...")
+    part.add_argument(
+        "--routers", action="store_true", help="start the plan's routers, after all hosts are running"
+    )
     parser.add_argument(
         "--address",
         action="append",
         default=[],
         type=_address,
         metavar="HOST_n=ADDRESS",
-        help="address of a host that the plan does not name; repeat",
+        help="address of a host that has no name in the plan; can be repeated",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the commands, or the steps of --apply; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="print the commands, or the steps of --apply, without running them",
     )
     parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="GROUP",
-        help="start this group, with the store; repeat",
+        help="start only this group and the store; can be repeated",
     )
     parser.add_argument(
         "--secret-file",
         type=Path,
-        help="file of 32 bytes that all hosts have, where engines ask encoder services of other hosts "
+        help="32-byte file that must be the same on all hosts if engines use encoder services of other hosts "
         "(default: the setting store.secret_file)",
     )
     parser.add_argument(
-        "--run-dir", type=Path, help="sockets and logs (default: cornplug's own folder of this user)"
+        "--run-dir", type=Path, help="folder for sockets and logs (default: cornplug's folder of this user)"
     )
     parser.add_argument(
         "--ready-s",
         type=float,
         default=READY_S,
-        help="longest wait for one process, in s (default: %(default)s)",
+        help="maximum seconds to wait until a process is ready (default: %(default)s)",
     )
     parser.add_argument(
         "--restarts",
         type=int,
         default=RestartPolicy().limit,
         metavar="N",
-        help="restarts in a row of a process that ends by itself, after 1, 2, 4, ... s; then it is given up, "
-        "and the others go on (default: %(default)s)",
+        help="maximum consecutive restarts of a process that ends by itself, after 1, 2, 4, ... s. The other "
+        "processes keep running (default: %(default)s)",
     )
     parser.add_argument(
         "--settle-s",
         type=float,
         default=10.0,
         metavar="S",
-        help="seconds in which clients read a changed routes.json, before --apply ends processes "
+        help="seconds that --apply gives clients to read a changed routes.json before it stops processes "
         "(default: %(default)s)",
     )
     parser.add_argument(
         "--transfer",
         choices=("nixl", "mooncake", "lmcache"),
         default="nixl",
-        help="how KV goes from prefill to decode (default: nixl)",
+        help="how KV is transferred from prefill to decode engines (default: nixl)",
     )
     return parser

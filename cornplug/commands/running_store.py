@@ -1,4 +1,4 @@
-"""The store that runs for the settings of this shell: commands that ask it start none and make no secret."""
+"""Connections of commands to the running store. They do not start a store or create a secret."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ ANSWER_S: Final = 2.0
 
 
 def running_store(settings: config.StoreConfig) -> Store:
-    """A connection to it.
+    """Connect to the running store.
 
-    Raises StoreUnavailable where no store has ever run, ConfigError for settings that it refuses.
+    Raises StoreUnavailable if no store has ever run, and ConfigError if the store rejects the settings.
     """
     if is_host_store(settings) and not settings.secret_file.exists():
-        why = f"no store has run here: there is no secret yet ({settings.secret_file})"
+        why = f"no store has run here, because there is no secret yet ({settings.secret_file})"
         raise StoreUnavailable(why, reason="store_down")
     return open_store(settings, autostart=False, connect_timeout_s=ANSWER_S)
 
 
 def other_backend(settings: config.StoreConfig, command: str) -> ConfigError:
-    """The error of a command that this store does not offer."""
+    """Return the error for a command that this store does not support."""
     return ConfigError(
-        "store.backend", f"{settings.backend} offers no {command}", "Use the tools of that store."
+        "store.backend", f"{settings.backend} does not support {command}", "Use the tools of that store."
     )

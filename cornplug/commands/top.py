@@ -1,4 +1,4 @@
-"""`cornplug top`: the running store at a glance, once or live."""
+"""`cornplug top`: show statistics of the running store, once or continuously."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ _APPS = 8
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0. Raises StoreError where no store answers at the start."""
+    """Return exit status 0. Raises StoreError if no store responds at the start."""
     parser = argparse.ArgumentParser(
-        prog="cornplug top", description="Watch the running store: fill, hit rate, evictions, refusals."
+        prog="cornplug top",
+        description="Monitor the running store: usage, hit rate, evictions, rejected writes.",
     )
     parser.add_argument(
         "--interval",
         type=float,
         default=2.0,
         metavar="S",
-        help="seconds between looks (default: %(default)s)",
+        help="seconds between updates (default: %(default)s)",
     )
-    parser.add_argument("--once", action="store_true", help="print the counts since the store began, and end")
-    parser.add_argument("--json", action="store_true", help="print those counts as JSON, and end")
+    parser.add_argument("--once", action="store_true", help="print the counts since the start and exit")
+    parser.add_argument("--json", action="store_true", help="print these counts as JSON and exit")
     args = parser.parse_args(argv)
     if args.interval < 0.1:
-        parser.error("--interval: at least 0.1 seconds")
+        parser.error("--interval: must be at least 0.1 seconds")
     settings = config.load().store
     store = running_store(settings)
     try:
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class StatChange:
-    """The counts that have come about between two looks, `seconds` apart; None: since the store began."""
+    """Changes of the counts within `seconds`, or since the store started if that is None."""
 
     seconds: float | None
     before: StoreStat | None
@@ -65,22 +66,22 @@ class StatChange:
 
     @classmethod
     def since_began(cls, now: StoreStat) -> StatChange:
-        """All counts."""
+        """Return the counts since the store started."""
         return cls(None, None, now)
 
     def of(self, count: str) -> str:
-        """A count of the store, as a rate where there are two looks."""
+        """Format the change of a count, as a rate unless it is since the store started."""
         before = getattr(self.before, count) if self.before is not None else 0
         return self._shown(getattr(self.now, count) - before)
 
     def hit_rate(self) -> str:
-        """Hits in 100 reads."""
+        """Format the hit rate in percent."""
         before = (self.before.hits, self.before.misses) if self.before is not None else (0, 0)
         hits, misses = self.now.hits - before[0], self.now.misses - before[1]
         return f"{100 * hits / (hits + misses):.0f} %" if hits + misses > 0 else "-"
 
     def of_namespace(self, name: str) -> tuple[str, str, str]:
-        """Hits, evictions and refusals of a namespace."""
+        """Format the hits, evictions and rejected writes of a namespace."""
         was = None if self.before is None else self.before.namespaces.get(name)
         before_counts = (0, 0, 0) if was is None else _counts(was)
         counts = zip(_counts(self.now.namespaces[name]), before_counts, strict=True)
@@ -97,7 +98,7 @@ def _counts(one: NamespaceStat) -> tuple[int, int, int]:
 
 
 def view(now: StoreStat, change: StatChange) -> Group:
-    """The tables that `cornplug top` shows."""
+    """Return the tables that `cornplug top` shows."""
     fill = now.used_bytes / now.capacity_bytes if now.capacity_bytes else 0.0
     bar = "█" * round(_BAR * fill)
     head = Table.grid(padding=(0, 2))
@@ -138,9 +139,9 @@ def _watch(store: Store, first: StoreStat, interval_s: float) -> None:
                 try:
                     now, now_s = store.stat(deadline_s=ANSWER_S), time.monotonic()
                 except StoreError as e:
-                    live.update(Text(f"{e}\n\nLooking again every {interval_s:g} s."), refresh=True)
+                    live.update(Text(f"{e}\n\nRetrying every {interval_s:g} s."), refresh=True)
                     continue
-                # Another store than before has smaller counts.
+                # If the counts are smaller, the store was restarted.
                 restarted = now.hits < before.hits or now.evictions < before.evictions
                 change = (
                     StatChange.since_began(now) if restarted else StatChange(now_s - looked_s, before, now)

@@ -1,7 +1,8 @@
-"""`cornplug warm FILE`: an app's prompts and images into the store, before its users come.
+"""`cornplug warm FILE`: load an app's prompts and images into the store before its users arrive.
 
-Images with `--encoder` go to the encoder service first, then each request to the engine, for one token. A
-request is put twice where the engine saves pages that a second request has (`engine.save = "second"`).
+With `--encoder`, images are sent to the encoder service first. Then each request is sent to the engine with
+max_tokens=1. Requests are sent twice if the engine saves a page only when a second request uses it
+(`engine.save = "second"`).
 """
 
 from __future__ import annotations
@@ -32,48 +33,49 @@ from cornplug.encoder_service.wire.decodings import DECODINGS, DEFAULT, Decoding
 from cornplug.errors import ConfigError
 
 _SETTLED_S: Final = 1.5
-"""Counts that have not changed for so long are the last ones."""
+"""Time without a change after which the counts are final."""
 _SETTLE_S: Final = 15.0
 _LOOK_S: Final = 0.5
 _EPILOG: Final = """\
-FILE has one JSON object a line, as the app sends it to the engine; model, cache_salt, tools and other fields
-count as they do there:
+FILE has one JSON object per line, in the form in which the app sends it to the engine. Fields such as model,
+cache_salt and tools have the same meaning as in the engine's API:
   {"messages": [{"role": "system", "content": "..."}]}
   {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "photo.jpg"}}]}]}
   {"prompt": "..."}
   {"images": ["photo.jpg"]}                 to the encoder service only
 
-A salt must be the one of the app's later requests, and images are found only with the preprocessing and
-dtype of the same model. The counts are the engine's own: other requests of that time are in them."""
+The cache_salt must be the same as in the app's later requests. Images are only found by engines with the same
+model, preprocessing and dtype. The reported counts include other requests to the engine during this time."""
 
 
 @dataclass(slots=True)
 class WarmReport:
-    """The outcome of a run."""
+    """Result of a run."""
 
     lines: int = 0
     requests: int = 0
     prompt_tokens: int = 0
     images: Counter[str] = field(default_factory=Counter)
-    """Origin -> images that the encoder service has answered."""
+    """Number of images that the encoder service returned, by origin."""
     errors: list[LineError] = field(default_factory=list)
     counts: StoreCounts | None = None
-    """None where the engine publishes none."""
+    """None if the engine does not publish counters of cornplug."""
 
     def failed(self) -> set[int]:
-        """Numbers of the lines that are not done."""
+        """Return the numbers of the lines that failed."""
         return {error.line for error in self.errors}
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0 when every line is done, else 1. Raises ConfigError where no engine answers."""
+    """Return exit status 0 if all lines succeeded, else 1. Raises ConfigError if the engine does not
+    respond."""
     args = _parser().parse_args(argv)
     if not (args.engine or args.encoder or args.check):
-        _parser().error("name an --engine, an --encoder, or both")
+        _parser().error("--engine, --encoder or both are required")
     try:
         lines, errors = read(args.file)
     except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError("FILE", f"cannot read {args.file}: {e}", "Give a JSONL file in UTF-8.") from e
+        raise ConfigError("FILE", f"cannot read {args.file}: {e}", "Use a JSONL file in UTF-8.") from e
     report = WarmReport(lines=len(lines) + len({error.line for error in errors}), errors=errors)
     if not args.check:
         _run(args, lines, report)
@@ -90,32 +92,41 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug warm",
-        description="Put an app's prompts and images into the store, through a running engine.",
+        description="Load an app's prompts and images into the store, using a running engine.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="requests of the app, one JSON object a line")
-    parser.add_argument("--engine", metavar="URL", help="a vLLM or SGLang that shares: http://HOST:PORT")
-    parser.add_argument("--encoder", metavar="URL", help="an encoder service, for the images of all lines")
-    parser.add_argument("--model", metavar="NAME", help="for lines without one (default: the engine's first)")
+    parser.add_argument(
+        "file", type=Path, metavar="FILE", help="requests of the app, one JSON object per line"
+    )
+    parser.add_argument(
+        "--engine", metavar="URL", help="vLLM or SGLang server with cornplug: http://HOST:PORT"
+    )
+    parser.add_argument("--encoder", metavar="URL", help="encoder service to which all images are sent")
+    parser.add_argument(
+        "--model", metavar="NAME", help="model of lines without one (default: the engine's first model)"
+    )
     parser.add_argument(
         "--decoding", choices=DECODINGS,
-        help="decode the images as this release of an engine does (default: the release of --engine, else "
+        help="decode images like this release of an engine (default: the release of --engine, or "
         f"{DEFAULT})",
     )  # fmt: skip
-    parser.add_argument("--app", metavar="NAME", help="the app that the encoder service counts the images by")
+    parser.add_argument("--app", metavar="NAME", help="app under which the encoder service counts the images")
     parser.add_argument(
-        "--concurrency", type=int, default=4, metavar="N", help="requests at a time (default: %(default)s)"
+        "--concurrency", type=int, default=4, metavar="N", help="concurrent requests (default: %(default)s)"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="S", help="seconds for one request (default: 600)"
-    )
+        "--timeout", type=float, default=600.0, metavar="S",
+        help="timeout of one request in seconds (default: 600)",
+    )  # fmt: skip
     parser.add_argument(
         "--api-key-env", default="OPENAI_API_KEY", metavar="NAME",
-        help="environment variable with the engine's and the service's key (default: %(default)s)",
+        help="environment variable with the API key of the engine and the service (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--left", type=Path, metavar="FILE", help="write the lines that are not done there")
-    parser.add_argument("--check", action="store_true", help="read FILE and its images, and send nothing")
+    parser.add_argument("--left", type=Path, metavar="FILE", help="write failed lines to FILE")
+    parser.add_argument(
+        "--check", action="store_true", help="read FILE and its images without sending requests"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -137,9 +148,9 @@ def _run(args: argparse.Namespace, lines: Sequence[WarmLine], report: WarmReport
                 _Requests(engine, args.concurrency, report, progress).send(lines)
             for line in lines:
                 if not line.path and not args.encoder:
-                    report.errors.append(LineError(line.number, "images", "wants an --encoder"))
+                    report.errors.append(LineError(line.number, "images", "requires --encoder"))
                 elif line.path and engine is None and not line.images:
-                    report.errors.append(LineError(line.number, "", "has no image, and wants an --engine"))
+                    report.errors.append(LineError(line.number, "", "has no image and requires --engine"))
     finally:
         if engine is not None:
             engine.close()
@@ -154,7 +165,7 @@ def _encode(
     key: str | None,
     decoding: Decoding | None,
 ) -> None:
-    """Send the images to the encoder service, a model and a salt at a time."""
+    """Send the images to the encoder service, grouped by model and salt."""
     groups: dict[tuple[str, str | None], list[tuple[WarmLine, str, bytes]]] = {}
     for line in lines:
         named = line.body.get("model") or model
@@ -162,7 +173,7 @@ def _encode(
             if isinstance(named, str):
                 groups.setdefault((named, line.salt), []).append((line, name, data))
             else:
-                report.errors.append(LineError(line.number, "model", "missing: give it here or by --model"))
+                report.errors.append(LineError(line.number, "model", "missing: set it here or with --model"))
     task = progress.add_task("images", total=sum(map(len, groups.values())))
     if not groups:
         return
@@ -182,7 +193,7 @@ def _encode(
 
 
 class _Requests:
-    """The requests to one engine."""
+    """Requests to one engine."""
 
     def __init__(
         self, engine: WarmedEngine, concurrency: int, report: WarmReport, progress: Progress
@@ -191,7 +202,7 @@ class _Requests:
         self._report, self._progress = report, progress
 
     def send(self, lines: Sequence[WarmLine]) -> None:
-        """Put each line, and once more those that are stored when a second request has them."""
+        """Send each line, and send the lines again if the engine saves only pages of a second request."""
         lines = [line for line in lines if line.path]
         before = self._engine.counts()
         done = self._put(lines, "requests", self._answered)
@@ -210,7 +221,7 @@ class _Requests:
     def _put(
         self, lines: Sequence[WarmLine], what: str, answered: Callable[[WarmLine, int], None]
     ) -> list[WarmLine]:
-        """Those of the lines that the engine has answered; the errors of the others are reported."""
+        """Send lines and return those that succeeded. Errors of the other lines are added to the report."""
         task, done = self._progress.add_task(what, total=len(lines)), []
         with ThreadPoolExecutor(self._concurrency) as pool:
             sent = {pool.submit(self._engine.send, line): line for line in lines}
@@ -225,13 +236,13 @@ class _Requests:
         return done
 
     def _settled(self, before: StoreCounts | None, line: WarmLine) -> StoreCounts | None:
-        """The counts since `before`, once they change no more: pages are saved beside and after requests."""
+        """Return the counts since `before` when they stop changing. Pages are also saved after a request."""
         if before is None:
             return None
         counts, changed_s = before, time.monotonic()
         end_s = changed_s + _SETTLE_S
         while time.monotonic() < min(end_s, changed_s + _SETTLED_S):
-            # An engine publishes its counts with a further step. It has this prompt in its own cache.
+            # An engine publishes its counts in a later step. This prompt is already in its own cache.
             self._engine.send(line)
             now = self._engine.counts()
             if now is not None and now != counts:
@@ -255,7 +266,7 @@ def _tell(args: argparse.Namespace, report: WarmReport) -> None:
 
 def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Iterator[tuple[str, str]]:
     left = len(report.failed())
-    yield "lines", f"{report.lines}, of which {left} are not done" if left else f"{report.lines}"
+    yield "lines", f"{report.lines}, of which {left} failed" if left else f"{report.lines}"
     if args.check:
         return
     yield "requests", f"{report.requests} with {report.prompt_tokens} prompt tokens"
@@ -264,19 +275,19 @@ def _rows(args: argparse.Namespace, report: WarmReport, page_tokens: int) -> Ite
         size = f"{counts.saved_bytes / (1 << 20):.1f} MiB"
         yield "stored", f"{stored * page_tokens} tokens ({stored} pages of {page_tokens}, {size})"
         loaded = counts.loaded_tokens
-        yield "already there", f"{loaded + there * page_tokens} tokens, of which the engine loaded {loaded}"
+        yield "already stored", f"{loaded + there * page_tokens} tokens, of which the engine loaded {loaded}"
         yield "not stored", _reasons(counts.pages) or "none"
         embeddings = counts.embeddings
-        yield "images of the engine", f"{embeddings['stored']} stored, {counts.embedding_hits} from outside"
+        yield "images (engine)", f"{embeddings['stored']} stored, {counts.embedding_hits} cache hits"
     elif report.requests:
-        yield "stored", "unknown: the engine has no counts of cornplug's at /metrics"
+        yield "stored", "unknown: the engine has no metrics of cornplug at /metrics"
     if args.encoder:
         cached = report.images["cached"]
-        yield "images of the service", f"{report.images.total() - cached} encoded, {cached} already there"
+        yield "images (service)", f"{report.images.total() - cached} encoded, {cached} already stored"
 
 
 def _reasons(pages: Counter[str]) -> str:
-    """Pages that were offered and are not in the store, by outcome."""
+    """Format the numbers of pages that were offered but not stored, by outcome."""
     known = {"stored", "present", "first_sight"}
     return ", ".join(f"{count} pages {name}" for name, count in sorted(pages.items()) if name not in known)
 

@@ -1,4 +1,4 @@
-"""An engine as `cornplug warm` uses it: requests to its OpenAI API, and its counters of the store."""
+"""Client of an engine for `cornplug warm`: requests to its OpenAI API, and its counters of cornplug."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from cornplug.host import tls_context
 
 _ATTEMPTS: Final = 5
 _PAUSE_S: Final = 0.5
-"""Before the second attempt; twice as long before each further one."""
+"""Delay before the second attempt. It doubles for each further attempt."""
 _AGAIN: Final = (408, 429, 502, 503, 504)
 
 
 @dataclass(slots=True)
 class StoreCounts:
-    """The engine's counts since its start."""
+    """Counts of an engine since its start."""
 
     pages: Counter[str] = field(default_factory=Counter)
-    """Outcome -> KV pages offered to the store."""
+    """Number of KV pages offered to the store, by outcome."""
     embeddings: Counter[str] = field(default_factory=Counter)
-    """Outcome -> embeddings offered to the store."""
+    """Number of embeddings offered to the store, by outcome."""
     embedding_hits: int = 0
     loaded_tokens: int = 0
     saved_bytes: int = 0
-    """Of KV pages."""
+    """Bytes of saved KV pages."""
 
     def since(self, before: StoreCounts) -> StoreCounts:
-        """The differences from the counts `before`."""
+        """Return the changes since the counts `before`."""
         return StoreCounts(
             self.pages - before.pages,
             self.embeddings - before.embeddings,
@@ -49,7 +49,7 @@ class WarmedEngine:
     """One engine at a URL. Thread-safe."""
 
     def __init__(self, url: str, *, model: str | None, api_key: str | None, timeout_s: float) -> None:
-        """Raises ConfigError where no engine answers."""
+        """Connect to the engine. Raises ConfigError if it does not respond."""
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.url = url.rstrip("/").removesuffix("/v1")
         self._client = httpx.Client(
@@ -67,12 +67,12 @@ class WarmedEngine:
             answer = self._client.get("/v1/models").raise_for_status()
             return str(answer.json()["data"][0]["id"])
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as e:
-            raise ConfigError("--engine", f"{self.url}: {e}", "Give the address of a running engine.") from e
+            raise ConfigError("--engine", f"{self.url}: {e}", "Use the address of a running engine.") from e
 
     def send(self, line: WarmLine) -> int | LineError:
-        """The prompt's tokens by the engine's count; or why it has not answered."""
+        """Send a request and return the number of prompt tokens that the engine reports, or the error."""
         if self._lost:
-            return LineError(line.number, "", "not sent, as the engine does not answer")
+            return LineError(line.number, "", "not sent, because the engine does not respond")
         body = {"model": self.model, **line.body}
         problem, lost = "", 0
         for attempt in range(_ATTEMPTS):
@@ -81,20 +81,20 @@ class WarmedEngine:
             try:
                 answer = self._client.post(line.path, json=body)
             except httpx.HTTPError as e:
-                problem, lost = f"the engine does not answer: {str(e) or type(e).__name__}", attempt + 1
+                problem, lost = f"the engine does not respond: {str(e) or type(e).__name__}", attempt + 1
                 continue
             if answer.status_code == 200:
                 return _prompt_tokens(answer)
             name, problem = _refusal(answer)
             if answer.status_code not in _AGAIN:
                 return LineError(line.number, name, problem)
-        # The other lines would wait as long for an engine that is gone.
+        # Every other line would wait just as long.
         if lost == _ATTEMPTS:
             self._lost = True
         return LineError(line.number, "", problem)
 
     def counts(self) -> StoreCounts | None:
-        """None where the engine publishes no counters of cornplug's."""
+        """Return the engine's counts, or None if it does not publish counters of cornplug."""
         try:
             answer = self._client.get("/metrics", timeout=10, follow_redirects=True)
             if answer.status_code != 200 or "cornplug_" not in answer.text:
@@ -116,8 +116,8 @@ class WarmedEngine:
         return found
 
     def decoding(self) -> Decoding | None:
-        """The rule by which the engine decodes images; None if it names no known release."""
-        # SGLang has no /version; vLLM has /server_info in its development mode only.
+        """Return how the engine decodes images, or None if its release is unknown."""
+        # SGLang has no /version, and vLLM has /server_info only in development mode.
         for engine, path in (("vllm", "/version"), ("sglang", "/server_info")):
             try:
                 answer = self._client.get(path, timeout=10)
@@ -128,7 +128,7 @@ class WarmedEngine:
         return None
 
     def close(self) -> None:
-        """End its connections."""
+        """Close the connections."""
         self._client.close()
 
 
@@ -140,7 +140,7 @@ def _prompt_tokens(answer: httpx.Response) -> int:
 
 
 def _refusal(answer: httpx.Response) -> tuple[str, str]:
-    """(field, problem) of an answer that is an error, as vLLM and SGLang write it."""
+    """Return (field, problem) from an error response of vLLM or SGLang."""
     problem: Any = None
     name: Any = None
     try:

@@ -1,11 +1,11 @@
-"""The file of `cornplug warm`: one JSON object a line, as an app sends it to an OpenAI API.
+"""Reader for the file of `cornplug warm`: one JSON object per line, as an app sends it to an OpenAI API.
 
-    {"prompt": "..."}                                  to /v1/completions
-    {"messages": [{"role": "user", "content": ...}]}   to /v1/chat/completions
-    {"images": ["photo.jpg"]}                          to the encoder service alone
+    {"prompt": "..."}                                  for /v1/completions
+    {"messages": [{"role": "user", "content": ...}]}   for /v1/chat/completions
+    {"images": ["photo.jpg"]}                          for the encoder service only
 
-A line may also be one of OpenAI's batch files, with the request in "body". Images are paths, relative to the
-file, data URLs, or http(s) URLs, which the engine fetches. A faulty line is an error of its own.
+A line can also come from an OpenAI batch file, with the request in "body". Images are paths relative to the
+file, data URLs, or http(s) URLs, which the engine fetches. Errors are reported for each line.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, Final
 from urllib.parse import unquote, urlsplit
 
 _DROPPED: Final = ("max_completion_tokens", "min_tokens", "n", "stream_options")
-"""Fields of a request that would have it make more than one token."""
+"""Fields of a request that are removed because they would make it generate more than one token."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """A line's fault, with the name of its field; "" for the whole line."""
+    """Error of a line, with the name of the field, or "" for the whole line."""
 
     line: int
     field: str
@@ -43,19 +43,19 @@ class WarmLine:
 
     number: int
     path: str = ""
-    """Of the API; "" for a line of images alone."""
+    """Path of the API, or "" for a line that has only images."""
     body: dict[str, Any] = field(default_factory=dict)
     images: list[tuple[str, bytes]] = field(default_factory=list)
-    """(field, bytes) of each image whose bytes are here."""
+    """(field, bytes) of each image, except images at http(s) URLs."""
 
     @property
     def salt(self) -> str | None:
-        """The tenant's salt."""
+        """The request's `cache_salt`."""
         return self.body.get("cache_salt")
 
 
 class _Wrong(Exception):
-    """A field that cannot be used; `read` makes it the line's error."""
+    """A field is invalid. `read` turns this into the error of the line."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(problem)
@@ -63,9 +63,9 @@ class _Wrong(Exception):
 
 
 def read(path: Path) -> tuple[list[WarmLine], list[LineError]]:
-    """The file's lines, and the errors of the other ones. Raises OSError and UnicodeDecodeError."""
+    """Return the valid lines, and the errors of the others. Raises OSError and UnicodeDecodeError."""
     lines, errors = [], []
-    # Not `splitlines`: a prompt may hold other line separators, which JSON does not escape.
+    # `splitlines` would also split at other line separators, which JSON does not escape.
     for number, raw in enumerate(path.read_text(encoding="utf-8").split("\n"), 1):
         if not raw.strip():
             continue
@@ -88,41 +88,41 @@ def _line(number: int, raw: str, folder: Path) -> WarmLine:
     line = WarmLine(number)
     salt = found.get("cache_salt")
     if not (salt is None or isinstance(salt, str)):
-        raise _Wrong("cache_salt", "not a text")
+        raise _Wrong("cache_salt", "must be a string")
     given = [name for name in ("prompt", "messages") if name in found]
     if len(given) > 1:
-        raise _Wrong("prompt", 'beside "messages": a line is one request')
+        raise _Wrong("prompt", 'cannot be combined with "messages": a line is one request')
     if not given and "images" not in found:
-        raise _Wrong("", 'none of "prompt", "messages" and "images"')
+        raise _Wrong("", 'needs "prompt", "messages" or "images"')
     line.body = {name: value for name, value in found.items() if name not in (*_DROPPED, "images")}
     if given == ["prompt"]:
         if not isinstance(found["prompt"], (str, list)) or not found["prompt"]:
-            raise _Wrong("prompt", "neither a text nor a list of tokens")
+            raise _Wrong("prompt", "must be a string or a list of tokens")
         line.path = "/v1/completions"
     elif given:
         line.path = "/v1/chat/completions"
         line.body["messages"] = list(_messages(line, found["messages"], folder))
     images = found.get("images", [])
     if not isinstance(images, list):
-        raise _Wrong("images", "not a list")
+        raise _Wrong("images", "must be a list")
     for i, image in enumerate(images):
         name = f"images[{i}]"
         data = _bytes(name, image, folder)
         if data is None:
-            raise _Wrong(name, "the encoder service is given bytes: name a file, or put it into messages")
+            raise _Wrong(name, "URLs are only supported in messages: use a file instead")
         line.images.append((name, data))
     line.body |= {"max_tokens": 1, "temperature": 0, "stream": False}
     return line
 
 
 def _messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[str, Any]]:
-    """The messages, with files as data URLs; their images are noted in `line`."""
+    """Yield the messages with files replaced by data URLs, and add their images to `line`."""
     if not isinstance(messages, list) or not messages:
-        raise _Wrong("messages", "not a list of messages")
+        raise _Wrong("messages", "must be a list of messages")
     for i, message in enumerate(messages):
         name = f"messages[{i}]"
         if not isinstance(message, dict):
-            raise _Wrong(name, "not an object")
+            raise _Wrong(name, "must be an object")
         if not isinstance(message.get("role"), str):
             raise _Wrong(f"{name}.role", "missing")
         content = message.get("content")
@@ -130,13 +130,13 @@ def _messages(line: WarmLine, messages: object, folder: Path) -> Iterator[dict[s
             parts = [_part(line, f"{name}.content[{j}]", part, folder) for j, part in enumerate(content)]
             message = {**message, "content": parts}
         elif not (content is None or isinstance(content, str)):
-            raise _Wrong(f"{name}.content", "neither a text nor a list of parts")
+            raise _Wrong(f"{name}.content", "must be a string or a list of parts")
         yield message
 
 
 def _part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
     if not isinstance(part, dict):
-        raise _Wrong(name, "not an object")
+        raise _Wrong(name, "must be an object")
     if part.get("type") != "image_url":
         return part
     image = part.get("image_url")
@@ -153,16 +153,16 @@ def _part(line: WarmLine, name: str, part: object, folder: Path) -> Any:
 
 
 def _bytes(name: str, url: object, folder: Path) -> bytes | None:
-    """An image's bytes; None for one of the network."""
+    """Return an image's bytes, or None for an http(s) URL."""
     if not isinstance(url, str) or not url:
-        raise _Wrong(name, "not a path or URL")
+        raise _Wrong(name, "must be a path or URL")
     if url.startswith(("http://", "https://")):
         return None
     if url.startswith("data:"):
         try:
             return base64.b64decode(url.partition(",")[2], validate=True)
         except binascii.Error as e:
-            raise _Wrong(name, f"no base64: {e}") from None
+            raise _Wrong(name, f"invalid base64: {e}") from None
     path = Path(unquote(urlsplit(url).path)) if url.startswith("file:") else folder / url
     try:
         return path.read_bytes()

@@ -1,7 +1,7 @@
-"""Run the shared encoder: load vision and audio towers once, serve engines by socket and apps by HTTP.
+"""Run the encoder service: load vision and audio towers once, for engines and HTTP clients.
 
-SIGTERM and SIGINT drain: new requests are refused, waiting ones are answered, the exit status is 0.
-SIGHUP serves the weights that are on disk now, without a pause (`WeightReloader`).
+SIGTERM and SIGINT drain the service: it refuses new requests, answers requests in flight, and exits with
+status 0. SIGHUP loads the weights that are on disk now, without interrupting service (`WeightReloader`).
 """
 
 from __future__ import annotations
@@ -54,21 +54,20 @@ from cornplug.store.host_memory import host_memory
 log = logging.getLogger(__name__)
 
 _LAST_S: Final = 1.0
-"""Time to send the last refusals, to requests that are cut off at the end of `encoder.drain_s`."""
+"""Time to send the last refusals to requests that are cut off at the end of `encoder.drain_s`."""
 
 CPU_BATCH_TOKENS: Final = 2048
-"""A few images use a core fully; more in one batch only wait for each other."""
+"""A few images use a core fully. Larger batches would only increase latency."""
 
 UNREAD_S: Final = 30.0
-"""Longest time that a client may leave its answer unread."""
+"""Maximum time that a client may leave its reply unread."""
 
 RENEW_S: Final = 5.0
-"""Seconds between two looks at the socket's file, which a cleaner of temporary folders may have removed."""
+"""Seconds between checks of the socket's file, which a cleaner of temporary folders may remove."""
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, which would raise a signal again after the shutdown, and exit with
-    it."""
+    """uvicorn without its signal handlers, which raise the signal again after shutdown and exit with it."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -77,19 +76,20 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundListeners:
-    """The listening sockets, bound before any weight is read: a wrong port or path fails at once."""
+    """The listening sockets. They are bound before weights are read, so a wrong port or path fails
+    immediately."""
 
     unix: SocketClaim
     http: socket.socket
 
     @classmethod
     def open(cls, config: Config) -> BoundListeners:
-        """Bind both sockets. Raises ConfigError that names the address which is taken."""
+        """Bind both sockets. Raises ConfigError with the address that is in use."""
         encoder = config.encoder
         family = socket.AF_INET6 if ":" in encoder.host else socket.AF_INET
         http = socket.socket(family, socket.SOCK_STREAM)
         http.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        # Connections inherit it: a client that takes nothing of its answer for so long is cut off.
+        # Connections inherit it. A client that does not read its reply for this time is disconnected.
         http.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
         try:
             http.bind((encoder.host, encoder.port))
@@ -98,8 +98,8 @@ class BoundListeners:
             http.close()
             raise ConfigError(
                 "encoder.port",
-                f"cannot listen at {encoder.host}:{encoder.port}: {e.strerror}",
-                "Give --port another one; 0 picks a free one.",
+                f"cannot listen on {encoder.host}:{encoder.port}: {e.strerror}",
+                "Set another --port, or 0 for any free port.",
             ) from e
         try:
             unix = SocketClaim(encoder.socket, setting="encoder.socket")
@@ -115,16 +115,16 @@ class BoundListeners:
 
 
 def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
-    """uvicorn's settings for the HTTP server."""
+    """Return uvicorn's settings for the HTTP server."""
     most = config.max_connections or connections_allowed()
     return uvicorn.Config(
         app,
         http=limited(most),
         ws="none",
-        # The client is the peer of the connection: headers about it are not believed, from this host either.
+        # The client is the peer of the connection. Forwarding headers are ignored, even from this host.
         proxy_headers=False,
         server_header=False,
-        # Connections that are taken in one turn of the loop, before any is closed for them.
+        # Connections accepted in one iteration of the loop, before older connections are closed for them.
         backlog=BACKLOG,
         log_level="warning",
         access_log=False,
@@ -133,7 +133,7 @@ def web_settings(app: ASGIApp, config: EncoderConfig) -> uvicorn.Config:
 
 
 async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners, *, secret: bytes) -> None:
-    """Serve until SIGTERM or SIGINT, then drain: `/ready` says so while the streams finish."""
+    """Serve until SIGTERM or SIGINT, then drain. `/ready` fails while streams finish."""
     gate, drain_s = DrainState(), config.encoder.drain_s
     app = create_app(encoder, config.encoder, secret=secret, gate=gate)
     web = _Uvicorn(web_settings(app, config.encoder))
@@ -143,7 +143,7 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stopping.set)
-    # Kept, for the loop itself holds its tasks weakly.
+    # A strong reference, because the loop holds its tasks weakly.
     reloads: set[asyncio.Future[None]] = set()
 
     def reload() -> None:
@@ -161,10 +161,10 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
     end = loop.time() + drain_s
     endpoint.stop_accepting()
     gate.close()
-    # What HTTP clients have begun may still submit media, so the encoder closes after them.
+    # HTTP requests in flight may still submit media, so the encoder closes after them.
     await gate.idle(drain_s)
     await asyncio.to_thread(encoder.drain, max(end - loop.time(), 0.0))
-    # What is still decoded or computed has no time left. It is refused, so that its client gets an answer.
+    # Requests that are still being decoded or computed are refused, so that their clients get a reply.
     await asyncio.to_thread(encoder.close)
     web.config.timeout_graceful_shutdown = math.ceil(max(end - loop.time(), _LAST_S))
     web.should_exit = True
@@ -173,13 +173,13 @@ async def serve(encoder: EncoderCore, config: Config, listeners: BoundListeners,
 
 
 async def _renew(claim: SocketClaim, endpoint: UnixServer) -> None:
-    """Listen at the socket's path as long as no other service does."""
+    """Keep listening at the socket's path until another service does."""
     while True:
         await asyncio.sleep(RENEW_S)
-        # On this loop's thread: a socket is made again between two turns, or not at all.
+        # On this loop's thread, so that the socket is never recreated in the middle of an iteration.
         listener = claim.renew()
         if listener is None:
-            log.error("another encoder service serves engines at this socket now: here, only HTTP goes on")
+            log.error("another encoder service now uses this socket; this service continues with HTTP only")
             endpoint.stop_accepting()
             return
         await endpoint.listen_at(listener)
@@ -190,15 +190,15 @@ def _reload(encoder: EncoderCore) -> None:
         changed = encoder.reload()
     except (CheckpointError, EncoderRefused) as e:
         AuditLog().did_here("reload", failed=str(e))
-        log.error("reload: %s. Everything is served as before.", e)
+        log.error("reload failed: %s. The previous weights stay in use.", e)
     else:
         AuditLog().did_here("reload", changed=[model.name for model in changed])
         names = ", ".join(f"{model.name} (epoch {model.epoch})" for model in changed)
-        log.info("reload: %s", f"now served anew: {names}" if names else "no weights have changed")
+        log.info("reload: %s", f"reloaded {names}" if names else "no weights have changed")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the service until a signal ends it. Raises ConfigError or CheckpointError at start."""
+    """Run the service until a signal ends it. Raises ConfigError or CheckpointError at startup."""
     args = parser((__doc__ or "").partition("\n")[0]).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -206,7 +206,7 @@ def main(argv: Sequence[str]) -> int:
     check(args)
     raise_descriptors()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    # Checked before minutes of loading, as the addresses are.
+    # Checked before loading, which may take minutes.
     UrlRules.of(config.encoder)
     check_exposure(config.encoder, config.qos)
     listeners = BoundListeners.open(config)
@@ -220,7 +220,7 @@ def main(argv: Sequence[str]) -> int:
             registry, replicas = _open_models(args, report)
         secret = read_secret(config.store.secret_file)
         store = None if args.no_store else open_store(config.store, autostart=False)
-        # No engine's loop waits here; a store that fails costs only the sharing.
+        # No engine's loop waits here. If the store fails, results are only not shared.
         cache = ResultCache(
             store, deadline_s=config.store.background_timeout_s, account_fraction=config.encoder.tenant_part
         )
@@ -260,15 +260,15 @@ def main(argv: Sequence[str]) -> int:
         listeners.close()
     console.print("stopped")
     if not ended:
-        # Nothing interrupts a tower's layer or an image processor, and Python would wait for their threads.
+        # A tower's layer or an image processor cannot be interrupted, and Python would wait for the threads.
         logging.shutdown()
         os._exit(0)
     return 0
 
 
 def _open_models(args: argparse.Namespace, report: Report) -> tuple[ModelRegistry, list[ReplicaExecutor]]:
-    """The models, and the processes that compute them; with --replicas 0 this process computes, and there are
-    none."""
+    """Return the models and the worker processes. With --replicas 0 this process computes, and the list is
+    empty."""
     devices = devices_of(args.device, args.replicas) if args.replicas else []
     threads = args.threads or max(1, cores() // max(1, len(devices)))
     if not devices:

@@ -13,21 +13,23 @@ from cornplug.errors import ConfigError
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raises ConfigError before weights are read, which may take minutes."""
+    """Validate the flags before weights are read, which may take minutes. Raises ConfigError."""
     if args.threads is not None and args.threads < 1:
-        raise ConfigError("--threads", f"{args.threads} threads compute nothing", "Write 1 or more.")
+        raise ConfigError("--threads", f"must be at least 1, not {args.threads}", "Set it to 1 or more.")
     kind, _, number = args.device.partition(":")
     if kind not in ("cpu", "cuda") or (number and not number.isdigit()):
-        raise ConfigError("--device", f"{args.device!r} is unknown", "Write cpu, cuda, or cuda:N.")
+        raise ConfigError("--device", f"unknown device {args.device!r}", "Set cpu, cuda or cuda:N.")
     have = torch.cuda.device_count() if kind == "cuda" else 1
     if int(number or 0) >= have:
-        raise ConfigError("--device", f"{args.device} is not there: {have} GPUs", "Write --device cpu.")
+        raise ConfigError(
+            "--device", f"{args.device} does not exist, this host has {have} GPUs", "Set --device cpu."
+        )
     if args.replicas:
         devices_of(args.device, args.replicas)
 
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings that flags override, for `config.load`."""
+    """Return the settings that flags override, for `config.load`."""
     given = {
         "encoder.socket": args.socket,
         "encoder.host": args.host,
@@ -43,13 +45,13 @@ def overrides(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The parser of all flags; each help text has its unit and default."""
+    """Return the parser of all flags. Each help text has its unit and default."""
     out = argparse.ArgumentParser(
         prog="cornplug encoder",
         description=description,
-        epilog="SGLang: `sglang.launch_server --language-only --encoder-urls http://HOST:PORT` is served on "
-        "the HTTP port with --sglang, by --encoder-transfer-backend zmq_to_scheduler or zmq_to_tokenizer. "
-        "With several models the URL ends in /sglang/NAME.",
+        epilog="With --sglang, the HTTP port also serves `sglang.launch_server --language-only "
+        "--encoder-urls http://HOST:PORT` with --encoder-transfer-backend zmq_to_scheduler or "
+        "zmq_to_tokenizer. If the service has several models, append /sglang/NAME to the URL.",
     )
     out.add_argument(
         "--model",
@@ -60,67 +62,65 @@ def parser(description: str) -> argparse.ArgumentParser:
     out.add_argument(
         "--dtype",
         default="bfloat16",
-        help="dtype of the engines that share: float32, float16, bfloat16 (default)",
+        help="dtype of the engines that use this service: float32, float16, or bfloat16 (default)",
     )
     out.add_argument(
         "--device",
         default="cuda" if torch.cuda.is_available() else "cpu",
-        help="cpu, cuda, or cuda:N (default: cuda where there is a GPU)",
+        help="cpu, cuda, or cuda:N (default: cuda if the host has a GPU)",
     )
     out.add_argument(
         "--replicas",
         type=int,
         default=0,
-        help="number of computing processes, one per GPU; on a CPU they divide the cores. One that dies is "
-        "restarted while the others take its work (default: 0, compute in this process)",
+        help="number of worker processes, one per GPU; on a CPU they divide the cores. A worker that dies is "
+        "restarted while the other workers take over (default: 0, compute in this process)",
     )
     out.add_argument(
         "--compile",
         action="store_true",
-        help="torch.compile the towers' layers in their first batches, which take seconds (default: off)",
+        help="apply torch.compile to the towers' layers; the first batches then take seconds (default: off)",
     )
     out.add_argument(
         "--socket",
         type=Path,
-        help="unix socket for engines of this host (default: in /tmp/cornplug-UID)",
+        help="unix socket for engines on this host (default: in /tmp/cornplug-UID)",
     )
-    out.add_argument("--host", help="HTTP address to listen at (default: 127.0.0.1)")
+    out.add_argument("--host", help="HTTP address to listen on (default: 127.0.0.1)")
     out.add_argument("--port", type=int, help="HTTP port (default: 8750); 0 picks a free one")
     out.add_argument(
         "--sglang",
         action="store_true",
         default=None,
-        help="serve SGLang's --language-only servers on the HTTP port, too (default: off)",
+        help="also serve SGLang's --language-only servers on the HTTP port (default: off)",
     )
     out.add_argument(
         "--receivers",
-        help="networks (10.1.0.0/16, ...) of SGLang servers whose embeddings another host asks for",
+        help="networks (10.1.0.0/16, ...) of SGLang servers that may receive what another host requests",
     )
     out.add_argument(
         "--require-key",
         action="store_true",
         default=None,
-        help="answer only HTTP requests with a key: a class's ([qos.classes.NAME]) or the operator's",
+        help="reject HTTP requests without a key of a class ([qos.classes.NAME]) or of the operator",
     )
     out.add_argument(
         "--allow-anonymous",
         action="store_true",
         default=None,
-        help="allow a --host beyond this host without keys (default: off)",
+        help="allow requests from other hosts without a key (default: off)",
     )
-    out.add_argument(
-        "--names", help="host names by which HTTP clients reach this service, with commas between"
-    )
+    out.add_argument("--names", help="comma-separated host names that HTTP clients use for this service")
     out.add_argument(
         "--store-socket", type=Path, help="unix socket of the store (default: in /tmp/cornplug-UID)"
     )
     out.add_argument(
-        "--no-store", action="store_true", help="use no store: answers carry the embedding itself"
+        "--no-store", action="store_true", help="run without a store; replies contain the embedding itself"
     )
     out.add_argument(
         "--threads",
         type=int,
-        help="torch threads of each computing process (default: all cores but one; several replicas "
-        "divide all cores; 1 if a GPU computes without replicas)",
+        help="torch threads of each worker process (default: all cores but one; with replicas, an equal "
+        "share of all cores; 1 on a GPU without replicas)",
     )
     return out

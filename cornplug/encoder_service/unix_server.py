@@ -1,7 +1,7 @@
-"""The unix socket for engines of this host and user: a handshake, then frames of `wire/messages.py`.
+"""Unix socket server for engines of this host and user: a handshake, then frames of `wire/messages.py`.
 
-A connection that sends other bytes is closed; the others go on. When a client goes, its requests are
-cancelled, and no tower runs for them.
+A connection that sends invalid bytes is closed; other connections are not affected. When a client
+disconnects, its requests are cancelled and no tower runs for them.
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user, frame, read_frame, read_frame_length
 
 _LARGE_BYTES: Final = 256 << 10
-"""Larger frames are decoded on a thread."""
+"""Frames above this size are decoded on a thread."""
 _LARGE_AT_ONCE: Final = 4
-"""Large frames that all connections together hold at a time, of at most MAX_FRAME_BYTES each."""
+"""Maximum number of large frames that all connections together hold at a time, each at most
+MAX_FRAME_BYTES."""
 FRAME_S: Final = 30.0
-"""Longest time in which a large frame must arrive. An engine that is stopped in the middle of one holds a
-place until then."""
+"""Maximum time to receive a large frame. An engine that stops in the middle of a frame occupies a slot
+until then."""
 
 log = logging.getLogger(__name__)
 
 
 class UnixServer:
-    """Accepts connections on a listening unix socket and speaks the protocol on each."""
+    """Server that accepts connections on a unix socket and speaks the protocol on each."""
 
     def __init__(self, encoder: EncoderCore, listener: socket.socket, *, secret: bytes) -> None:
         self._encoder = encoder
@@ -58,12 +59,12 @@ class UnixServer:
         self._frames = _FrameReader()
 
     async def start(self) -> None:
-        """Begin to accept."""
-        # A descriptor for asyncio alone: the claim closes its own when it makes the socket again.
+        """Start accepting connections."""
+        # A separate descriptor for asyncio, because the claim closes its own when it recreates the socket.
         self._server = await asyncio.start_unix_server(self._accept, sock=self._listener.dup())
 
     async def listen_at(self, listener: socket.socket) -> None:
-        """Accept there from now on; open connections go on."""
+        """Accept new connections on another listener. Open connections continue."""
         if listener is not self._listener:
             before, self._listener = self._server, listener
             await self.start()
@@ -71,12 +72,12 @@ class UnixServer:
                 before.close()
 
     def stop_accepting(self) -> None:
-        """Take no new connection; open ones go on."""
+        """Stop accepting new connections. Open connections continue."""
         if self._server is not None:
             self._server.close()
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         self.stop_accepting()
         for task in self._connections:
             task.cancel()
@@ -90,21 +91,22 @@ class UnixServer:
             task.add_done_callback(self._connections.discard)
         try:
             if (uid := foreign_user(writer.get_extra_info("socket"))) is not None:
-                log.warning("refused a connection of user %d", uid)
+                log.warning("refused a connection from user %d", uid)
                 return
             if not await _greeted(reader, writer, ServiceHandshake(self._secret)):
                 return
             await _Connection(self._encoder, self._frames, reader, writer).run()
         except (ConnectionError, asyncio.IncompleteReadError):
-            pass  # The client has gone.
+            pass  # The client has disconnected.
         except asyncio.CancelledError:
-            pass  # `close`: the task ends here; asyncio (3.11) would log a cancelled one as an error.
+            pass  # `close` cancelled the task. asyncio (3.11) would log a cancelled task as an error.
         finally:
             writer.close()
 
 
 class _FrameReader:
-    """Reads requests of all connections, with a bound on the bytes of large frames. For one event loop."""
+    """Reader of requests for all connections, with a limit on the bytes of large frames. For one event
+    loop."""
 
     def __init__(self) -> None:
         self._decode = msgspec.msgpack.Decoder(Request).decode
@@ -112,9 +114,9 @@ class _FrameReader:
         self._threads = ThreadPoolExecutor(1, "cornplug-frames")
 
     async def request(self, reader: asyncio.StreamReader) -> Request:
-        """The next request.
+        """Read the next request.
 
-        Raises ProtocolError, msgspec.MsgspecError and RecursionError for bytes that are no request, and
+        Raises ProtocolError, msgspec.MsgspecError and RecursionError for invalid bytes, and
         IncompleteReadError at the end of the stream.
         """
         size = await read_frame_length(reader, limit=MAX_FRAME_BYTES)
@@ -125,7 +127,7 @@ class _FrameReader:
                 async with asyncio.timeout(FRAME_S):
                     body = await reader.readexactly(size)
             except TimeoutError:
-                raise ProtocolError(f"a frame of {size} bytes did not come within {FRAME_S:g} s") from None
+                raise ProtocolError(f"a frame of {size} bytes did not arrive within {FRAME_S:g} s") from None
             return await asyncio.get_running_loop().run_in_executor(self._threads, self._decode, body)
 
     def close(self) -> None:
@@ -154,10 +156,10 @@ class _Connection:
                 try:
                     request = await self._frames.request(self._reader)
                 except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
-                    log.warning("closed a connection: no message of this protocol: %s", e)
+                    log.warning("closed a connection: invalid message: %s", e)
                     return
                 self._handle(request)
-                # A client that reads no answers may not make us hold ever more of them.
+                # Bound the memory for replies that a client does not read.
                 await self._writer.drain()
         finally:
             for future in tuple(self._pending):
@@ -181,7 +183,7 @@ class _Connection:
             answer = future.result()
             try:
                 self._send(answer)
-            except ValueError as e:  # No store took the embedding, and it is larger than a frame.
+            except ValueError as e:  # The embedding is not in a store, and is larger than a frame.
                 self._send(EncodeRefusal(id=answer.id, reason="internal", message=str(e)))
 
     def _send(self, reply: Reply) -> None:
@@ -191,7 +193,7 @@ class _Connection:
 async def _greeted(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answering: ServiceHandshake
 ) -> bool:
-    """Whether the engine has proved in time that it has the secret."""
+    """Return whether the engine has proved in time that it has the secret."""
     try:
         async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
             challenge = answering.challenge(await read_frame(reader, limit=MAX_BYTES))
@@ -200,7 +202,7 @@ async def _greeted(
     except TimeoutError:
         log.warning("closed a connection: no handshake within %g s", HANDSHAKE_TIMEOUT_S)
     except (UntrustedPeer, ProtocolError, msgspec.MsgspecError, RecursionError) as e:
-        log.warning("closed a connection: no engine that has this secret, or one of another version: %s", e)
+        log.warning("closed a connection: the engine has another secret or protocol version: %s", e)
     else:
         return True
     return False

@@ -1,8 +1,9 @@
-"""Where each field of an engine's config class stands: in the key, harmless, or a reason not to share.
+"""Tables that classify each field of an engine's config class: in the key, harmless, or a reason not to
+share.
 
-An engine gains settings with every release, and a new one may change values. So a field that stands in
-none of the tables counts as "refuse" once it is set. The tables are data of the engines' rooms; a test
-there asks `misplaced` for every class.
+Each release of an engine adds settings, and a new setting may change results. A field that is in none of the
+tables therefore prevents sharing if it is set. The tables are in the engines' packages, where a test calls
+`misplaced` for every class.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from typing import Any, Final
 from cornplug.errors import CheckpointError
 
 AS_OVERRIDE: Final = "override"
-"""In `FieldTables.in_key`: the value itself goes into the key wherever it is not the default."""
-_UNKNOWN: Final = "a setting that this release of cornplug does not know; at its default the engine shares"
+"""Value in `FieldTables.in_key` for a field whose value goes into the key when it is not the default."""
+_UNKNOWN: Final = "this release of cornplug does not know the setting; leave it at its default to share"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FieldTables:
-    """The three tables of one config class. Every field stands in exactly one of them."""
+    """The three tables of one config class. Every field is in exactly one of them."""
 
     of: str
-    """The config class, as messages name it."""
+    """Name of the config class in messages."""
     in_key: Mapping[str, str]
-    """field -> `AS_OVERRIDE`, or in words how else its effect comes into the key."""
+    """field -> `AS_OVERRIDE`, or a description of how its effect enters the key."""
     harmless: Mapping[str, str]
-    """field -> why no value of it changes shared entries."""
+    """field -> reason why its values do not change shared entries."""
     refused: Mapping[str, str]
-    """field -> why nothing is shared where it is not at its default."""
+    """field -> reason why nothing is shared when it is not at its default."""
     same_as_default: Mapping[str, frozenset[Any]] = field(default_factory=dict)
     """field -> values equivalent to the default."""
     not_in_all: frozenset[str] = frozenset()
@@ -42,21 +43,22 @@ class FieldTables:
 
 @dataclass(frozen=True, slots=True)
 class SettingsVerdict:
-    """The overrides and refusals that follow from the settings of one engine."""
+    """Overrides and refusals that result from the settings of one engine."""
 
     overrides: Mapping[str, Any]
-    """"Class.field" -> value, JSON only: part of every key. {} where all is as by default."""
+    """"Class.field" -> JSON value. The overrides are part of every key. Empty if all settings are at their
+    defaults."""
     refusals: Mapping[str, str]
-    """"Class.field" -> why the entries that it changes cannot be shared. {} where sharing is right."""
+    """"Class.field" -> reason why the affected entries cannot be shared. Empty if they can."""
 
     def __or__(self, other: SettingsVerdict) -> SettingsVerdict:
         return SettingsVerdict({**self.overrides, **other.overrides}, {**self.refusals, **other.refusals})
 
     def overrides_or_raise(self) -> dict[str, Any]:
-        """The overrides. Raises CheckpointError("settings") that names every field in the way."""
+        """Return the overrides. Raises CheckpointError("settings") that names every refused field."""
         if self.refusals:
             raise CheckpointError(
-                "settings under which nothing can be shared: "
+                "these settings prevent sharing:  "
                 + "; ".join(f"{name}: {why}" for name, why in sorted(self.refusals.items())),
                 reason="settings",
             )
@@ -64,10 +66,9 @@ class SettingsVerdict:
 
 
 def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str, Any]) -> SettingsVerdict:
-    """The verdict on the resolved `values` of every field, of an engine that has these `defaults`.
+    """Judge the resolved `values` of all fields of an engine with these `defaults`.
 
-    A field that has no default counts as set. A value that JSON cannot carry is refused where the key
-    would need it.
+    A field without a default counts as set. A value that has no JSON form is refused if the key needs it.
     """
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
@@ -83,31 +84,31 @@ def judge(tables: FieldTables, values: Mapping[str, Any], defaults: Mapping[str,
         if where is None:
             refusals[full] = tables.refused.get(
                 name,
-                "a setting that this release of cornplug does not know; leave it at its default to share",
+                "this release of cornplug does not know the setting; leave it at its default to share",
             )
             continue
         try:
             overrides[full] = plain(value)
         except TypeError as e:
-            refusals[full] = f"its value cannot be identified: {e}"
+            refusals[full] = f"cornplug cannot identify its value: {e}"
     return SettingsVerdict(overrides, refusals)
 
 
 def misplaced(tables: FieldTables, fields: Iterable[str]) -> dict[str, str]:
-    """name -> defect, of fields in none of the tables or in several, and of names that the class no longer
-    has. For tests."""
+    """Return name -> defect, for fields that are in no table or in several, and for names that the class no
+    longer has. Used by tests."""
     existing = set(fields)
     places = (tables.in_key, tables.harmless, tables.refused)
     found = {name: sum(name in place for place in places) for name in existing}
-    wrong = {name: "in none of the tables" for name, count in found.items() if count == 0}
-    wrong |= {name: "in several tables" for name, count in found.items() if count > 1}
+    wrong = {name: "not in any table" for name, count in found.items() if count == 0}
+    wrong |= {name: "in more than one table" for name, count in found.items() if count > 1}
     listed = {name for place in (*places, tables.same_as_default) for name in place}
-    return wrong | dict.fromkeys(listed - existing - tables.not_in_all, f"no field of {tables.of}")
+    return wrong | dict.fromkeys(listed - existing - tables.not_in_all, f"{tables.of} has no such field")
 
 
 def defaults_of(config_class: Any) -> dict[str, Any]:
-    """The defaults of a dataclass, pydantic's (`Field(default=...)`) too; without those that only an
-    instance of it can make."""
+    """Defaults of a dataclass, including pydantic's `Field(default=...)`. Fields whose default needs an
+    instance are left out."""
     found: dict[str, Any] = {}
     for one in dataclasses.fields(config_class):
         default, factory = one.default, one.default_factory
@@ -123,7 +124,7 @@ def defaults_of(config_class: Any) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON carries it. Raises TypeError for a value without such a form."""
+    """Return the JSON form of a value. Raises TypeError if it has none."""
     if isinstance(value, enum.Enum):
         value = value.value
     if value is None or isinstance(value, bool | int | str):
@@ -132,7 +133,7 @@ def plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
-            raise TypeError("a mapping whose keys are no words")
+            raise TypeError("a mapping has keys that are not strings")
         return {key: plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
@@ -145,7 +146,7 @@ def plain(value: Any) -> Any:
 
 def _same(value: Any, other: Any) -> bool:
     try:
-        # As text: to Python True is 1, and 1 is 1.0.
+        # Compare the JSON text, because Python treats True, 1 and 1.0 as equal.
         return json.dumps(plain(value), sort_keys=True) == json.dumps(plain(other), sort_keys=True)
     except TypeError:
         return value is other

@@ -1,4 +1,5 @@
-"""The identity of an engine's model, read on a thread: a checkpoint's first fingerprint takes minutes."""
+"""Identity of an engine's model, computed on a thread. The first fingerprint of a checkpoint takes
+minutes."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from cornplug.errors import CheckpointError
 T = TypeVar("T")
 
 FIRST_WAIT_S: Final = 2.0
-"""Longest that all callers together wait for a checkpoint that was never fingerprinted before."""
+"""Maximum time that all callers together wait for a checkpoint without a cached fingerprint."""
 _NOT_SHARED: Final = {
     "KV": "cornplug: KV of this engine is not shared: %s",
     "embeddings": "cornplug: embeddings of this engine are not shared: %s",
@@ -21,12 +22,12 @@ _NOT_SHARED: Final = {
 
 
 class BackgroundIdentity(Generic[T]):
-    """Begins to identify a model when it is made. Thread-safe.
+    """Identifies a model on a thread, starting at construction. Thread-safe.
 
     Args:
         identify: returns the identity. Raises CheckpointError if the model cannot be identified.
-        shared: the kind of entries that need the identity.
-        log: the logger's method for the line that says why the model cannot be identified.
+        shared: kind of entries that need the identity.
+        log: logger method for the line that gives the reason if the model cannot be identified.
     """
 
     def __init__(
@@ -41,32 +42,31 @@ class BackgroundIdentity(Generic[T]):
         self._ended = threading.Event()
         self._waits_until_s: float | None = None
         self.found: T | None = None
-        """None until the model is identified, and if it cannot be."""
+        """The identity, or None if the model is not identified yet or cannot be."""
         threading.Thread(target=self._run, name="cornplug-identify", daemon=True).start()
 
     @property
     def failure(self) -> str:
-        """The reason why the model cannot be identified; "" while that is not known."""
+        """Reason why the model cannot be identified, or "" if no failure is known."""
         return self._failed.reason if self._failed is not None else ""
 
     def get(self) -> T:
-        """The identity. Raises CheckpointError: "identifying" until `identify` returns, then the error that
-        it raised, "identity_error" for an error of another class.
-        """
+        """Return the identity. Raises CheckpointError: "identifying" until `identify` returns, then the error
+        that it raised. Any other exception becomes "identity_error"."""
         if self.found is not None:
             return self.found
         raise self._failed or CheckpointError("the checkpoint is still being read", reason="identifying")
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the reading ended, well or not, within that time."""
+        """Wait for `identify` to finish, and return whether it did within the timeout."""
         return self._ended.wait(timeout_s)
 
     def first_wait(self) -> bool:
-        """`wait` for the rest of `FIRST_WAIT_S`."""
+        """Call `wait` with the rest of `FIRST_WAIT_S`."""
         return self.wait(self.first_wait_s())
 
     def first_wait_s(self) -> float:
-        """Seconds left of `FIRST_WAIT_S`, which begin with the first call; 0 once the reading ended."""
+        """Seconds left of `FIRST_WAIT_S` since the first call, or 0 once `identify` has finished."""
         now = time.monotonic()
         if self._waits_until_s is None:
             self._waits_until_s = now + FIRST_WAIT_S
@@ -86,9 +86,10 @@ class BackgroundIdentity(Generic[T]):
 
 
 class CurrentIdentity(Generic[T]):
-    """The identity of the weights that an engine holds now, begun anew after each update. Thread-safe.
+    """Identity of the weights that an engine currently holds. It is computed again after each update.
+    Thread-safe.
 
-    Arguments as `BackgroundIdentity`'s.
+    The arguments are the same as for `BackgroundIdentity`.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class CurrentIdentity(Generic[T]):
         self._at = self._begin(weights_guard.epoch())
 
     def now(self) -> tuple[int, BackgroundIdentity[T]]:
-        """(epoch, identity of its weights). While weights are replaced: those before."""
+        """Return (epoch, identity of its weights). During an update, the previous epoch."""
         epoch = weights_guard.epoch()
         if epoch != self._at[0] and not epoch & 1:
             with self._lock:
@@ -111,8 +112,8 @@ class CurrentIdentity(Generic[T]):
         return self._at
 
     def get(self) -> tuple[int, T]:
-        """(epoch, identity of its weights). Raises as `BackgroundIdentity.get`; "weights_updated" while
-        weights are replaced, and where no checkpoint is known to hold them."""
+        """Return (epoch, identity of its weights). Raises as `BackgroundIdentity.get`, and "weights_updated"
+        during an update or if no checkpoint is known to contain the weights."""
         epoch, identity = self.now()
         found = identity.get()
         if weights_guard.replaced() or weights_guard.epoch() != epoch:
@@ -123,7 +124,8 @@ class CurrentIdentity(Generic[T]):
         def identify() -> T:
             found = self._identify()
             source = engine_state.current().source()
-            # `identify` may have read of a later epoch. A start-up that shares nothing has no source.
+            # `identify` may have read the weights of a later epoch. At epoch 0, a process without shared
+            # state has no source.
             if epoch and (source is None or source.epoch != epoch):
                 raise _updated()
             return found

@@ -1,10 +1,11 @@
-"""The policy of getting an embedding from the encoder service, for both engines' drivers.
+"""Policy for fetching an embedding from the encoder service, used by both plugins.
 
     not in the store ──may ask──> asked ──valid reply────────> "service_*"
                           │         └─ error, late, invalid ─> a miss; the service's failures start a back-off
                           └─ unidentified, not served, down, backed off ─> a miss
 
-No I/O, no threads and no clock: vLLM's room polls an engine's loop, SGLang's awaits on an event loop.
+This module has no I/O, threads or clock. The vLLM plugin polls it from an engine's loop, the SGLang plugin
+awaits on an event loop.
 """
 
 from __future__ import annotations
@@ -22,27 +23,29 @@ from cornplug.errors import CodecError, CornplugError, EncoderError, EncoderUnav
 
 @dataclass(frozen=True, slots=True)
 class ExpectedEmbedding:
-    """The embedding that an engine needs."""
+    """Expected form of an embedding that an engine needs."""
 
     key: bytes
     rows: int
     width: int | None = None
-    """Columns; None where the process does not know the language model's."""
+    """Number of columns, or None if the process does not know the language model's width."""
     dtype: str | None = None
-    """torch's name without "torch."; None as for `width`."""
+    """torch's name without "torch.", or None if unknown."""
 
     def check(self, dtype: str, shape: Sequence[int], size_bytes: int) -> None:
-        """Raise CodecError("wrong_shape") unless an entry or a reply is of this form."""
+        """Raise CodecError("wrong_shape") unless an entry or a reply has this form."""
         wanted = (self.rows, shape[-1] if self.width is None and shape else self.width)
         if tuple(shape) != wanted or dtype not in ITEM_BYTES or self.dtype not in (None, dtype):
             raise CodecError(f"{dtype} {tuple(shape)}", reason="wrong_shape")
         if size_bytes != math.prod(shape) * ITEM_BYTES[dtype]:
-            raise CodecError(f"{size_bytes} bytes for {dtype} {tuple(shape)}", reason="wrong_shape")
+            raise CodecError(
+                f"expected {dtype} {tuple(shape)}, received {size_bytes} bytes", reason="wrong_shape"
+            )
 
 
 class EncoderRequestPolicy:
-    """Whether to ask the service, and whether to believe its replies. Times are of one monotonic clock, in
-    seconds. Used by one thread."""
+    """Decides whether to send a request to the encoder service and whether to accept its reply. Times are
+    seconds of one monotonic clock. Used by one thread."""
 
     def __init__(self) -> None:
         self._backoff = BackOff()
@@ -50,41 +53,48 @@ class EncoderRequestPolicy:
     def identity_to_ask(
         self, tower: TowerIdentity | None, *, identified: bool, refusal: EncoderError | None, now: float
     ) -> bytes:
-        """The model identity of a request to the service.
+        """Return the model identity for a request to the service.
 
         Args:
-            tower: the engine's, None if there is none, or none yet: `identified` tells which.
-            refusal: the reason why the connection would fail a request at once.
+            tower: the engine's tower, or None. `identified` tells whether the engine has no tower or has not
+                identified it yet.
+            refusal: the error with which the connection would reject a request immediately, if any.
 
-        Raises EncoderError without a request: before pixels are packed, which takes tens of milliseconds.
+        Raises EncoderError if no request should be sent. Packing pixels takes tens of milliseconds, so call
+        this first.
         """
         if tower is None or tower.served_identity is None:
             reason = "not_served" if identified else "identifying"
-            raise EncoderUnavailable("no service is known to serve this model", reason=reason)
+            raise EncoderUnavailable("no encoder service is known to serve this model", reason=reason)
         if refusal is not None:
             raise refusal
         if self._backoff.spares(now):
-            raise EncoderUnavailable("the service failed a moment ago", reason="encoder_backoff")
+            raise EncoderUnavailable("the encoder service failed recently", reason="encoder_backoff")
         return tower.served_identity
 
     def replied(self, reply: EncodeReply, expected: ExpectedEmbedding) -> str:
-        """The source of an embedding, as metrics label it. If the reply holds no tensor, the store has it.
+        """Return the source of an embedding as a metrics label. If the reply has no tensor, the embedding is
+        in the store.
 
         Raises EncoderUnavailable("encoder_bad_response"), CodecError("wrong_shape").
         """
         self._backoff.answered()
         if reply.key != expected.key:
-            raise EncoderUnavailable("the service answered for another key", reason="encoder_bad_response")
+            raise EncoderUnavailable(
+                "the encoder service replied with a different key", reason="encoder_bad_response"
+            )
         if reply.tensor is not None:
             expected.check(reply.tensor.dtype, reply.tensor.shape, len(reply.tensor.data))
         return f"service_{reply.origin}"
 
     def failed(self, error: CornplugError, now: float) -> str:
-        """The reason of the miss after a request that ended so. The service's failures start a back-off."""
+        """Return the miss reason for a failed request. Failures of the service start a backoff."""
         if isinstance(error, EncoderError):
             self._backoff.failed(error, now)
         return error.reason
 
     def late(self, now: float) -> str:
-        """`failed`, for a request without a reply inside its deadline."""
-        return self.failed(EncoderUnavailable("no reply in time", reason="encoder_timeout"), now)
+        """Return the miss reason for a request that exceeded its deadline."""
+        return self.failed(
+            EncoderUnavailable("the encoder service did not reply in time", reason="encoder_timeout"), now
+        )

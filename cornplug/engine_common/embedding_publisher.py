@@ -1,4 +1,4 @@
-"""Embeddings that an engine had to compute, published on a thread for other engines."""
+"""Background saves of embeddings that an engine had to compute."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 _MAX_WAITING: Final = 64
 _MAX_WAITING_BYTES: Final = 256 << 20
-"""Embeddings kept alive for publishing: with a slow store the engine's memory comes first. One that is
-larger is taken alone."""
+"""Maximum bytes of embeddings that wait to be saved, so a slow store cannot exhaust the engine's memory. A
+larger embedding is accepted if nothing else waits."""
 
 log = logging.getLogger(__name__)
 
 
 class EmbeddingPublisher:
-    """Publishes in the background. Calls `report(outcome, bytes)` once for each offer, from any thread."""
+    """Saves embeddings in the background. Calls `report(outcome, bytes)` once for each offer, from any
+    thread."""
 
     def __init__(self, runtime: EngineRuntime, report: Callable[[str, int], None]) -> None:
         self._run = runtime
@@ -35,17 +36,17 @@ class EmbeddingPublisher:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="cornplug-publish")
         self._lock = threading.Lock()
         self._waiting: list[int] = []
-        """Bytes of each embedding that waits."""
+        """Size in bytes of each waiting embedding."""
 
     def offer(
         self, key: bytes, embedding: torch.Tensor, *, cost_s: float = 0.0, patience_s: float = 0.0
     ) -> None:
-        """Publish an embedding, shape (rows, hidden), of any device. Returns at once, or when others have
-        made room for it.
+        """Save an embedding of shape (rows, hidden), on any device. Returns immediately, or after waiting for
+        capacity.
 
         Args:
-            cost_s: Seconds that this engine's tower takes to compute it; 0 where that is not measured.
-            patience_s: The longest wait for room.
+            cost_s: Seconds that this engine's tower takes to compute it, or 0 if not measured.
+            patience_s: Maximum wait for capacity.
         """
         import torch
 
@@ -70,11 +71,11 @@ class EmbeddingPublisher:
             return True
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all offers so far have been reported."""
+        """Wait until all previous offers have been reported."""
         wait([self._thread.submit(lambda: None)], timeout_s)
 
     def close(self) -> None:
-        """Finish the publication under way; drop the queue."""
+        """Finish the current save and drop the queue."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _publish(self, key: bytes, embedding: torch.Tensor, mark: Any, cost_s: float) -> None:
@@ -83,7 +84,7 @@ class EmbeddingPublisher:
             if mark is not None:
                 import torch
 
-                # A thread begins on device 0, where a rank of another one wants no context.
+                # A new thread uses device 0, and would create a context there.
                 torch.cuda.set_device(embedding.device)
                 mark.synchronize()
             payload = raw_bytes(embedding)
@@ -100,7 +101,7 @@ class EmbeddingPublisher:
                 cost_s=cost_s,
             )
         except CornplugError as e:
-            log.debug("embedding not published: %s", e)
+            log.debug("embedding not saved: %s", e)
             outcome = e.reason
         finally:
             with self._lock:

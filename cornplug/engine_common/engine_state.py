@@ -1,13 +1,13 @@
-"""State that all processes of one engine share: its start time, the origin of its weights, and its measured
+"""State shared by all processes of one engine: its start time, the origin of its weights, and the measured
 cost of an embedding.
 
-The epoch counts replacements of the weights by known ones, of a checkpoint or of a trainer that names them:
-it is odd while they are replaced, and even after. Only the engine's first rank makes it even, once every
-rank holds the new weights.
+The epoch counts replacements of the weights by known weights, either from a checkpoint or from a trainer that
+names them. It is odd during an update and even otherwise. Only the engine's first rank makes it even, after
+every rank has loaded the new weights.
 
-It lies in a page of anonymous memory. The process that resolves the engine's configuration makes the page,
-its children open it through /proc. So a process that learns of replaced weights tells every API server and
-engine core in the same instant, and nothing is left behind when the engine dies.
+The state is a page of anonymous memory. The process that resolves the engine's configuration creates it, and
+child processes open it through /proc. When one process learns that weights were replaced, all API servers and
+engine cores see it immediately. Nothing is left behind when the engine dies.
 """
 
 from __future__ import annotations
@@ -33,64 +33,64 @@ _COSTS_AT: Final = 32
 _CORES: Final = 44
 _EPOCH: Final = 48
 _SOURCE: Final = struct.Struct("<QHB")
-"""When it was about to be read, bytes of its name, and whether that is a version."""
+"""Time before the source was read, length of its name in bytes, and whether the name is a version."""
 _SOURCE_AT: Final = 56
 _NAME_AT: Final = _SOURCE_AT + _SOURCE.size
 _PAGE: Final = mmap.PAGESIZE
 LONGEST_PATH_BYTES: Final = _PAGE - _NAME_AT
-"""Of `EngineState.end_update`."""
+"""Maximum path length for `EngineState.end_update`."""
 LONGEST_VERSION_BYTES: Final = 1024
-"""Of `EngineState.end_named_update`."""
+"""Maximum version length for `EngineState.end_named_update`."""
 
 
 class WeightSource(NamedTuple):
-    """The origin of an engine's weights in one epoch."""
+    """Origin of an engine's weights in one epoch."""
 
     epoch: int
     path: str | None
-    """The folder that they were replaced from; None for the checkpoint that the engine started with, and for
-    a trainer's weights."""
+    """Folder that the weights were loaded from, or None for the checkpoint at start and for a trainer's
+    weights."""
     began_ns: int
-    """As `EngineState.began_ns`, of the time when that folder was about to be read."""
+    """Time before the folder was read, on the clock of `EngineState.began_ns`."""
     version: str | None = None
-    """The name that a trainer gave these weights; None for a checkpoint's."""
+    """Name that a trainer gave these weights, or None for the weights of a checkpoint."""
 
 
 class EngineState:
-    """One page that an engine's processes share."""
+    """State page that the processes of one engine share."""
 
     def __init__(self, page: mmap.mmap | None) -> None:
-        """`page` None: this process could not reach the others'."""
+        """Wrap a page. None means that this process could not open the engine's page."""
         self._page = page
-        # One machine word: a reader in another process sees the old number or the new one.
+        # The number is one machine word, so a reader in another process never sees a partial value.
         self._epoch = memoryview(page)[_EPOCH : _EPOCH + 8].cast("Q") if page is not None else None
         self.epoch_word: Sequence[int] = (0,) if self._epoch is None else self._epoch
-        """`epoch()` is its only item: for the engine's thread, which reads it in each step."""
+        """A sequence whose only item is `epoch()`, for fast reads in each step."""
 
     def began_ns(self) -> int:
-        """When the engine was about to be configured, by the clock of files; before any weight was read."""
+        """Time before the engine was configured and any weight was read, on the clock of file timestamps."""
         return int(_BEGAN.unpack_from(self._page)[1]) if self._page is not None else _HERE_SINCE_NS
 
     def replaced(self) -> bool:
-        """Whether the weights may not be the checkpoint's. True if this process cannot see the state."""
+        """Whether the weights may differ from the checkpoint. True if this process cannot read the state."""
         page = self._page
         return page is None or page[_FLAG] != 0 or page[_EPOCH] & 1 != 0
 
     def unknown(self) -> bool:
-        """Whether no further update makes the weights known."""
+        """Whether the weights are unknown until the engine restarts."""
         return self._page is None or self._page[_FLAG] != 0
 
     def note_replaced(self, value: bool = True) -> None:
-        """The weights are unknown from here on. False, for tests: they are those of the start."""
+        """Mark the weights as unknown. Tests pass False to reset the mark."""
         if self._page is not None:
             self._page[_FLAG] = int(value)
             if self._epoch is not None and not value:
                 self._epoch[0] = self._page[_CORES] = 0
 
     def core_began(self) -> None:
-        """Another scheduler of requests began here: of a replica, or of the process's next engine.
+        """Record that another request scheduler started: a replica, or the next engine in this process.
 
-        The source of weights is one for all of them, so after an update none of them shares.
+        All schedulers share one source of weights, so with several of them nothing is shared after an update.
         """
         if self._page is not None:
             self._page[_CORES] = min(self._page[_CORES] + 1, 255)
@@ -98,36 +98,38 @@ class EngineState:
                 self.note_replaced()
 
     def one_core(self) -> bool:
-        """Whether one scheduler of requests began here, and no other."""
+        """Whether exactly one request scheduler started."""
         return self._page is not None and self._page[_CORES] == 1
 
     def epoch(self) -> int:
-        """Odd while the weights are replaced by known ones, even otherwise; 0 at the start."""
+        """Epoch of the weights: odd during an update, even otherwise, 0 at the start."""
         return self._epoch[0] if self._epoch is not None else 0
 
     def begin_update(self) -> int:
-        """The epoch, which is odd from now on. From every process that takes part, any number of times."""
+        """Begin an update and return the epoch, which is now odd. Every participating process may call this
+        repeatedly."""
         if self._epoch is None:
             return 1
         self._epoch[0] |= 1
         return self._epoch[0]
 
     def end_update(self, epoch: int, path: str, began_ns: int) -> None:
-        """The weights are those of a folder, in the epoch after an odd one.
+        """End an update: the weights now come from a folder.
 
-        From the engine's first rank, once every rank has loaded them. Raises ValueError for a path that is
-        too long.
+        Called by the engine's first rank after every rank has loaded the weights. Raises ValueError if the
+        path is too long.
         """
         name = os.fsencode(path)
         if len(name) > LONGEST_PATH_BYTES:
-            raise ValueError(f"a path of {len(name)} bytes")
+            raise ValueError(f"path too long: {len(name)} bytes")
         self._end(epoch, name, began_ns, is_version=False)
 
     def end_named_update(self, epoch: int, version: str) -> None:
-        """The weights are those that a trainer calls by this name. Otherwise as `end_update`."""
+        """End an update: the weights now are those that a trainer calls by this name. Otherwise like
+        `end_update`."""
         name = version.encode("utf-8", errors="surrogatepass")
         if len(name) > LONGEST_VERSION_BYTES:
-            raise ValueError(f"a version of {len(name)} bytes")
+            raise ValueError(f"version too long: {len(name)} bytes")
         self._end(epoch, name, 0, is_version=True)
 
     def _end(self, epoch: int, name: bytes, began_ns: int, *, is_version: bool) -> None:
@@ -137,7 +139,7 @@ class EngineState:
             self._epoch[0] = epoch + 1
 
     def source(self) -> WeightSource | None:
-        """The origin of the weights; None while they are replaced, and where it is unknown."""
+        """Origin of the weights, or None during an update and if the origin is unknown."""
         epoch = self.epoch()
         if self._page is None or self.replaced():
             return None
@@ -145,7 +147,7 @@ class EngineState:
             return WeightSource(0, None, self.began_ns())
         began_ns, size, is_version = _SOURCE.unpack_from(self._page, _SOURCE_AT)
         name = bytes(self._page[_NAME_AT : _NAME_AT + size])
-        # Another update may have begun, and even ended, meanwhile.
+        # Another update may have begun, or even ended, in the meantime.
         if self.epoch() != epoch:
             return None
         if is_version:
@@ -154,19 +156,19 @@ class EngineState:
         return WeightSource(epoch, os.fsdecode(name), began_ns)
 
     def note_costs(self, *, encode_row_s: float, fetch_pays: bool) -> None:
-        """Publish the measured cost of an embedding: seconds that the tower takes for a row, and whether a
-        fetch from the store is quicker. From the process that runs the tower to those that ask a service.
-        """
+        """Publish the measured cost of an embedding: seconds per row of the tower, and whether fetching from
+        the store is faster. Called by the process that runs the tower, for the processes that send requests
+        to a service."""
         if self._page is not None:
             _COSTS.pack_into(self._page, _COSTS_AT, encode_row_s, not fetch_pays)
 
     def encode_row_s(self) -> float | None:
-        """Seconds that the engine's own tower takes for a row; None before it has run."""
+        """Seconds per row of the engine's own tower, or None if it has not run yet."""
         seconds = float(_COSTS.unpack_from(self._page, _COSTS_AT)[0]) if self._page is not None else 0.0
         return seconds or None
 
     def fetch_pays(self) -> bool:
-        """Whether to take embeddings from the store; True until it was measured."""
+        """Whether fetching embeddings from the store is faster than encoding. True until measured."""
         return self._page is None or not _COSTS.unpack_from(self._page, _COSTS_AT)[1]
 
     def _begin(self, began_ns: int) -> None:
@@ -180,9 +182,9 @@ _state: EngineState | None = None
 
 
 def begin(*, anew: bool = False) -> None:
-    """Say that an engine is about to be configured here. In its children: nothing, they know already.
+    """Record that an engine is about to be configured in this process. Does nothing in its child processes.
 
-    `anew`: it is another engine than those that this process began before, which keep their own state.
+    `anew`: the engine is not one of those that this process began before. Those keep their own state.
     """
     global _state
     now = time.time_ns()
@@ -195,7 +197,7 @@ def begin(*, anew: bool = False) -> None:
 
 
 def current() -> EngineState:
-    """The state of the engine that this process is part of; made where there is none."""
+    """State of the engine that this process belongs to. Created if there is none."""
     global _state
     if _state is None:
         with _lock:
@@ -206,7 +208,8 @@ def current() -> EngineState:
 
 def _create() -> mmap.mmap:
     token = secrets.token_bytes(_TOKEN_BYTES)
-    fd = os.memfd_create("cornplug-engine")  # stays open: children come by it
+    # The file stays open, because child processes open it through /proc.
+    fd = os.memfd_create("cornplug-engine")
     os.ftruncate(fd, _PAGE)
     page = mmap.mmap(fd, _PAGE)
     _BEGAN.pack_into(page, 0, token, _HERE_SINCE_NS)
@@ -220,10 +223,10 @@ def _attach() -> mmap.mmap | None:
         with open(f"/proc/{int(pid)}/fd/{int(fd)}", "r+b") as file:
             page = mmap.mmap(file.fileno(), _PAGE)
     except (OSError, ValueError) as e:
-        _log.warning("cornplug: this process cannot see its engine's state and shares nothing: %s", e)
+        _log.warning("cornplug: this process cannot read its engine's state and shares nothing: %s", e)
         return None
     if bytes(page[:_TOKEN_BYTES]) != bytes.fromhex(token):
-        # The engine that this environment is of has ended, and its process id is another's.
-        _log.warning("cornplug: the engine's state is gone; this process shares nothing")
+        # The engine of this environment has ended, and another process has its process id.
+        _log.warning("cornplug: the engine's state file was removed; this process shares nothing")
         return None
     return page

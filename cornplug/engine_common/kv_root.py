@@ -23,7 +23,7 @@ _READ_ALIKE: Final = frozenset(
         *("beta_fast", "beta_slow", "mscale", "mscale_all_dim"),
     }
 )
-"""Fields of a rotary embedding that mean the same to both engines."""
+"""Fields of a rotary embedding that both engines interpret in the same way."""
 
 
 def page_root(
@@ -34,13 +34,13 @@ def page_root(
     adapter: bytes | None,
     salt: str | None,
 ) -> bytes:
-    """The root of the page keys of one namespace (32 bytes).
+    """Return the root of the page keys of one namespace (32 bytes).
 
     Args:
-        identity: (language model fingerprint, KV spec), as `EngineModel.kv_identity` gives it.
-        page: geometry of the whole model's pages, not of a rank's part.
-        adapter: `Adapters.digest` of the LoRA that the request runs under; None for none.
-        salt: the tenant's; None is the deployment's shared domain, "" is a salt.
+        identity: (language model fingerprint, KV spec), from `EngineModel.kv_identity`.
+        page: geometry of the whole model's pages, not of a rank's shard.
+        adapter: `Adapters.digest` of the request's LoRA adapter, or None.
+        salt: the tenant's salt. None is the deployment's shared domain, "" is a salt.
     """
     fingerprint, spec = identity
     extra: dict[str, Any] = {"page": page.spec()}
@@ -50,19 +50,20 @@ def page_root(
 
 
 def engine_of_latents(engine: str, config: Mapping[str, Any]) -> str:
-    """The only engine that shares this model's latents, for `PageGeometry.engine`: "" where both do.
+    """Return the only engine that can share this model's MLA latents, for `PageGeometry.engine`, or "" if
+    both can.
 
     Args:
         engine: "vllm" or "sglang".
-        config: The whole config that the engine runs, as transformers' `to_dict`.
+        config: The whole config that the engine runs, from transformers' `to_dict`.
     """
     rope, named = config.get("rope_parameters") or {}, set(config.get("architectures") or ())
     compared = (
         len(named) == 1
         and named <= _COMPARED
-        # Both cache the rotary key with its pairs side by side; SGLang asks this field, vLLM does not.
+        # Both engines cache the rotary key with interleaved pairs. SGLang reads this field, vLLM does not.
         and config.get("rope_interleave", True) is True
-        # SGLang has another class for a rotary embedding that nothing scales, and no test runs it.
+        # SGLang uses another class for unscaled rotary embeddings, which is not tested.
         and rope.get("rope_type") in _YARN
         and rope.keys() <= _READ_ALIKE
     )

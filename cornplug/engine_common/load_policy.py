@@ -1,6 +1,6 @@
-"""Whether a load pays, by this engine's own measurements of loading and of computing.
+"""Decides whether loading is faster than computing, from this engine's own measurements.
 
-Nothing here is configured or assumed. A load without a recent measurement is tried, which measures it.
+Nothing is configured or assumed. A load without a recent measurement is tried, to measure it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from cornplug.store.recall import FAR_WAIT_S
 When = Literal["pays", "always"]
 
 _FADE: Final = 0.9
-"""Factor by which each sample reduces the weight of earlier ones: some ten samples count."""
+"""Decay of a sample's weight per new sample, so about ten samples count."""
 _FRESH_S: Final = 60.0
-"""Age at which a measurement of loads expires: loads that do not pay are tried again."""
+"""Age at which a measurement of loads expires, so loads that were too slow are tried again."""
 _TALK_S: Final = 60.0
 _FAR_SHARE: Final = 0.05
 _FAR_MOST_S: Final = 0.05
 
 
 class FadedRate:
-    """Seconds a unit of work took lately, as the ratio of faded sums: large samples weigh more."""
+    """Recent seconds per unit of work, as a ratio of decayed sums. Large samples weigh more."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,22 +39,21 @@ class FadedRate:
             self._at = self._clock()
 
     def seconds(self, units: float, *, fresh_s: float = math.inf) -> float | None:
-        """How long so many units take; None where nothing was measured in the last `fresh_s`."""
+        """Seconds for `units` of work, or None if nothing was measured in the last `fresh_s`."""
         if not self._units or self._clock() - self._at > fresh_s:
             return None
         return self._seconds / self._units * units
 
     def per_second(self) -> float:
-        """Units a second; 0 where nothing was measured."""
+        """Units per second, or 0 if nothing was measured."""
         return self._units / self._seconds if self._seconds else 0.0
 
 
 class StepSlope:
-    """The time that one more token adds to an engine's step: the slope of seconds over tokens in its steps.
+    """Time that one more token adds to an engine's step: the slope of seconds over tokens.
 
-    A step has a part that does not depend on its tokens (weights are read in any case), so the
-    plain ratio would make short prompts look dear. Where all steps were alike, or noise hides the
-    slope, the ratio has to do.
+    Each step also has a fixed cost, such as reading the weights, so the plain ratio would overestimate short
+    prompts. The ratio is used if all steps were similar or if noise hides the slope.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class StepSlope:
         self._xx, self._xy = self._xx * _FADE + tokens * tokens, self._xy * _FADE + tokens * seconds
 
     def seconds(self, tokens: int) -> float | None:
-        """How long the computing of so many tokens more takes; None where nothing was measured."""
+        """Seconds to compute `tokens` more tokens, or None if nothing was measured."""
         if not self._x:
             return None
         ratio = self._y / self._x
@@ -80,7 +79,7 @@ class StepSlope:
 
 
 class LoadRule:
-    """Loads a prefix only where that is quicker than to compute it. Used by one thread."""
+    """Loads a prefix only if that is faster than computing it. Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -91,61 +90,65 @@ class LoadRule:
         self._said_at = -math.inf
 
     def computed(self, tokens: int, seconds: float) -> None:
-        """A step of the engine: all its tokens, and how long it took."""
+        """Record a step of the engine: the number of tokens, and its duration."""
         self._prefill.note(tokens, seconds)
 
     def moved(self, size_bytes: int, seconds: float) -> None:
-        """Add a move: payload bytes, and seconds that the movers spent on them."""
+        """Record a transfer: payload bytes, and the seconds that it took."""
         self._moving.note(size_bytes, seconds)
 
     def noticed(self, seconds: float) -> None:
-        """A load was alone: how long it took beyond its moving, in steps of the engine."""
+        """Record the latency of a single load beyond its transfer, caused by the engine's steps."""
         self._noticing.note(1, max(0.0, seconds))
 
     def pays(self, *, tokens: int, size_bytes: int, queued_bytes: int, first_s: float = 0.0) -> bool:
-        """Whether to load `tokens` of `size_bytes`, behind `queued_bytes` of other loads and `first_s` of a
-        disk."""
+        """Return whether to load `tokens` of `size_bytes`, after `queued_bytes` of other loads and `first_s`
+        of disk reads."""
         load_s, compute_s = self.load_s(size_bytes + queued_bytes), self.compute_s(tokens)
         if self._when == "always" or compute_s is None or (load_s is None and not first_s):
             return True
         return first_s + (load_s or 0.0) < compute_s
 
     def load_s(self, size_bytes: int) -> float | None:
-        """How long a load of so many bytes takes; None where none was measured lately."""
+        """Seconds to load `size_bytes`, or None if no load was measured recently."""
         moving = self._moving.seconds(size_bytes, fresh_s=_FRESH_S)
         return None if moving is None else moving + (self._noticing.seconds(1) or 0.0)
 
     def compute_s(self, tokens: int) -> float | None:
-        """How long this engine takes to compute them; None before its first measured step."""
+        """Seconds to compute `tokens`, or None before the first measured step."""
         return self._prefill.seconds(tokens)
 
     def far_wait_s(self, tokens: int) -> float:
-        """How long a request may wait for the answers of far stores about so many tokens: a twentieth of the
-        time to compute them, within bounds. An engine that has computed nothing yet waits as long as any."""
+        """Maximum wait of a request for far stores, for a lookup of `tokens`: a twentieth of the time to
+        compute the tokens, within bounds. An engine without a measurement uses the upper bound."""
         compute_s = self.compute_s(tokens)
         if compute_s is None:
             return _FAR_MOST_S
         return min(_FAR_MOST_S, max(FAR_WAIT_S, _FAR_SHARE * compute_s))
 
     def news(self, bytes_a_token: float) -> str:
-        """A line for the log, at most once a minute; "" where there is nothing to say."""
+        """Return a line for the log, at most once a minute, or "" if there is nothing to report."""
         token_s = self.compute_s(1)
         if token_s is None or not self._moving.per_second() or self._clock() < self._said_at + _TALK_S:
             return ""
         self._said_at = self._clock()
         notice_s = self._noticing.seconds(1) or 0.0
         gain_s = token_s - bytes_a_token / self._moving.per_second()
-        least = f"pays from {math.ceil(notice_s / gain_s)} tokens on" if gain_s > 0 else "does not pay"
+        least = (
+            f"is faster than prefill from {math.ceil(notice_s / gain_s)} tokens"
+            if gain_s > 0
+            else "is not faster than prefill"
+        )
         return (
-            f"measured: KV loads at {self._moving.per_second() / 1e9:.2f} GB/s and is noticed after "
-            f"{notice_s * 1e3:.1f} ms; prefill at {1 / token_s if token_s else math.inf:.0f} tokens/s: "
-            f"a load {least}" + (" (store.load_when is always)" if self._when == "always" else "")
+            f"measured: KV loads at {self._moving.per_second() / 1e9:.2f} GB/s and is available after "
+            f"{notice_s * 1e3:.1f} ms; prefill at {1 / token_s if token_s else math.inf:.0f} tokens/s: a "
+            f"load {least}" + (" (store.load_when is always)" if self._when == "always" else "")
         )
 
 
 class FetchRule:
-    """Takes an embedding only where that is quicker than to encode, and waits for a service no longer
-    than encoding would justify. Used by one thread."""
+    """Takes an embedding only if that is faster than encoding, and limits the wait for a service accordingly.
+    Used by one thread."""
 
     def __init__(self, when: When, clock: Callable[[], float] = time.monotonic) -> None:
         self._when = when
@@ -154,34 +157,34 @@ class FetchRule:
         self._encoding = FadedRate(clock)
 
     def read(self, size_bytes: int, seconds: float) -> None:
-        """An embedding was read from the store."""
+        """Record that an embedding was read from the store."""
         self._reading.note(size_bytes, seconds)
 
     def copied(self, size_bytes: int, seconds: float) -> None:
-        """Workers put embeddings into the engine's cache."""
+        """Record that workers copied embeddings into the engine's cache."""
         self._copying.note(size_bytes, seconds)
 
     def encoded(self, rows: int, seconds: float) -> None:
-        """This engine's tower ran."""
+        """Record a run of this engine's tower."""
         self._encoding.note(rows, seconds)
 
     def pays(self, *, rows: int, size_bytes: int) -> bool:
-        """Whether an embedding of the store is worth its reading."""
+        """Return whether reading a stored embedding is faster than encoding it."""
         fetch_s, encode_s = self._reading.seconds(size_bytes, fresh_s=_FRESH_S), self.encode_s(rows)
         if self._when == "always" or fetch_s is None or encode_s is None:
             return True
         return fetch_s + (self._copying.seconds(size_bytes) or 0.0) < encode_s
 
     def encode_s(self, rows: int) -> float | None:
-        """How long this engine's tower takes; None before it has run."""
+        """Seconds that this engine's tower takes for `rows`, or None before it has run."""
         return self._encoding.seconds(rows)
 
     def encode_deadline_s(self, rows: int, *, floor_s: float, ceiling_s: float) -> float:
-        """How long to wait for a service that would encode so many rows."""
+        """Maximum wait in seconds for a service that would encode `rows`."""
         return encode_deadline_s(self.encode_s(rows), floor_s=floor_s, ceiling_s=ceiling_s)
 
 
 def encode_deadline_s(encode_s: float | None, *, floor_s: float, ceiling_s: float) -> float:
-    """Seconds to wait for a service: three times the engine's own encode time, within bounds; the upper bound
-    if that was not measured (None)."""
+    """Maximum wait in seconds for a service: three times the engine's own encode time, within bounds. The
+    upper bound if that time was not measured (None)."""
     return ceiling_s if encode_s is None else min(ceiling_s, max(min(floor_s, ceiling_s), 3 * encode_s))

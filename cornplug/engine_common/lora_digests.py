@@ -1,7 +1,7 @@
-"""LoRA adapters as identities: the bytes of their files, never their names.
+"""Identities of LoRA adapters: digests of their files, independent of their names.
 
-An engine loads an adapter's files once for each id that it gives the adapter. So files that were rewritten
-are another adapter under a new id, and may be either version under the id that the engine knew before.
+An engine loads an adapter's files once per adapter id. If the files are rewritten, they are a new adapter
+under a new id, but may be either version under an id that the engine already knew.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from cornplug.identity import digest
 
 _Signature = tuple[tuple[int, ...], ...]
 _Load = tuple[str, int | str]
-"""Folder of an adapter, and the engine's id of it."""
+"""Folder of an adapter, and the engine's id for it."""
 _WEIGHTS: Final = "adapter_model.safetensors"
 _NOTE_S: Final = 0.1
-"""Longest wait for the state of an adapter's files before the engine loads them: once for each adapter."""
+"""Maximum wait for reading the state of an adapter's files before the engine loads them, once per adapter."""
 _CHECK_S: Final = 0.005
-"""Longest wait for a request's look at an adapter's files, which takes some 0.05 ms."""
+"""Maximum wait for a request's check of an adapter's files, which takes about 0.05 ms."""
 _noted: Final[dict[_Load, _Signature]] = {}
-"""The adapters' files as they were when this process first heard of them."""
+"""State of each adapter's files when this process first saw the adapter."""
 _first: Final[dict[str, _Signature]] = {}
-"""Folder -> its files as they were at the first load."""
+"""Folder -> state of its files at the first load."""
 _rewritten: Final[set[str]] = set()
-"""Folders whose files were another adapter before: the engine's own cache may hold KV of either."""
+"""Folders whose files were another adapter before. The engine's own cache may contain KV of either
+adapter."""
 _unseen: Final[set[_Load]] = set()
-"""Adapters whose files could not be looked at before the engine loaded them."""
+"""Adapters whose files could not be checked before the engine loaded them."""
 _reread: Final[set[int | str]] = set()
-"""The engine's ids of adapters whose files it reads again while requests run."""
+"""The engine's ids of adapters whose files it reads again while it handles requests."""
 _threads: Final = ThreadPoolExecutor(4, "cornplug-adapters")
-"""A folder on a file system that hangs keeps one of them."""
+"""Threads that read files. A hanging file system blocks one of them."""
 
 
 def note(path: str, load: int | str = 0) -> None:
-    """Remember the state of an adapter's files before an engine loads them.
+    """Record the state of an adapter's files before an engine loads them.
 
-    A later change is refused: the engine may run either version. Raises CheckpointError as
+    A later change is refused, because the engine may run either version. Raises CheckpointError like
     `LoraDigests.digest`.
     """
     if (path, load) not in _noted:
@@ -49,23 +50,24 @@ def note(path: str, load: int | str = 0) -> None:
 
 
 def note_in_time(path: str, load: int | str) -> None:
-    """As `note`, for a thread that must not read files. Adapters whose files do not answer are not shared."""
+    """Call `note` with a timeout, from a thread that must not read files. An adapter whose files do not
+    respond is not shared."""
     if (path, load) in _noted or (path, load) in _unseen:
         return
     noting = _threads.submit(note, path, load)
     try:
-        noting.exception(_NOTE_S)  # Raised again by `digest`.
+        noting.exception(_NOTE_S)  # `digest` raises the error again.
     except TimeoutError:
         _unseen.add((path, load))
 
 
 def was_rewritten(path: str) -> bool:
-    """Whether an adapter that this process loaded from the folder before was another one."""
+    """Return whether the folder had another adapter when this process loaded it before."""
     return path in _rewritten
 
 
 def note_reread(load: int | str) -> None:
-    """Record that the engine reads this adapter's files again while requests run.
+    """Record that the engine reads this adapter's files again while it handles requests.
 
     vLLM does so in every step after a load with `load_inplace`. The version of such an adapter is unknown
     until it is loaded under another id.
@@ -74,29 +76,30 @@ def note_reread(load: int | str) -> None:
 
 
 def is_reread(load: int | str) -> bool:
-    """Whether `note_reread` was told of this adapter."""
+    """Return whether `note_reread` was called for this adapter."""
     return load in _reread
 
 
 def rereads() -> int:
-    """The number of such adapters so far."""
+    """Number of adapters that `note_reread` recorded."""
     return len(_reread)
 
 
 class LaterAdapters:
-    """Digests of LoRA adapters for a thread that must not read files: other threads read them."""
+    """Digests of LoRA adapters for a thread that must not read files. Other threads read them."""
 
     def __init__(self) -> None:
         self._adapters = LoraDigests()
         self._late: dict[_Load, Future[bytes]] = {}
-        """Looks that took longer than `_CHECK_S`."""
+        """Checks that took longer than `_CHECK_S`."""
 
     def read(self, path: str, load: int | str) -> bytes:
-        """As `LoraDigests.digest`, for a thread that reads files."""
+        """Call `LoraDigests.digest`, from a thread that may read files."""
         return self._adapters.digest(path, load)
 
     def digest(self, path: str, load: int | str = 0) -> bytes:
-        """As `LoraDigests.digest`. Raises CheckpointError("identifying") too, while the files are read."""
+        """Digest of an adapter's files. Raises as `LoraDigests.digest`, and CheckpointError("identifying")
+        while the files are read."""
         note_in_time(path, load)
         late = self._late.get((path, load))
         if late is not None and not late.done():
@@ -112,7 +115,7 @@ class LaterAdapters:
 
 
 class LoraDigests:
-    """Digests of LoRA adapters, read once for each of an engine's loads."""
+    """Digests of LoRA adapters, computed once per load of an adapter."""
 
     def __init__(self) -> None:
         self._known: dict[_Load, bytes] = {}
@@ -120,12 +123,13 @@ class LoraDigests:
     def digest(self, path: str, load: int | str = 0) -> bytes:
         """Digest of an adapter's files.
 
-        Raises CheckpointError: "lora" when they cannot be read, "lora_files" where engines disagree on
-        which of them count, "lora_changed" when they are no longer those of the first time.
+        Raises CheckpointError: "lora" if they cannot be read, "lora_files" if engines would load different
+        files, "lora_changed" if they changed since the first call.
         """
         if (path, load) in _unseen:
             raise CheckpointError(
-                f"adapter {path}: its files did not answer before the engine loaded them", reason="lora"
+                f"adapter {path}: cornplug could not read its files before the engine loaded them",
+                reason="lora",
             )
         note(path, load)
         if (path, load) not in self._known:
@@ -135,21 +139,23 @@ class LoraDigests:
                 raise _unreadable(path, e) from e
             self._known[path, load] = digest("cornplug-adapter-v1", *parts)
         if _noted[path, load] != _signature(path):
-            raise CheckpointError(f"adapter {path} was changed under the engine", reason="lora_changed")
+            raise CheckpointError(
+                f"the files of adapter {path} changed after the engine loaded them", reason="lora_changed"
+            )
         return self._known[path, load]
 
 
 def _identifying(path: str) -> CheckpointError:
-    return CheckpointError(f"adapter {path} is being read", reason="identifying")
+    return CheckpointError(f"cornplug is still reading adapter {path}", reason="identifying")
 
 
 def _files(path: str) -> list[Path]:
     folder = Path(path)
     others = sorted(f.name for f in folder.glob("*.safetensors") if f.name != _WEIGHTS)
     if others:
-        # SGLang loads every safetensors file of the folder, vLLM the one of this name.
+        # SGLang loads every safetensors file of the folder, vLLM only the file with this name.
         raise CheckpointError(
-            f"adapter {path} has weights in {', '.join(others)} too; leave {_WEIGHTS} alone there",
+            f"adapter {path} has weights in {', '.join(others)} too; keep only {_WEIGHTS}",
             reason="lora_files",
         )
     return [folder / "adapter_config.json", folder / _WEIGHTS]

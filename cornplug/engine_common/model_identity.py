@@ -1,13 +1,14 @@
-"""The identities of an engine's model, from its checkpoint's files and the engine's settings.
+"""Identities of an engine's model, computed from its checkpoint's files and the engine's settings.
 
-Both engines' rooms fill an `EngineModel` from their own configs, so that one checkpoint has
-one identity in both engines.
+Both plugins fill an `EngineModel` from the engine's config, so a checkpoint has the same identity in both
+engines.
 
-An engine whose weights are replaced from another folder while it runs goes on with the settings that it
-started with, whatever the folder's config says. So its identity is of those settings and the new weights: a
-fresh engine of that folder shares with it where its own settings come out the same.
+When an engine's weights are replaced from another folder at run time, the engine keeps the settings it
+started with, whatever the folder's config contains. Its identity then combines these settings and the new
+weights. An engine that is started from that folder shares with it if its own settings are the same.
 
-Weights that a trainer named are in no file: their identity is of the start and that name.
+Weights that a trainer sent are in no file. Their identity combines the checkpoint at start and the trainer's
+version.
 """
 
 from __future__ import annotations
@@ -30,38 +31,38 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import canonical, digest, of_trainer, overridden
 
 _UNREAD: Final = ("_name_or_path", "transformers_version")
-"""Fields of config.json that change no value."""
+"""Fields of config.json that do not change results."""
 
 
 _PRECISION: Final = frozenset(
     f"environment{mark}{name}" for mark in " ." for name in numeric_class.PRECISION_VARIABLES
 )
-"""Names of the variables of `numeric_class` among the overrides of vLLM and of SGLang."""
+"""Names of the variables of `numeric_class` in the overrides of vLLM and SGLang."""
 
 
 @dataclass(frozen=True, slots=True)
 class TowerIdentity:
-    """The identity of the tower and projector that an engine's embeddings are computed with."""
+    """Identity of the tower and projector that compute an engine's embeddings."""
 
     identity: bytes
-    """32 bytes; part of every embedding key."""
+    """32 bytes, part of every embedding key."""
     served_identity: bytes | None
-    """The identity that an encoder service would list for this model; None where only engines
-    with the same settings can share, which the service lacks."""
+    """Identity that an encoder service lists for this model, or None if only engines with the same settings
+    can share, because the service does not have these settings."""
     image_inputs: tuple[str, ...] = ()
-    """The outputs of the image processor that the service takes, by name."""
+    """Names of the image processor's outputs that the service accepts."""
     videos: TowerIdentity | None = None
-    """That of videos, which have another processor; None where they are not shared."""
+    """Identity for videos, which have a separate processor, or None if they are not shared."""
     why_no_videos: str = "unproven_family"
-    """The reason, where `videos` is None."""
+    """Reason why `videos` is None."""
 
     def of(self, modality: str) -> TowerIdentity | None:
-        """The identity of one modality's embeddings; None where that modality is not shared."""
+        """Identity of one modality's embeddings, or None if the modality is not shared."""
         return {"image": self, "video": self.videos}.get(modality)
 
 
 def declares_quantization(hf_config: Any) -> bool:
-    """Whether a checkpoint's own config (transformers' object) says that it is quantised."""
+    """Return whether a checkpoint's config (a transformers object) declares quantisation."""
     text = getattr(hf_config, "text_config", hf_config)
     return any(
         getattr(part, name, None) is not None
@@ -71,8 +72,8 @@ def declares_quantization(hf_config: Any) -> bool:
 
 
 def declares_quantised_kv(hf_config: Any) -> str:
-    """The field by which a checkpoint's own config (transformers' object) says that it brings scales of a
-    quantised KV cache; "" for none."""
+    """Name of the field in which a checkpoint's config (a transformers object) declares scales of a quantised
+    KV cache, or ""."""
     said = getattr(hf_config, "quantization_config", None) or {}
     said = said if isinstance(said, dict) else said.to_dict()
     nested = said.get("quantization")
@@ -85,66 +86,65 @@ def declares_quantised_kv(hf_config: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineModel:
-    """A checkpoint, and the changes that this engine's command line makes to it."""
+    """A checkpoint, and the changes that the engine's command line makes to it."""
 
     checkpoint: Checkpoint
     dtype: str
-    """torch's name without "torch." in which the model runs."""
+    """dtype in which the model runs, as torch's name without "torch."."""
     max_model_len: int
-    """Longest sequence in tokens: some rotary embeddings depend on it."""
+    """Maximum sequence length in tokens. Some rotary embeddings depend on it."""
     engine: str
-    """Which engine computes: "vllm" or "sglang"."""
+    """Name of the engine: "vllm" or "sglang"."""
     validated_families: frozenset[str]
-    """Families whose embeddings this release of the engine makes with `dtype` as the encoder service does, by
-    test."""
+    """Families for which tests have shown that this release of the engine computes the same embeddings with
+    `dtype` as the encoder service."""
     generic_inputs: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """`model_type` -> names of its tower's inputs for an image, of those among them without a file in
-    `cornplug/checkpoints/families/`: nothing else tells the names before the model is loaded."""
+    """`model_type` -> names of the tower's inputs for an image, for families without a file in
+    `cornplug/checkpoints/families/`. For these, the names cannot be determined before the model is loaded."""
     video_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that change the LLM's positions of a video and no row of it: they are in its key, as KV is
-    shared by that."""
+    """Settings that change the LLM's positions of a video but not its embedding. They are part of the video's
+    key, because KV keys contain that key."""
     why_no_videos: str = "unproven_family"
-    """The reason why this engine shares no videos of this model; "" if it does."""
+    """Reason why this engine does not share videos of this model, or "" if it does."""
     processor_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """The deployment's own arguments of the image processor."""
+    """The deployment's arguments for the image processor."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
-    """Other settings that change values and that the checkpoint does not know; {} for none."""
+    """Other settings that change results and are not in the checkpoint."""
     config_changes: Mapping[str, Any] = field(default_factory=dict)
-    """`engine_config.changes`: settings that this engine runs and the checkpoint's files do not hold."""
+    """Result of `engine_config.changes`: settings of this engine that are not in the checkpoint's files."""
     length_settings: Mapping[str, Any] = field(default_factory=dict)
-    """Settings that belong to the key of models whose KV depends on `max_model_len`."""
+    """Settings that are part of the key for models whose KV depends on `max_model_len`."""
     began_ns: int | None = None
-    """Start time of the engine, by the clock of files. Of a file that changed later, the engine may have
-    loaded an older version. None if unknown."""
+    """Start time of the engine on the clock of file timestamps, or None if unknown. If a file changed later,
+    the engine may have loaded the older version."""
     epochs: Mapping[str, int] = field(default_factory=dict)
-    """`model_type` -> how often this engine's releases have changed the results; 0 if absent."""
+    """`model_type` -> how often releases of this engine have changed the results. 0 if absent."""
     weight_version: str | None = None
-    """The name that a trainer gave the weights which replaced the checkpoint's; None for the checkpoint's."""
+    """Version that a trainer gave the weights, or None for the weights of the checkpoint."""
 
     def __post_init__(self) -> None:
         try:
             json.dumps(self.overrides)
         except (TypeError, ValueError) as e:
-            raise CheckpointError(f"overrides cannot be identified: {e}", reason="overrides") from e
+            raise CheckpointError(f"cannot identify overrides: {e}", reason="overrides") from e
 
     def tower_identity(self) -> TowerIdentity:
         """Identity of tower and projector. Reads weights (cached on disk). Raises CheckpointError:
-        "unproven_family" for one that was not compared in this release and dtype of the engine, and as
-        `Checkpoint.identity`.
-        """
+        "unproven_family" if the family is not tested with this release and dtype of the engine, and as
+        `Checkpoint.identity`."""
         name = str(self.checkpoint.config.get("model_type"))
         described = name in FAMILIES and not self.checkpoint.family.generic
         if name not in self.validated_families or not (described or name in self.generic_inputs):
             compared = ", ".join(sorted(self.validated_families)) or "none"
             raise CheckpointError(
-                f"no test compares {self.engine}'s embeddings of {name!r} in {self.dtype} with those of the "
-                f"encoder service, in this release. Compared in {self.dtype}: {compared}.",
+                f"this release has not been tested with {self.engine}'s embeddings of {name!r} in "
+                f"{self.dtype}. Tested for {self.dtype}: {compared}.",
                 reason="unproven_family",
             )
         identity = self.checkpoint.identity(self.dtype, processor_kwargs=self.processor_kwargs).identity
         self._refuse_later_files()
         overrides = self._overrides(name, resolved_config.of_towers(self.config_changes))
-        # The checkpoint's identity has them, as an encoder service's has.
+        # The checkpoint's identity contains these variables, as in the encoder service.
         overrides = {n: value for n, value in overrides.items() if n not in _PRECISION}
         inputs = self.generic_inputs.get(name) or self.checkpoint.family.inputs.get("image", ())
         whole = TowerIdentity(overridden(identity, overrides), None if overrides else identity, inputs)
@@ -155,24 +155,24 @@ class EngineModel:
         return self._named(whole)
 
     def own_identity(self, engine: Mapping[str, Any]) -> TowerIdentity:
-        """Identity of this very checkpoint's towers in one engine, whatever their family.
+        """Identity of this checkpoint's towers in one engine, for families that are not tested.
 
-        No other engine and no service has it. Preprocessing is no part of it.
+        Other engines and the encoder service do not use it. Preprocessing is not part of it.
 
-        `engine` holds what else changes a row: releases and settings. Reads all weights (cached on disk).
-        Raises CheckpointError: "unknown_family" for a model with parts in another checkpoint, and as
-        `folder_fingerprint`.
+        `engine` contains everything else that changes an embedding: releases and settings. Reads all weights
+        (cached on disk). Raises CheckpointError: "unknown_family" for a model with parts in another
+        checkpoint, and as `folder_fingerprint`.
         """
         if self.checkpoint.base:
             raise CheckpointError(
-                f"{self.checkpoint.path}: a part of this model lies in another checkpoint.",
+                f"{self.checkpoint.path}: a part of this model is stored in another checkpoint.",
                 reason="unknown_family",
             )
         name = str(self.checkpoint.config.get("model_type"))
         spec = {
             "config": {k: v for k, v in self.checkpoint.config.items() if k not in _UNREAD},
             "dtype": self.dtype,
-            "numeric_class": numeric_class.USUAL,  # the settings are in `overrides`
+            "numeric_class": numeric_class.USUAL,  # The settings are in `overrides`.
             "engine": {"name": self.engine, **engine},
             "overrides": self._overrides(name, self.config_changes),
         }
@@ -181,7 +181,7 @@ class EngineModel:
         return self._named(TowerIdentity(digest("cornplug-own-tower-v1", weights, canonical(spec)), None))
 
     def _named(self, tower: TowerIdentity) -> TowerIdentity:
-        """That of the trainer's weights: an encoder service has the checkpoint's."""
+        """Identity under the trainer's weight version. No encoder service has these weights."""
         if self.weight_version is None:
             return tower
         return replace(tower, identity=self._of_trainer(tower.identity), served_identity=None)
@@ -192,19 +192,22 @@ class EngineModel:
         return of_trainer(identity, folder_fingerprint(self.checkpoint.path), self.weight_version)
 
     def _video_identity(self, name: str, overrides: Mapping[str, Any]) -> TowerIdentity:
-        """Identity of videos. Raises CheckpointError where this engine shares images alone."""
+        """Identity of videos. Raises CheckpointError if this engine shares only images."""
         if self.why_no_videos:
-            raise CheckpointError(f"{self.engine} shares no videos of {name!r}", reason=self.why_no_videos)
+            raise CheckpointError(
+                f"{self.engine} does not share videos of {name!r}", reason=self.why_no_videos
+            )
         served = self.checkpoint.identity(
             self.dtype, modality="video", processor_kwargs=self.processor_kwargs
         ).identity
-        # As written, too: two spellings are two keys, where the spec might read them as one.
+        # The settings as written are included too, so two spellings have two keys even if the spec treats
+        # them as equal.
         written = {"asked": dict(self.processor_kwargs), "json": dict(self.checkpoint.preprocessors["video"])}
         ours = {**overrides, "video": {**self.video_settings, **written}}
         return TowerIdentity(overridden(served, ours), None if overrides else served)
 
     def kv_identity(self) -> tuple[bytes, dict[str, Any]]:
-        """(language model fingerprint, KV spec without the page geometry). Reads weights once.
+        """Return (language model fingerprint, KV spec without the page geometry). Reads weights once.
 
         Raises CheckpointError.
         """
@@ -227,12 +230,12 @@ class EngineModel:
         return fingerprint, spec
 
     def _refuse_later_files(self) -> None:
-        """After they were read: a change in between would show."""
+        """Check for changed files after reading them, so that a change while reading is detected."""
         changed = self.checkpoint.changed_since(self.began_ns) if self.began_ns is not None else None
         if changed is not None:
             raise CheckpointError(
-                f"{changed} changed after this engine began to load the model; what it computes with may be "
-                "the older. Restart the engine to share.",
+                f"{changed} changed after this engine began to load the model, so the loaded weights may be "
+                "older. Restart the engine to share.",
                 reason="weights_changed",
             )
 
@@ -248,7 +251,7 @@ class EngineModel:
 class StartedModel:
     """The model that this process's engine started with, described before any update.
 
-    Later, the engine's settings may name the folder of the new weights.
+    After an update, the engine's settings may name the folder of the new weights.
     """
 
     def __init__(self) -> None:
@@ -256,20 +259,21 @@ class StartedModel:
 
     @property
     def known(self) -> bool:
-        """Whether this process has described it."""
+        """Whether this process has described the model."""
         return self._model is not None
 
     def now(self, describe: Callable[[], EngineModel]) -> EngineModel:
-        """The model with the weights of this epoch; `describe` describes that of the start.
+        """Return the model with the weights of this epoch. `describe` describes the model at start.
 
-        Raises CheckpointError: "weights_updated" where nothing is known to name them, and as
-        `with_weights_of` and `describe`.
+        Raises CheckpointError: "weights_updated" if the weights are unknown, and as `with_weights_of` and
+        `describe`.
         """
         state = engine_state.current()
         if state.epoch() == 0:
             model = describe()
             if state.epoch() == 0:
-                # Read before the first update began. A process may start one engine after another.
+                # The model was described before the first update. A process may start several engines in
+                # turn.
                 self._model = model
             return model
         source = state.source()
@@ -280,43 +284,44 @@ class StartedModel:
         return self.with_weights(source.path, source.began_ns)
 
     def with_weights(self, path: str, began_ns: int) -> EngineModel:
-        """`with_weights_of` the model. Raises CheckpointError as that."""
+        """Call `with_weights_of` for this model, with the same exceptions."""
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         return with_weights_of(self._model, path, began_ns)
 
     def with_version(self, version: str) -> EngineModel:
-        """The model with weights that a trainer named. Raises CheckpointError("weights_updated")."""
+        """Return the model with weights that a trainer named. Raises CheckpointError("weights_updated")."""
         if self._model is None:
             raise _unknown("this process has not described the model that it started with")
         if self._model.checkpoint.base:
-            raise _unknown("a part of this model lies in another checkpoint")
+            raise _unknown("a part of this model is stored in another checkpoint")
         return replace(self._model, weight_version=version)
 
 
 def with_weights_of(model: EngineModel, path: str, began_ns: int) -> EngineModel:
-    """The same model, after a folder's weights were loaded over its own.
+    """Return the model after a folder's weights were loaded into it.
 
-    `began_ns`: as `EngineModel.began_ns`, of that folder. Raises CheckpointError: "weights_updated" where the
-    folder does not hold every tensor of the model, and no other, and as `Checkpoint.open`.
+    `began_ns` is `EngineModel.began_ns` for that folder. Raises CheckpointError: "weights_updated" if the
+    folder does not contain exactly the model's tensors, and as `Checkpoint.open`.
     """
     old = model.checkpoint
     if len(os.fsencode(path)) > engine_state.LONGEST_PATH_BYTES:
         raise _unknown("the path of the folder is too long")
     if not Path(path).is_dir():
-        raise _unknown(f"the weights were replaced from {path!r}, which is no folder")
+        raise _unknown(f"the weights were replaced from {path!r}, which is not a folder")
     found = Checkpoint.open(path)
     if old.base or found.base:
-        raise _unknown("a part of this model lies in another checkpoint")
+        raise _unknown("a part of this model is stored in another checkpoint")
     new = replace(found, config=old.config, preprocessors=old.preprocessors)
     if old.tensor_layout() != new.tensor_layout():
-        # Tensors that one of them lacks stay as they were: then no folder holds what runs.
-        raise _unknown(f"the tensors of {path} are not those of {old.path}")
-    # The identity reads these from the folder, and the engine has read the other's.
+        # Tensors that are missing in one folder keep their values, and no folder then contains the running
+        # weights.
+        raise _unknown(f"{path} and {old.path} have different tensors")
+    # The identity reads these files from the new folder, but the engine has read the old ones.
     read = PROCESSOR_FILES if str(old.config.get("model_type")) in model.generic_inputs else ()
     for name in (*read, "generation_config.json"):
         if _settings(old, name) != _settings(new, name):
-            raise _unknown(f"{path} and {old.path} differ in {name}")
+            raise _unknown(f"{name} differs between {path} and {old.path}")
     return replace(model, checkpoint=new, began_ns=began_ns)
 
 

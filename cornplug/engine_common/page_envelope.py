@@ -1,4 +1,4 @@
-"""The envelope of a KV page, as both engines' rooms write and read it."""
+"""Header of a KV page, as both plugins write and read it."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cornplug.store.leases import Leases
 
 
 def page_header(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
-    """A page's `meta`. `checksums`: of every segment, by its index in the page."""
+    """Return a page's `meta`. `checksums` maps each segment's index in the page to its checksum."""
     return page_headers([(key, checksums)], page)[0]
 
 
 def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeometry) -> list[bytes]:
-    """`page_header` of each of these (key, checksums)."""
-    # Several pages may complete in a step: their headers differ in key and checksums alone.
+    """Return the `page_header` of each (key, checksums)."""
+    # Several pages may complete in a step. Their headers differ only in key and checksums.
     before, after, sums = _around_key(page)
     segments, digest, headers = range(page.segments), xxhash.xxh3_64_intdigest, []
     for key, checksums in pages:
@@ -41,16 +41,16 @@ def page_headers(pages: Iterable[tuple[bytes, Mapping[int, int]]], page: PageGeo
 
 
 def page_part(key: bytes, page: PageGeometry, checksums: Mapping[int, int]) -> bytes:
-    """The `meta` of one rank's part of a page (`cornplug.store.base.WriterPart`). `checksums`: of the
-    segments that this rank wrote, by their index in the page."""
+    """Return the `meta` of one rank's part of a page (`cornplug.store.base.WriterPart`). `checksums` maps the
+    index of each segment that this rank wrote to its checksum."""
     return encode_part(PayloadKind.KV_PAGE, key, page.dtype, page.shape, page.segments, checksums)
 
 
 def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | None]:
-    """(the number of leading leases whose headers are of whole pages, the error of the next one)
+    """Return (number of leading leases whose headers are valid, error of the next lease).
 
-    All keys are present. `read_page_header` reads a header that is not like the first one: a prompt has
-    thousands of pages, and their headers differ in key and checksums alone.
+    All keys are present. `read_page_header` reads only headers that differ from the first: a prompt can have
+    thousands of pages, whose headers differ only in key and checksums.
     """
     if leases and _alike(leases, page):
         return len(leases), None
@@ -64,7 +64,7 @@ def whole_pages(leases: Leases, page: PageGeometry) -> tuple[int, CodecError | N
 
 
 def _alike(leases: Leases, page: PageGeometry) -> bool:
-    """Whether all headers are of whole pages and have as many segments."""
+    """Return whether all headers describe whole pages with the same number of segments."""
     metas = [meta for meta in leases.metas if meta is not None]
     first, lease = metas[0], leases[0]
     if lease is None or len(metas) < len(leases) or set(map(len, metas)) != {len(first)}:
@@ -86,7 +86,8 @@ def _alike(leases: Leases, page: PageGeometry) -> bool:
 
 @lru_cache
 def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
-    """The bytes before and behind the key in the headers of such pages, up to the checksums; these packed."""
+    """Bytes of a page header before the key, bytes between key and checksums, and the struct of the
+    checksums."""
     key = bytes(range(1, 33))
     header = encode_header(
         PayloadHeader(PayloadKind.KV_PAGE, key, page.dtype, page.shape, (0,) * page.segments)
@@ -96,10 +97,10 @@ def _around_key(page: PageGeometry) -> tuple[bytes, bytes, struct.Struct]:
 
 
 def read_page_header(lease: Lease, page: PageGeometry) -> PayloadHeader:
-    """The header of a leased page. Raises CodecError, "wrong_shape" for a page of other geometry."""
+    """Read the header of a leased page. Raises CodecError, "wrong_shape" if the page has another geometry."""
     header = decode_header(lease.meta, key=lease.key)
     if header.shape != page.shape or header.dtype != page.dtype:
-        raise CodecError(f"page of shape {header.shape} {header.dtype}", reason="wrong_shape")
+        raise CodecError(f"unexpected page: shape {header.shape} {header.dtype}", reason="wrong_shape")
     if page.runs_in(len(header.checksums)) is None or lease.location.size != page.page_bytes:
-        raise CodecError("a page of other size than it says", reason="wrong_shape")
+        raise CodecError("the size of a page does not match its header", reason="wrong_shape")
     return header

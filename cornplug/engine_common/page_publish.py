@@ -1,4 +1,4 @@
-"""Pages on their way into the store: reserve, commit, give up; each page's outcome is counted once."""
+"""Saves of KV pages into the store: reserve, commit, give up. The outcome of each page is counted once."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 RoomAnswer = Reservation | ReserveRefusal | None
-"""The store's answer for a page; None if it gave none."""
+"""The store's reply for a page, or None if it did not reply."""
 
 
 @dataclass(slots=True)
 class PageCost:
-    """Seconds that this engine takes to compute the tokens of a page, as last measured; 0 before.
+    """Measured seconds that this engine takes to compute the tokens of a page, 0 before the first
+    measurement.
 
-    The engine's thread writes it once a measured step; every `reserve` tells it to the store, which weighs it
-    between namespaces."""
+    The engine's thread updates it once per measured step. Every `reserve` sends it to the store, which uses
+    it to weigh namespaces.
+    """
 
     seconds: float = 0.0
 
 
 def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
-    """Pages that the store takes without an eviction; None where it does not answer."""
+    """Number of pages that fit into the store without an eviction, or None if the store does not reply."""
     try:
         stat = runtime.store.stat(deadline_s=runtime.deadline_s)
     except CornplugError:
@@ -44,16 +46,17 @@ def free_pages(runtime: EngineRuntime, page: PageSize) -> int | None:
 
 
 class PagePublisher:
-    """Publishes pages of one engine. No call raises for want of the store: its reason is the pages' outcome.
+    """Saves pages of one engine. Methods do not raise if the store fails; the failure is counted as the
+    pages' outcome.
 
     Args:
-        deadline_s: of each call of the store.
-        part: this process's part of pages that several connections write together; the first part counts
+        deadline_s: deadline of each call to the store.
+        part: this process's part of pages that several connections write together. The first part counts
             their outcomes. None: pages are committed whole.
-        only_seen: `reserve` is a request's sighting of its pages, and names each of them once: it gives room
-            for those that an earlier request had, on any engine of the store.
-        cost, cost_share: an entry costs this share of `cost`: less than 1 where a page's tokens have several
-            entries. None: it is not known.
+        only_seen: `reserve` reports that a request uses its pages, and names each page once. It reserves only
+            pages that an earlier request used, on any engine of the store.
+        cost, cost_share: an entry costs this share of `cost`, less than 1 if a page's tokens have several
+            entries. None: unknown.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class PagePublisher:
         self._posting = runtime.store if isinstance(runtime.store, PostingStore) else None
 
     def reserve(self, keys: Sequence[bytes], *, deadline_s: float | None = None) -> list[RoomAnswer]:
-        """The store's answer for each key, None if it gives none.
+        """Reserve pages. Return the store's reply for each key, None if it did not reply.
 
-        Counts refusals other than GROWING: the caller offers such a page again, or counts it.
+        Counts refusals other than GROWING, because the caller offers such a page again, or counts it.
         """
         try:
             answers = self._run.store.reserve(
@@ -93,7 +96,7 @@ class PagePublisher:
         return self._refusals_counted(answers)
 
     def post_reserve(self, keys: Sequence[bytes]) -> Posted[list[RoomAnswer]]:
-        """`reserve`, without a wait for the answer where the store can be asked so. `take` does not raise."""
+        """Send `reserve` without waiting for the reply, if the store supports that. `take` does not raise."""
         if self._posting is None:
             return Answered(self.reserve(keys))
         try:
@@ -110,7 +113,7 @@ class PagePublisher:
         return _Counted(posted, self._refusals_counted, lambda e: self._no_room(e, len(keys)))
 
     def commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> None:
-        """Publish pages. Each comes with the checksums of the segments that this process collected."""
+        """Commit pages, each with the checksums of the segments that this process collected."""
         if not written:
             return
         try:
@@ -121,7 +124,7 @@ class PagePublisher:
         self._done_counted(done)
 
     def post_commit(self, written: Sequence[tuple[Reservation, Mapping[int, int]]]) -> Posted[bool]:
-        """`commit`, without a wait for the answer where the store can be asked so. `take` does not raise."""
+        """Send `commit` without waiting for the reply, if the store supports that. `take` does not raise."""
         if self._posting is None:
             self.commit(written)
             return Answered(True)
@@ -160,19 +163,20 @@ class PagePublisher:
         return False
 
     def _no_room(self, error: CornplugError, pages: int) -> list[RoomAnswer]:
-        """A store that does not answer is the outcome of so many pages."""
+        """Count the store's failure as the outcome of `pages` pages."""
         self._not_done(error, pages)
         return [None] * pages
 
     def give_up(self, reserved: Sequence[Reservation], outcome: str) -> None:
-        """Give the room of pages back that could not be written. A store that is gone has done so."""
+        """Release reservations of pages that could not be written. A store that has exited has released them
+        already."""
         self.count_outcome(outcome, len(reserved))
         with suppress(CornplugError):
             if reserved:
                 self._run.store.release([r.token for r in reserved], deadline_s=self._deadline_s)
 
     def count_outcome(self, outcome: str, pages: int = 1) -> None:
-        """Count pages that had this outcome, and the bytes of stored ones."""
+        """Count pages with this outcome, and the bytes of stored pages."""
         if not pages or (self._part is not None and self._part.index != 0):
             return
         self._tally.count("cornplug_saves_total", self._run.app, KV_PAGE, outcome, by=pages)
@@ -182,7 +186,7 @@ class PagePublisher:
 
 
 class _Counted(Generic[T, R]):
-    """A posted request whose answer, or failure, is counted as it is taken."""
+    """A posted request whose reply or failure is counted when it is taken."""
 
     def __init__(
         self, posted: Posted[T], answered: Callable[[T], R], failed: Callable[[CornplugError], R]

@@ -1,4 +1,4 @@
-"""One rank's part of store pages: to and from the engine's host memory, checksummed."""
+"""One rank's part of store pages: checksummed copies to and from the engine's host memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class RankPages:
-    """The heads and layers of pages that one rank holds."""
+    """Heads and layers of pages that one rank holds."""
 
     page: PageGeometry
     held: RankSlice
@@ -29,30 +29,31 @@ class RankPages:
 
     @property
     def segments(self) -> int:
-        """Segments of a page that this rank writes."""
+        """Number of segments of a page that this rank writes."""
         return len(self.held.heads) * len(self.held.runs(self.page, self.page.layer_runs))
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of a page that this rank holds."""
+        """Size in bytes of this rank's part of a page."""
         return len(self.held.heads) * len(self.held.layers) * self.page.layer_bytes
 
     @property
     def shape(self) -> tuple[int, int, int, int, int]:
-        """(heads, layers, planes, tokens, dim) of this rank's part of a page."""
+        """Shape of this rank's part of a page: (heads, layers, planes, tokens, dim)."""
         return len(self.held.heads), len(self.held.layers), *self.page.shape[2:]
 
     def has_whole(self, runs: int) -> bool:
-        """Whether segments with this rank's layers have no others, in a page with `runs` of them a head."""
+        """Return whether the segments with this rank's layers contain only its layers, in a page with `runs`
+        segments per head."""
         mine, size = self.held.runs(self.page, runs), self.page.layers // runs
         return range(mine.start * size, mine.stop * size) == self.held.layers
 
     def numbers(self, runs: int) -> list[int]:
-        """The segments of this rank's part of a page with `runs` of them a head, in its order."""
+        """Indices of this rank's segments in a page with `runs` segments per head, in its order."""
         return [number for of_head in self._segments(runs) for number in of_head]
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(place in a page, place in this rank's part of it, bytes) of each run of bytes."""
+        """(offset in a page, offset in this rank's part, size) of each contiguous range of bytes."""
         step, layers, heads = self.page.layer_bytes, self.held.layers, self.held.heads
         head, size = self.page.layers * step, len(layers) * step
         if size == head:
@@ -60,46 +61,46 @@ class RankPages:
         return [(at * head + layers.start * step, i * size, size) for i, at in enumerate(heads)]
 
     def memory(self) -> torch.Tensor:
-        """Host memory of `shape`."""
+        """Allocate host memory of `shape`."""
         return torch.empty(self.shape, dtype=getattr(torch, self.page.dtype))
 
     def read(self, lease: Lease, into: torch.Tensor) -> None:
         """Copy this rank's part of a leased page into memory of `shape`, and verify the copy.
 
-        Raises CodecError for an entry that is not the page of its header, StoreUnavailable for a lease of
-        another store.
+        Raises CodecError if the entry does not match its header, StoreUnavailable if the lease is of another
+        store.
         """
         self.copy(lease.location, read_page_header(lease, self.page).checksums, into)
 
     def copy(self, location: PayloadLocation, checksums: Sequence[int], into: torch.Tensor) -> None:
-        """`read`, with the checksums of the page's header. Raises CodecError("corrupt"), StoreUnavailable."""
+        """Like `read`, with the checksums of the page's header. Raises CodecError("corrupt"),
+        StoreUnavailable."""
         page, held, digest = self.page, self.held, xxhash.xxh3_64_intdigest
         runs = len(checksums) // page.heads
         arena = self._arena(self.store.view(location), runs)
         here = _rows(into)
         whole = self.has_whole(runs)
-        # Else the writer's stages were others: verified are all layers of its segments.
+        # The writer had other pipeline stages, so all layers of its segments are verified.
         copied = here.reshape(arena.shape) if whole else np.empty(arena.shape, np.uint8)
         for numbers, heads_copied, head in zip(self._segments(runs), copied, arena, strict=True):
             for number, one, source in zip(numbers, heads_copied, head, strict=True):
                 one[:] = source
                 if digest(one) != checksums[number]:
-                    raise CodecError("a page is corrupt", reason="corrupt")
+                    raise CodecError("checksum mismatch in a page", reason="corrupt")
         if not whole:
             first = held.layers.start % (page.layers // runs) * page.layer_bytes
             here[:] = copied.reshape(len(here), -1)[:, first : first + here.shape[1]]
 
     def write(self, source: torch.Tensor, location: PayloadLocation) -> dict[int, int]:
-        """Copy this rank's part of a page, of `shape`, into reserved room.
+        """Copy this rank's part of a page, of `shape`, into a reservation.
 
-        Returns segment -> checksum of the source: a fault of the copy is found by readers.
-        Raises StoreUnavailable.
+        Returns segment -> checksum of the source, so readers detect a faulty copy. Raises StoreUnavailable.
         """
         sums: dict[int, int] = {}
         digest, runs = xxhash.xxh3_64_intdigest, self.page.layer_runs
         arena = self._arena(self.store.view(location, writable=True), runs)
         here = _rows(source).reshape(arena.shape)
-        # A segment is summed and copied while it is in a cache of the CPU.
+        # Compute the checksum and copy a segment while it is in a CPU cache.
         for numbers, head, target in zip(self._segments(runs), here, arena, strict=True):
             for number, one, room in zip(numbers, head, target, strict=True):
                 sums[number] = digest(one)
@@ -107,28 +108,29 @@ class RankPages:
         return sums
 
     def discard(self, keys: Sequence[bytes], *, deadline_s: float) -> None:
-        """Drop a damaged page and the pages that follow it.
+        """Delete a damaged page and the pages that follow it.
 
-        Where one is damaged others are. The engine computes them all again anyway, and whole prefixes heal
-        at once instead of page by page.
+        Further pages are likely damaged too. The engine computes all of them again in any case, and this
+        repairs the whole prefix at once.
         """
         with suppress(CornplugError):
             self.store.delete(list(dict.fromkeys(keys)), deadline_s=deadline_s)
 
     def _segments(self, runs: int) -> list[range]:
-        """Of each head of this rank, the segments with its layers, in a page with `runs` of them a head."""
+        """Return the segments with this rank's layers for each of its heads, in a page with `runs` segments
+        per head."""
         mine = self.held.runs(self.page, runs)
         return [range(head * runs + mine.start, head * runs + mine.stop) for head in self.held.heads]
 
     def _arena(self, payload: memoryview, runs: int) -> Bytes:
-        """The segments with this rank's heads and layers, of a page in the store with `runs` of them a head:
-        shape (heads, runs, bytes)."""
+        """Return the segments with this rank's heads and layers, in a stored page with `runs` segments per
+        head: shape (heads, runs, bytes)."""
         heads, mine = self.held.heads, self.held.runs(self.page, runs)
         whole = np.frombuffer(payload, np.uint8).reshape(self.page.heads, runs, -1)
         return whole[heads.start : heads.stop, mine.start : mine.stop]
 
 
 def _rows(part: torch.Tensor) -> Bytes:
-    """Host memory as (heads, bytes of a head), writable, without a copy."""
+    """View host memory as (heads, bytes of a head), writable, without a copy."""
     array: Bytes = part.view(torch.uint8).numpy()
     return array.reshape(len(part), -1)

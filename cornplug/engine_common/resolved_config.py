@@ -1,7 +1,7 @@
 """Differences between the config that an engine runs and a checkpoint's config.json.
 
-Equal files give equal keys in either engine. So the config that an engine runs (patched, overridden) is
-compared with the one that transformers reads from the same files, and every difference counts.
+Equal files give equal keys in both engines. Therefore the config that an engine runs (patched, overridden) is
+compared with the config that transformers reads from the same files, and every difference counts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 _ROPES_OF_ANY_LENGTH: Final = frozenset({"default", "linear", "llama3", "mrope", "yarn", "axial"})
-"""Rotary embeddings whose tables follow from the config alone in both engines."""
+"""Rotary embeddings whose tables depend only on the config, in both engines."""
 
 _ANY_LENGTH: Final = """
 chatglm cohere cohere2 deepseek_v2 deepseek_v3 exaone falcon gemma gemma2 gemma3 glm glm4 gpt_neox gpt_oss
@@ -26,8 +26,8 @@ granite internlm2 internvl llama llava llava_next llava_onevision mistral mixtra
 qwen2 qwen2_5_vl qwen2_moe qwen2_vl qwen3 qwen3_moe qwen3_vl qwen3_vl_moe smollm3 starcoder2
 """
 _MODELS_OF_ANY_LENGTH: Final = frozenset(_ANY_LENGTH.split())
-"""Text models whose code, in vLLM 0.32 and SGLang 0.5.23, does not read the longest sequence that the
-operator allows. Llama 4 scales its attention by it, Plamo 3 and MiniMax-M2 size their tables by it."""
+"""Text models whose code in vLLM 0.32 and SGLang 0.5.23 does not read the maximum sequence length. Llama 4
+scales its attention by it, Plamo 3 and MiniMax-M2 size their tables by it."""
 
 _JSON_WITH_CODE: Final = (
     "config.json",
@@ -41,43 +41,45 @@ _TOWERS: Final = re.compile(r"(vision|audio|visual|speech)[a-z_]*(config|_cfg)\.
 
 
 def changes(patched: Mapping[str, Any], read: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes of an engine to a config: "path.of.field" -> the engine's value, None for a removed field.
+    """Changes of an engine to a config: "path.of.field" -> the engine's value, or None for a removed field.
 
-    Both arguments are transformers' `to_dict`. Fields without effect are left out. Raises
-    CheckpointError("overrides") for a value that has no canonical form.
+    Both arguments are results of transformers' `to_dict`. Fields without effect are left out. Raises
+    CheckpointError("overrides") for a value without a canonical form.
     """
     ours, theirs = dict(_leaves(patched)), dict(_leaves(read))
     found: dict[str, Any] = {}
     named, published = patched.get("architectures"), read.get("architectures")
     if named != published and (published or unusual_classes(patched)):
-        # Where the file names no class, the usual one changes nothing.
+        # If the file names no class, the usual class is not a change.
         found["architectures"] = [str(name) for name in named or ()]
     for path in sorted(ours.keys() | theirs.keys()):
         if path in ours and path in theirs and _equal(ours[path], theirs[path]):
             continue
         try:
-            # Of None and of nothing the same is said: no config class tells them apart.
+            # Config classes do not distinguish None from an absent field.
             found[path] = plain(ours.get(path))
         except TypeError as e:
-            raise CheckpointError(f"{path} of the model's config is {e}", reason="overrides") from e
+            raise CheckpointError(
+                f"cannot identify the model's config: {path} is {e}", reason="overrides"
+            ) from e
     return found
 
 
 def of_towers(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `changes` that can reach a tower or projector: all but the text part's own."""
+    """Select `changes` that can affect a tower or projector: all except those of the text part."""
     return {path: value for path, value in found.items() if not path.startswith(_TEXT)}
 
 
 def of_language_model(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `changes` that can reach KV: all but the towers' own, which are in the media's keys."""
+    """Select `changes` that can affect KV: all except those of the towers, which are in the keys of media."""
     return {path: value for path, value in found.items() if not _TOWERS.match(path)}
 
 
 def length_matters(*configs: Mapping[str, Any]) -> bool:
-    """Whether KV may depend on the longest sequence that the engine allows.
+    """Return whether KV may depend on the maximum sequence length of the engine.
 
-    `configs` are the text part as `Checkpoint.kv_spec` has it, and the whole config as the engine
-    runs it: a rotary embedding that follows the length counts at any depth.
+    `configs` are the text part from `Checkpoint.kv_spec`, and the whole config that the engine runs. A rotary
+    embedding that depends on the length counts at any depth.
     """
     if str(configs[0].get("model_type")) not in _MODELS_OF_ANY_LENGTH:
         return True
@@ -92,10 +94,10 @@ def length_matters(*configs: Mapping[str, Any]) -> bool:
 
 
 def remote_code(folder: Path) -> str | None:
-    """Digest of the code that a checkpoint brings along, None where its JSON files name none.
+    """Digest of a checkpoint's own code, or None if its JSON files name none.
 
-    For engines that run it (`trust_remote_code`). Raises CheckpointError("remote_code") where it is
-    another repository's, of which any version may run.
+    For engines that run this code (`trust_remote_code`). Raises CheckpointError("remote_code") if the code is
+    in another repository, because any version of it may run.
     """
     named = {name: found for name in _JSON_WITH_CODE if (found := _code_of(folder / name))}
     if not named:
@@ -103,7 +105,7 @@ def remote_code(folder: Path) -> str | None:
     for name, found in named.items():
         if "--" in repr(found):
             raise CheckpointError(
-                f"{folder / name} runs code of another repository; download the code into the folder",
+                f"{folder / name} runs code from another repository; download the code into the folder",
                 reason="remote_code",
             )
     parts = []

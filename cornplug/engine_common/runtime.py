@@ -1,4 +1,4 @@
-"""Settings and the store's connection of one process of an engine."""
+"""Settings and store connection of one process of an engine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from cornplug.store.disabled import OffStore
 
 KV_PAGE: Final = "kv_page"
 EMBEDDING: Final = "embedding"
-"""Kinds of entries, as metrics label them (`what`)."""
+"""Labels of the kinds of entries in metrics (`what`)."""
 
 _log = logging.getLogger("cornplug")
 
 
 class EngineRuntime:
-    """Settings and connections of one process. KV and embedding halves share it.
+    """Settings and connections of one process, shared by its KV and embedding connectors.
 
-    Without a secret it is there all the same, over a store that misses everything."""
+    Without a secret, it uses a store in which every lookup is a miss.
+    """
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -37,24 +38,24 @@ class EngineRuntime:
             self.secret = read_secret(config.store.secret_file)
             self.store = open_store(config.store)
         except ConfigError as e:
-            # What this host's files are like is no reason for an engine not to start.
+            # A bad secret file must not stop the engine from starting.
             _log.error("cornplug: this engine shares nothing: %s", e)
             self.secret = secrets.token_bytes(32)
             self.store = OffStore(str(e))
 
     def another_connection(self) -> Store:
-        """A connection for a thread that must not wait for the others' turns."""
+        """Open a connection for a thread that must not wait for other threads' requests."""
         off = isinstance(self.store, OffStore)
         return self.store if off else open_store(self.config.store, connect_timeout_s=0)
 
     @property
     def deadline_s(self) -> float:
-        """For calls from the engine's own loop."""
+        """Deadline of calls from the engine's own loop."""
         return self.config.store.deadline_s
 
     @property
     def background_timeout_s(self) -> float:
-        """For calls from background threads."""
+        """Timeout of calls from background threads."""
         return self.config.store.background_timeout_s
 
 
@@ -68,15 +69,15 @@ def miss(tally: Tally, app: str, what: str) -> Iterator[None]:
 
 
 def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logger: logging.Logger) -> None:
-    """Log at an engine's start how many tokens of its model the store holds.
+    """Log at an engine's start how many tokens of its model fit into the store.
 
-    A warning where those are fewer than `own_tokens`, which the engine's own KV cache holds: pages that leave
-    this cache have then left the store before. Waits for the store's answer for `background_timeout_s`.
+    Logs a warning if this is less than `own_tokens`, the capacity of the engine's own KV cache: pages that
+    leave this cache have then already left the store. Waits for the store for up to `background_timeout_s`.
     """
     try:
         stat = runtime.store.stat(deadline_s=runtime.background_timeout_s)
     except StoreUnavailable as e:
-        logger.info("cornplug: store: its size in tokens of this model is unknown: %s", e)
+        logger.info("cornplug: store: cannot compute its size in tokens of this model: %s", e)
         return
     tokens = stat.capacity_bytes // page.page_bytes * page.page_tokens
     size = f"{stat.capacity_bytes / (1 << 30):.1f} GiB = {tokens:,} tokens of this model"
@@ -84,8 +85,8 @@ def log_store_size(runtime: EngineRuntime, page: PageSize, own_tokens: int, logg
         logger.info("cornplug: store: %s", size)
         return
     logger.warning(
-        "cornplug: store: %s, fewer than the %s tokens of this engine's own KV cache. Raise store.size_bytes "
-        "(cornplug serve-store --size) to share more than the most recent prompts.",
+        "cornplug: store: %s, less than the %s tokens of this engine's own KV cache. To share more than "
+        "the most recent prompts, increase store.size_bytes (cornplug serve-store --size).",
         size,
         f"{own_tokens:,}",
     )

@@ -1,4 +1,4 @@
-"""The `--cornplug-*` flags: the same names on both engines' command lines."""
+"""The `--cornplug-*` flags, with the same names in both engines."""
 
 from __future__ import annotations
 
@@ -13,58 +13,62 @@ from cornplug.errors import ConfigError
 SETTINGS: Final[Mapping[str, tuple[str, str]]] = {
     "--cornplug-app": (
         "engine.app",
-        "Name of the app that this server works for; a label of metrics (default: 'default').",
+        "Name of the app that this server works for, used as a label of metrics (default: 'default').",
     ),
     "--cornplug-store": (
         "store.socket",
-        "Unix socket of the cache daemon (the store) that all servers of this host share.",
+        "Unix socket of the store, which all servers of a host share.",
     ),
     "--cornplug-store-size": (
         "store.size_bytes",
-        "Upper bound of the store, as 64GiB, if this server starts it (default: 1/4 of free memory).",
+        "Maximum size of the store, for example 64GiB, if this server starts it (default: 1/4 of free "
+        "memory).",
     ),
     "--cornplug-store-disk": (
         "store.disk_path",
-        "Folder on a local disk in which the store keeps its entries over restarts, if this server starts it "
-        "(default: none).",
+        "Folder on a local disk in which the store keeps its entries across restarts, if this server "
+        "starts the store (default: none).",
     ),
     "--cornplug-store-far": (
         "store.far",
-        "URLs of far stores by which hosts share, with commas between them: file:///FOLDER, "
-        "s3://BUCKET/PREFIX, valkey://HOST:6379/0; if this server starts the store (default: none).",
+        "Comma-separated URLs of far stores that several hosts share: file:///FOLDER, s3://BUCKET/PREFIX, "
+        "valkey://HOST:6379/0. Used if this server starts the store (default: none).",
     ),
     "--cornplug-encoder": (
         "encoder.socket",
-        "Unix socket of `cornplug encoder`, the vision tower that all servers of this host share; or URLs of "
-        "services on other hosts, with commas between them: http://HOST:8750, with #3 behind it for three "
-        "times the media of the others (setting encoder.engine_urls).",
+        "Unix socket of `cornplug encoder`, which runs the vision tower for all servers of this host; or "
+        "comma-separated URLs of services on other hosts, for example http://HOST:8750. Append #3 to a URL "
+        "to give that service three times the default weight (setting encoder.engine_urls).",
     ),
     "--cornplug-tower": (
         "engine.tower",
-        "'service': this server loads no vision tower, and the encoder service at the URLs of "
-        "--cornplug-encoder takes the images themselves (vLLM only; default: 'engine').",
+        "'service': this server does not load its vision tower, and sends images to the encoder service at "
+        "the URLs of --cornplug-encoder (vLLM only; default: 'engine').",
     ),
     "--cornplug-store-deadline": (
         "store.deadline_s",
-        "Longest wait for an answer of the store, in seconds; then it is a miss (default: 0.1).",
+        "Maximum wait for a reply of the store, in seconds. After it, the lookup is a miss (default: 0.1).",
     ),
     "--cornplug-encoder-deadline": (
         "encoder.deadline_s",
-        "Longest wait for an image embedding, in seconds; then this server encodes (default: 10).",
+        "Maximum wait for an image embedding, in seconds. After it, this server runs its own tower "
+        "(default: 10).",
     ),
     "--cornplug-save": (
         "engine.save",
-        "KV pages that this server copies to the store: 'always' each page; 'second' a page that a second "
-        "request has, and while the server idles others too; 'never' none (default: 'second').",
+        "KV pages that this server saves to the store. 'always': every page. 'second': pages that a second "
+        "request uses, and other pages while the server is idle. 'never': none (default: 'second').",
     ),
     "--cornplug-page-tokens": (
         "engine.page_tokens",
-        "Tokens of one shared KV page, a multiple of 16; equal on all servers that share (default: 64).",
+        "Tokens per shared KV page, a multiple of 16. All servers that share need the same value (default: "
+        "64).",
     ),
     "--cornplug-trust-weight-version": (
         "engine.trust_weight_version",
-        "'true' to share again after an update of weights that came with a weight_version, which the trainer "
-        "gives to no other weights in any run (default: 'false': nothing is shared after it).",
+        "'true': share again after an update of weights that had a weight_version. The trainer must never "
+        "use the same weight_version for different weights, in any run (default: 'false': share nothing "
+        "after such an update).",
     ),
 }
 """flag -> (setting, help)"""
@@ -83,7 +87,7 @@ def add_group(parser: argparse.ArgumentParser, switch: str, **switch_arguments: 
 
 
 def extra_config(args: argparse.Namespace) -> dict[str, str]:
-    """{"section.field": value} of the flags of `SETTINGS` that the command line sets."""
+    """Return {"section.field": value} for the flags of `SETTINGS` that the command line sets."""
     values = {setting: getattr(args, dest(flag), None) for flag, (setting, _) in SETTINGS.items()}
     said = {setting: value for setting, value in values.items() if value is not None}
     if "://" in said.get("encoder.socket", ""):
@@ -92,22 +96,22 @@ def extra_config(args: argparse.Namespace) -> dict[str, str]:
 
 
 def dest(flag: str) -> str:
-    """argparse's name of a flag."""
+    """argparse's `dest` of a flag."""
     return flag.removeprefix("--").replace("-", "_")
 
 
 def settings(extra: Mapping[str, Any]) -> Config:
-    """The Config that {"section.field": value} stands for.
+    """Return the Config for {"section.field": value}.
 
-    Raises ConfigError naming the setting that is unknown or wrong, and as `check_remote`.
+    Raises ConfigError that names an unknown or invalid setting, and as `check_remote`.
     """
     for key in extra:
         if "." not in key:
             raise ConfigError(
-                key, "unknown key among cornplug's settings", "Write section.field, for example engine.app."
+                key, "unknown key in cornplug's settings", "Use section.field, for example engine.app."
             )
     if "encoder.socket" in extra:
-        # A path on the command line is stronger than URLs in the environment.
+        # A path on the command line takes precedence over URLs in the environment.
         extra = {"encoder.engine_urls": (), **extra}
     config = load_portable(extra)
     check_remote(config)

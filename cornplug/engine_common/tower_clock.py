@@ -1,4 +1,4 @@
-"""The time that an engine's own tower takes, as its device sees it."""
+"""Measures the run time of an engine's own tower."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 
 
 class TowerClock:
-    """How long the tower takes in a step, as its device sees it: a GPU has not begun when Python has
-    gone on. Used by the engine's thread."""
+    """Run time of the tower in each step, measured on its device, because a GPU runs asynchronously. Used by
+    the engine's thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -20,16 +20,16 @@ class TowerClock:
         self._open: list[tuple[int, Any, Any]] = []
 
     def begin(self) -> None:
-        """Begin a step: the next work of this thread is the tower, if it runs at all."""
+        """Begin a step. The next work of this thread is the tower, if it runs."""
         self._began, self._ended, self._rows = self._now(), None, 0
 
     def ran(self, rows: int) -> None:
-        """The tower has made these too."""
+        """Record that the tower computed `rows` more rows."""
         self._ended = self._now()
         self._rows += rows
 
     def measured(self) -> list[tuple[int, float]]:
-        """(rows, seconds) of steps whose end the device has reached."""
+        """Return (rows, seconds) of steps that the device has finished."""
         if self._rows and self._began is not None:
             self._open.append((self._rows, self._began, self._ended))
             self._began, self._rows = None, 0

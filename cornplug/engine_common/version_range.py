@@ -1,4 +1,4 @@
-"""The releases of an engine that cornplug's tests run on."""
+"""Releases of an engine that cornplug is tested with."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ class VersionRange:
     """A half-open range of releases of one engine."""
 
     engine: str
-    """The engine's name in messages."""
+    """Name of the engine in messages."""
     package: str
-    """The engine's distribution."""
+    """Name of the engine's distribution package."""
     low: tuple[int, ...]
     high: tuple[int, ...]
-    """As many numbers as `low`: further numbers of a version do not count."""
+    """Upper bound, with as many numbers as `low`. Further numbers of a version do not count."""
 
     def __str__(self) -> str:
-        """As pip writes it: ">=0.32,<0.33"."""
+        """Format the range like pip: ">=0.32,<0.33"."""
         low, high = (".".join(map(str, bound)) for bound in (self.low, self.high))
         return f">={low},<{high}"
 
@@ -29,16 +29,17 @@ class VersionRange:
         return found is not None and self.low <= tuple(map(int, found.groups())) < self.high
 
     def installed(self) -> str | None:
-        """The installed engine's version, None if it is not installed. Imports no engine."""
+        """Version of the installed engine, or None if it is not installed. Does not import the engine."""
         try:
             return importlib.metadata.version(self.package)
         except importlib.metadata.PackageNotFoundError:
             return None
 
     def refusal(self) -> str:
-        """Why cornplug does not run beside the installed engine; "" for a version in the range."""
+        """Reason why cornplug does not run with the installed engine, or "" if its version is in the
+        range."""
         version = self.installed()
         if version is not None and version in self:
             return ""
         found = f"{self.engine} {version}"
-        return f"{found} is outside the tested range {self}; install a release of cornplug for it"
+        return f"{found} is outside the tested range {self}; install a release of cornplug that supports it"

@@ -1,8 +1,8 @@
-"""Whether the weights in an engine's memory are those of the files that its identity is read from.
+"""Compares the weights in an engine's memory with the files from which its identity is computed.
 
-The files are fingerprinted after the engine has read them, by another process. Small tensors that no rank
-splits and no quantisation touches (norms) are compared with the files as soon as a model is loaded: a
-folder that was rewritten in between, or a loader that reads something else, shows in them.
+Another process fingerprints the files after the engine has read them. Small tensors that no rank splits and
+no quantisation changes (norms) are compared with the files when a model is loaded. This detects a folder that
+was rewritten in between, and a loader that reads other files.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ _TORCH: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 def check(model: torch.nn.Module, identified: Callable[[], Checkpoint], log: logging.Logger) -> None:
-    """End this engine's sharing, in all its processes, where a loaded model is not its files'.
+    """End sharing in all processes of this engine if a loaded model differs from its files.
 
-    `identified` gives the checkpoint. Where it raises CheckpointError, nothing is shared that could be wrong.
+    `identified` returns the checkpoint. If it raises CheckpointError, nothing is shared anyway.
     """
     try:
         checkpoint = identified()
         name, compared = differing(model, checkpoint)
     except CheckpointError as e:
-        log.debug("cornplug: loaded weights not compared: %s", e)
+        log.debug("cornplug: did not compare loaded weights: %s", e)
         return
     if name is not None:
-        weights_guard.end_sharing(f"{name} in memory is not what {checkpoint.path} holds", log)
+        weights_guard.end_sharing(f"{name} in memory differs from {checkpoint.path}", log)
     else:
-        log.debug("cornplug: %d tensors in memory are those of the files", compared)
+        log.debug("cornplug: %d tensors in memory match the files", compared)
 
 
 def differing(model: torch.nn.Module, checkpoint: Checkpoint) -> tuple[str | None, int]:
-    """(the first norm whose values are not those of its file, how many were compared).
+    """Return (name of the first norm that differs from its file or None, number of compared tensors).
 
-    A tensor of the files is compared if its name ends the name of just one parameter, of the same shape.
-    Raises CheckpointError.
+    A tensor of the files is compared if its name is the suffix of exactly one parameter's name, and the
+    shapes are equal. Raises CheckpointError.
     """
     by_end: dict[str, list[torch.Tensor]] = {}
     for name, parameter in model.named_parameters():

@@ -1,10 +1,10 @@
-"""Whether an engine's weights are a known checkpoint's. While they are not, the engine shares nothing.
+"""Tracks whether an engine's weights are known. While they are not, the engine shares nothing.
 
 A checkpoint on disk identifies an engine's weights until a caller replaces them in place (sleep, reload, an
-RL update). Weights that came over the wire cannot be fingerprinted, so sharing ends in all processes of the
-engine until it restarts: reason "weights_updated". Weights that were read from another checkpoint begin a new
-epoch, in which the engine shares under that checkpoint's identity; so do weights that a trainer named, where
-`engine.trust_weight_version` says that such a name is of one state of the weights alone.
+RL update). Weights that were sent over the network cannot be fingerprinted, so sharing ends in all processes
+of the engine until it restarts (reason "weights_updated"). Weights from another checkpoint begin a new epoch,
+in which the engine shares under that checkpoint's identity. Weights that a trainer named do the same if
+`engine.trust_weight_version` promises that a name is never used for different weights.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ import logging
 from cornplug.engine_common import engine_state
 
 _UNNAMED = "default"
-"""Both engines' version of weights that no trainer has named."""
+"""Default weight version in both engines."""
 
 
 def replaced() -> bool:
-    """Whether the weights may not be the checkpoint's, whichever process of the engine learned it."""
+    """Whether the weights may differ from the checkpoint, as seen by any process of the engine."""
     return engine_state.current().replaced()
 
 
 def epoch() -> int:
-    """The number of this engine's weights: another after each update (`EngineState.epoch`)."""
+    """Epoch of this engine's weights, which increases with each update (`EngineState.epoch`)."""
     return engine_state.current().epoch()
 
 
 def begin_update(by: str, log: logging.Logger) -> int:
-    """The epoch in which the call `by` replaces the weights by those of a checkpoint: no process shares."""
+    """Begin an epoch in which the call `by` replaces the weights by those of a checkpoint. No process shares
+    until it ends."""
     if not replaced():
-        log.info("cornplug: weights are replaced by %s; nothing is shared meanwhile", by)
+        log.info("cornplug: %s is replacing the weights; nothing is shared until it finishes", by)
     return engine_state.current().begin_update()
 
 
@@ -40,7 +41,7 @@ def note_replaced(by: str, log: logging.Logger) -> None:
 
 
 def end_sharing(why: str, log: logging.Logger) -> None:
-    """End sharing in every process of this engine; the first call logs why."""
+    """End sharing in every process of this engine. The first call logs the reason."""
     state = engine_state.current()
     if not state.unknown():
         log.warning("cornplug: %s; this engine shares nothing until restart", why)
@@ -48,16 +49,16 @@ def end_sharing(why: str, log: logging.Logger) -> None:
 
 
 def unusable_version(version: object, before: object) -> str:
-    """The reason why a trainer's version may not name the weights that it updated; "" if it may.
+    """Reason why a trainer's version cannot identify the updated weights, or "" if it can.
 
-    `before` is the engine's version until then.
+    `before` is the engine's previous version.
     """
     if not isinstance(version, str) or not version.strip():
-        return "no weight_version came with the update"
+        return "the update had no weight_version"
     if version == _UNNAMED:
-        return f"{_UNNAMED!r} is the version of weights that no trainer named"
+        return f"{_UNNAMED!r} is the default weight_version"
     if version == before:
-        return f"weight_version {version!r} is that of the weights before"
+        return f"weight_version {version!r} did not change with the weights"
     if len(version.encode("utf-8", errors="surrogatepass")) > engine_state.LONGEST_VERSION_BYTES:
         return "the weight_version is too long"
     return ""

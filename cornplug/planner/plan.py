@@ -315,12 +315,14 @@ class Plan(PlanRecord):
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as e:
-            raise ConfigError(str(path), f"cannot be read ({e.strerror})", "Name a plan.json") from None
+            raise ConfigError(
+                str(path), f"cannot be read ({e.strerror})", "Pass the path of a plan.json"
+            ) from None
         except ValidationError as e:
             first = e.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "it"
             problem = f"{field}: {first['msg']}"
-            raise ConfigError(str(path), problem, "`cornplug plan` writes a new one") from None
+            raise ConfigError(str(path), problem, "Write a new one with `cornplug plan`") from None
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")

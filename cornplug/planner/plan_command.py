@@ -1,6 +1,7 @@
-"""`cornplug plan`: from a TOML file to a plan, its reasons, a report and its processes' command lines.
+"""`cornplug plan`: turns a TOML file into a plan, with its reasons, a report and the command lines of its
+processes.
 
-`cornplug plan init` writes a first one, `cornplug plan schema` prints its JSON schema.
+`cornplug plan init` writes a first file, and `cornplug plan schema` prints the JSON schema of the file.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from cornplug.planner.report import terminal as summary
 from cornplug.planner.starter import init_command
 
 INFEASIBLE: Final = 1
-"""Exit status; 2 is a wrong input's, as everywhere in cornplug."""
+"""Exit status if no plan exists. 2 means wrong input, as in all commands."""
 
 
 def main(argv: list[str]) -> int:
@@ -63,28 +64,31 @@ def _print_schema(argv: list[str]) -> int:
     argparse.ArgumentParser(
         prog="cornplug plan schema",
         description="Print the JSON schema (draft 2020-12) of a plan's TOML file, for editors and pipelines.",
-        epilog="docs/plan-input.md is the same as a page.",
+        epilog="docs/plan-input.md has the same content as a page.",
     ).parse_args(argv)
     print(json.dumps(json_schema.plan_schema(), indent=1))
     return 0
 
 
 def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer) -> int:
-    """Print the load test of the plan in `folder`; ConfigError: it has no plan of this input."""
+    """Print the load test of the plan in `folder`. Raises ConfigError if the folder has no plan for this
+    input."""
     plan = Plan.load(folder / "plan.json")
     if plan.input_digest != digest:
-        raise ConfigError(f"-o {folder}", "its plan is of another input", "Plan first, without --check.")
+        raise ConfigError(
+            f"-o {folder}", "the plan in it was made from another input", "Run without --check first."
+        )
     print(load_test.write(load_test.load_tests(plan_input, plan, transfer=transfer), folder / "load"))
     return 0
 
 
 def read(path: Path) -> tuple[PlanInput, str]:
-    """The input and its digest."""
+    """Return the input and its digest."""
     return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool, reasons: float) -> Plan:
-    """The plan with its reasons, progress shown on `console`."""
+    """Return the plan with its reasons. Progress is shown on `console`."""
     with progress.shown(console, quiet=quiet) as line:
         decision = decide(plan_input, digest=digest, progress=line.phase, watch=line.watch)
         plan = with_hours(decision)
@@ -95,13 +99,13 @@ def planned(plan_input: PlanInput, digest: str, console: Console, *, quiet: bool
 
 
 def refused(command: str, error: PlanInfeasible | PlanUnfinished) -> int:
-    """Print why there is no plan; returns the exit status."""
+    """Print why there is no plan, and return the exit status."""
     print(f"cornplug {command}: {error}", file=sys.stderr)
     return INFEASIBLE
 
 
 def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
-    """The input with the command line's values in place of the file's."""
+    """Return the input with values from the command line."""
     rules: dict[str, object] = {} if args.objective is None else {"objective": args.objective}
     rules |= {"simulate": False} if args.no_simulate else {}
     solver: dict[str, object] = {} if args.time_limit is None else {"time_limit_s": args.time_limit}
@@ -115,10 +119,10 @@ def overridden(plan_input: PlanInput, args: argparse.Namespace) -> PlanInput:
 
 
 def positive(text: str) -> float:
-    """A number over 0, for argparse."""
+    """Parse a number above 0, for argparse."""
     value = float(text)
     if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not over 0")
+        raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
@@ -129,49 +133,56 @@ def _work(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug plan",
-        description="Plan what to run where, from component graphs, SLOs and prices. "
-        "`cornplug plan init` writes a first plan.toml, `cornplug plan schema` prints its JSON schema "
-        "(files of these names are ./init and ./schema).",
-        epilog="Exit status: 0: a plan was made; 1: no plan exists, with the reason; 2: wrong input.",
+        description="Plan engines, GPUs and replicas from applications, latency targets and prices. "
+        "`cornplug plan init` writes a first plan.toml, and `cornplug plan schema` prints its JSON schema. "
+        "If your input file is named init or schema, write ./init or ./schema.",
+        epilog="Exit status: 0 if a plan was made, 1 if no plan exists, 2 for wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="default: NAME-plan")
     parser.add_argument(
-        "--objective", choices=("cost", "goodput", "max-min"), help="overrides rules.objective of the file"
+        "-o", "--output", type=Path, metavar="DIR", help="folder to write (default: NAME-plan)"
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("cost", "goodput", "max-min"),
+        help="objective, overrides rules.objective of the file",
     )
     parser.add_argument(
         "--time-limit",
         type=positive,
         metavar="S",
-        help="seconds after which a solve ends although its work is not done",
+        help="seconds after which a solve stops, overrides solver.time_limit_s of the file",
     )
     parser.add_argument(
-        "--gap", type=positive, metavar="SHARE", help="to the solver's bound at which it stops: 0.01 is 1 %%"
+        "--gap",
+        type=positive,
+        metavar="SHARE",
+        help="gap to the solver's bound at which it stops; 0.01 is 1 %%",
     )
     parser.add_argument(
         "--no-simulate",
         action="store_true",
-        help="closed forms only: faster, and not validated",
+        help="use closed-form estimates only; faster, but the plan is not validated",
     )
     parser.add_argument(
         "--explain",
         type=_work,
         default=explanation.WORK,
         metavar="WORK",
-        help="solver work for reasons, alternatives and the cost curve, in the unit of solver.work: "
-        "a core does 0.3 to 2.5 a second; 0: none of them (default: %(default)g)",
+        help="solver work for reasons, alternatives and the cost curve, in the unit of solver.work, of which "
+        "a core does 0.3 to 2.5 per second; 0 turns them off (default: %(default)g)",
     )
     parser.add_argument(
         "--transfer",
         choices=get_args(Transfer),
         default="nixl",
-        help="how KV moves from prefill to decode engines",
+        help="how KV is transferred from prefill to decode engines (default: %(default)s)",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="plan nothing: print `vllm bench serve` lines for the plan in DIR, and the times to expect",
+        help="do not plan; print `vllm bench serve` lines for the plan in DIR, and the expected times",
     )
-    parser.add_argument("--quiet", action="store_true", help="write the files, print nothing")
-    parser.add_argument("--json", action="store_true", help="print plan.json in place of the summary")
+    parser.add_argument("--quiet", action="store_true", help="write the files without printing a summary")
+    parser.add_argument("--json", action="store_true", help="print plan.json instead of the summary")
     return parser

@@ -1,4 +1,4 @@
-"""`cornplug replay TRACE --store SIZE`: savings of a store of this size, beside known policies."""
+"""`cornplug replay TRACE --store SIZE`: compare the savings of a store of this size with known policies."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from cornplug.settings.byte_size import bytes_of
 STORE: Final = "cornplug"
 _GIB: Final = 1 << 30
 _WIDTH: Final = 120
-"""Columns at least: a narrower terminal wraps, a file has whole rows."""
+"""Minimum width of the output, so that tables in files are not wrapped."""
 
 
 def main(argv: list[str]) -> int:
-    """Print a table; 0. Raises ConfigError for a trace or size that cannot be read."""
+    """Print a table for each size and return 0. Raises ConfigError for an invalid trace or size."""
     options = _parser().parse_args(argv)
     cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
     requests = read_trace(options.trace, cost, options.format)[: options.requests]
     if not requests:
-        raise ConfigError(str(options.trace), "has no request", "Name a trace that has some.")
+        raise ConfigError(str(options.trace), "has no request", "Use a trace with requests.")
     sizes = [_size(text, requests) for text in options.store.split(",")]
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
@@ -57,28 +57,28 @@ def _parser() -> argparse.ArgumentParser:
     defaults = TokenCost()
     parser = argparse.ArgumentParser(
         prog="cornplug replay",
-        description="Replay a trace against the store's rules, with the namespaces of the file that "
-        "CORNPLUG_CONFIG names, and against LRU, FIFO, SIEVE, GDSF and the offline optimum.",
+        description="Simulate the store with a recorded trace, and compare it with LRU, FIFO, SIEVE, GDSF "
+        "and the offline optimum. Namespaces are read from the file named by CORNPLUG_CONFIG.",
     )
     parser.add_argument(
         "trace",
         type=Path,
         metavar="TRACE",
-        help="a store's log (store.access_log), Mooncake's or Qwen-Bailian's JSONL, or libCacheSim's "
-        "oracleGeneral; may be packed with gzip",
+        help="log of a store (store.access_log), JSONL of Mooncake or Qwen-Bailian, or oracleGeneral of "
+        "libCacheSim; can be compressed with gzip",
     )
     parser.add_argument(
         "--store",
         required=True,
         metavar="SIZE[,SIZE...]",
-        help="sizes of the store, as 64GiB, or 10%% of the bytes of all entries of the trace",
+        help="sizes of the store, for example 64GiB, or 10%% for this part of all entries in the trace",
     )
-    parser.add_argument("--format", choices=FORMATS, help="the trace's format (default: as it looks)")
+    parser.add_argument("--format", choices=FORMATS, help="format of the trace (default: detected)")
     parser.add_argument(
         "--token-bytes",
         type=int,
         default=defaults.kv_bytes,
-        help="bytes of KV per token, for formats without sizes (default: %(default)s, as Llama-3.1-8B)",
+        help="bytes of KV per token, for formats without sizes (default: %(default)s, for Llama-3.1-8B)",
     )
     parser.add_argument(
         "--token-us",
@@ -86,22 +86,22 @@ def _parser() -> argparse.ArgumentParser:
         default=defaults.prefill_s * 1e6,
         help="microseconds of prefill per token, for formats without costs (default: %(default)s)",
     )
-    parser.add_argument("--requests", type=int, help="replay only so many requests (default: all)")
+    parser.add_argument("--requests", type=int, help="number of requests to replay (default: all)")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write saved seconds over size, as .png or .svg"
+        "--plot", type=Path, metavar="FILE", help="plot the saved seconds by size, as .png or .svg"
     )
     return parser
 
 
 def _size(text: str, requests: Sequence[TraceRequest]) -> int:
-    """Bytes of a size, or of a percentage of the trace's distinct bytes."""
+    """Parse a size in bytes, or as a percentage of the distinct bytes in the trace."""
     percent = text.strip().endswith("%")
     try:
         found = float(text.strip()[:-1]) / 100 if percent else bytes_of(text)
     except ValueError:
         found = 0
     if found <= 0 or (percent and found > 1):
-        raise ConfigError("--store", f"{text!r} is no size", "Write it as 64GiB, or as 10%.")
+        raise ConfigError("--store", f"{text!r} is not a size", "Use a size like 64GiB or 10%.")
     return max(64, int(distinct_bytes(requests) * found)) if percent else int(found)
 
 
@@ -116,7 +116,7 @@ def _summary(path: Path, requests: Sequence[TraceRequest]) -> str:
     return (
         f"{path}: {len(requests):,} requests, {accesses:,} accesses, "
         f"{distinct_bytes(requests) / _GIB:,.2f} GiB of distinct entries, "
-        f"{sum(a.cost_s for r in requests for a in r.accesses):,.1f} s to compute them at each access"
+        f"{sum(a.cost_s for r in requests for a in r.accesses):,.1f} s to compute every access"
     )
 
 
@@ -160,7 +160,7 @@ def _app_table(scores: dict[str, ReplayScore]) -> Table:
 
 
 def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]]) -> None:
-    from matplotlib.figure import Figure  # an extra: the table needs none
+    from matplotlib.figure import Figure  # an optional dependency, not needed for the table
 
     order = sorted(range(len(sizes)), key=lambda i: sizes[i])
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -176,4 +176,4 @@ def _plot(path: Path, sizes: Sequence[int], curves: dict[str, list[float]]) -> N
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as e:
-        raise ConfigError("--plot", str(e), "Name a .png or .svg in a folder of yours.") from e
+        raise ConfigError("--plot", str(e), "Use a .png or .svg file in a writable folder.") from e

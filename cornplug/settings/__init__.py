@@ -1,1 +1,1 @@
-"""Sections of the settings. `cornplug.config` merges their places and offers all of them."""
+"""Sections of the settings. `cornplug.config` loads and exports all of them."""

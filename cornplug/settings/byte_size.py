@@ -1,4 +1,4 @@
-"""Sizes as people write them: 64GiB, 512 MiB, 1.5GB, or a number of bytes."""
+"""Parsing of sizes such as 64GiB, 512 MiB, 1.5GB or a number of bytes."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _UNITS: Final = {
 
 
 def bytes_of(text: str) -> int:
-    """Number of bytes of "4GiB", "512 MiB", "1.5GB" or "1048576". Raises ValueError for other text."""
+    """Parse "4GiB", "512 MiB", "1.5GB" or "1048576" into bytes. Raises ValueError for any other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", text.upper())
     size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if size_bytes < 1:
-        raise ValueError(f"{text!r} is no size: write 64GiB, 512MiB or a number of bytes")
+        raise ValueError(f"{text!r} is not a size: write 64GiB, 512MiB or a number of bytes")
     return size_bytes
 
 
 def parse_size(text: str) -> int:
-    """`bytes_of` for argparse, whose error names the flag."""
+    """Parse a size for argparse, which adds the name of the flag to the error."""
     try:
         return bytes_of(text)
     except ValueError as e:
@@ -36,4 +36,4 @@ def _read(value: object) -> object:
 
 
 ByteSize = Annotated[int, BeforeValidator(_read)]
-"""A number of bytes, for settings. Text may have a unit."""
+"""Number of bytes, for settings. Text can have a unit."""

@@ -1,4 +1,4 @@
-"""The base of every section of the settings."""
+"""Base class of every settings section."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Section(BaseModel):
 
 
 def comma_separated(value: object) -> object:
-    """The parts of a text between commas, for values of flags and variables; anything else as it is."""
+    """Split a string at commas, for values of flags and variables. Any other value is returned unchanged."""
     if not isinstance(value, str):
         return value
     return tuple(part.strip() for part in value.split(",") if part.strip())

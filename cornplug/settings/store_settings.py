@@ -1,4 +1,4 @@
-"""Settings of the host's store: `[store]`."""
+"""Settings for the host's store: `[store]`."""
 
 from __future__ import annotations
 
@@ -12,47 +12,51 @@ from cornplug.settings.byte_size import ByteSize
 from cornplug.settings.settings_section import Section, comma_separated
 
 STORE_PROTOCOL: Final = 6
-"""The version of the protocol between clients and store. It is in the socket's default name: during a rolling
-upgrade each release has its store, and shares."""
+"""Version of the protocol between clients and the store.
+
+The default name of the socket contains it, so that each release uses its own store during a rolling upgrade.
+"""
 
 
 DEFAULT_NAMESPACE: Final = "default"
-"""The namespace of every app that no other one names."""
+"""Namespace of every app that is not listed in another namespace."""
 
 
 class NamespaceConfig(Section):
-    """One namespace of the store: the entries that some apps write. Example:
+    """One namespace of the store: the entries written by some apps. Example:
 
     ```toml
     [store.namespaces.chat]
-    apps = ["chat", "agents"]   # without this line: the app "chat"
+    apps = ["chat", "agents"]   # default: only the app "chat"
     share = 0.5
     priority = 1
     ```
     """
 
     apps: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()
-    """Apps (`engine.app`, a client's `app`) whose entries are in this namespace. Empty: the app of the same
-    name."""
+    """Apps (`engine.app`, or a client's `app`) whose entries are in this namespace. Empty: the app with the
+    name of the namespace."""
     share: float = Field(default=0.0, ge=0, le=1)
-    """Fraction of the store that is guaranteed. Other namespaces borrow what is idle of it, and give it back
-    when this one needs it."""
+    """Fraction of the store that is guaranteed to this namespace. Other namespaces can use the unused part
+    until this namespace needs it."""
     ceiling: float = Field(default=1.0, gt=0, le=1)
-    """Fraction of the store that is never exceeded: beyond it the namespace evicts its own entries."""
+    """Maximum fraction of the store. When the namespace reaches it, it evicts its own entries."""
     priority: int = 0
-    """Order in which namespaces keep room that no share guarantees: the lowest loses its entries first."""
+    """Order of eviction beyond the guaranteed shares. Entries of the lowest priority are evicted first."""
     ttl_s: float | None = Field(default=None, gt=0)
-    """Time from an entry's writing to its end, however often it is read. None: it has no end."""
+    """Time after which an entry expires, counted from when it was written. Reads do not extend it. None:
+    entries do not expire."""
     pinned: bool = False
-    """Entries stay until they are deleted or `ttl_s` ends them: for a document set or the system prompts
-    that an engine of their own writes. Needs a `ceiling` below 1; beyond it new entries are refused."""
+    """Keep entries until they are deleted or expire (`ttl_s`). This is for a document set or system prompts
+    that a dedicated engine writes. Requires a `ceiling` below 1. When the namespace reaches its ceiling, new
+    entries are rejected."""
 
 
 def metrics_address(text: str) -> tuple[str, int]:
-    """Host and port of "HOST:PORT", "[IPV6]:PORT" or "PORT" (on this host only). Raises ValueError."""
+    """Parse "HOST:PORT", "[IPV6]:PORT" or "PORT" (this host only) into host and port. Raises ValueError."""
     host, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f'{text!r} is no address: write "127.0.0.1:9464", "[::1]:9464" or "9464"')
+        raise ValueError(f'{text!r} is not an address: write "127.0.0.1:9464", "[::1]:9464" or "9464"')
     return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
 
 
@@ -60,62 +64,62 @@ class StoreConfig(Section):
     """The host's store."""
 
     backend: str = "pool"
-    """The store to use: "pool" is the host's own. A package can bring another one (entry point
-    `cornplug.stores`), selected by its NAME, or NAME:ADDRESS where it takes an address."""
+    """Store to use. "pool" is the host's store. A package can provide another store (entry point
+    `cornplug.stores`), which is selected by NAME, or by NAME:ADDRESS if it has an address."""
     socket: Path = Field(default_factory=lambda: runtime_dir() / f"store-{STORE_PROTOCOL}.sock")
-    """The unix socket at which the store listens and clients connect."""
+    """Unix socket on which the store listens."""
     size_bytes: ByteSize | None = Field(default=None, gt=0)
-    """Upper bound of payload bytes in shared memory. None: a quarter of the memory that the host and the
-    container have left when the store starts."""
+    """Maximum payload bytes in shared memory. None: a quarter of the memory that the host and the container
+    have left when the store starts."""
     disk_path: Path | None = None
-    """A folder of this user on a local disk, in which the store keeps a sealed copy of its entries: they are
-    there after a restart of the host, and after they left memory. Needs the extra `cornplug[disk]`. None:
-    nothing of the store is on disk."""
+    """Folder on a local disk in which the store keeps encrypted copies of its entries. They survive a restart
+    of the host and eviction from memory. The folder must belong to this user. Requires the extra
+    `cornplug[disk]`. None: the store does not use the disk."""
     disk_size_bytes: ByteSize | None = Field(default=None, ge=1 << 20)
-    """Upper bound of the files in `disk_path`. None: half of the free space of its file system when the store
-    starts, these files included."""
+    """Maximum size of the files in `disk_path`. None: half of the free space on the file system when the
+    store starts, counting existing files of the store as free."""
     disk_write_bytes_s: ByteSize | None = Field(default=None, gt=0)
-    """Bytes that the store writes to the disk in a second at most, so that it lives longer. None: as many as
-    it takes."""
+    """Maximum bytes per second that the store writes to the disk, to limit wear. None: no limit."""
     far: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """URLs of far stores, by which hosts share entries: `file:///FOLDER` (a mounted share), `s3://BUCKET/PREFIX`,
-    `valkey://HOST:6379/0` (`redis://` too), `mooncake://MASTER:50051`, `nixl://HOST:8760+HOST:8760`
-    (memory of the named hosts). Records there are sealed. Needs a `secret_file` that all hosts have, and the
-    extra `cornplug[far-object]`, `cornplug[far-valkey]`, `cornplug[far-mooncake]` or `cornplug[far-nixl]`.
-    Empty: nothing leaves this host."""
+    """URLs of far stores, through which hosts share entries: `file:///FOLDER` (a mounted share),
+    `s3://BUCKET/PREFIX`, `valkey://HOST:6379/0` (or `redis://`), `mooncake://MASTER:50051`,
+    `nixl://HOST:8760+HOST:8760` (memory of these hosts). Records in a far store are encrypted. Requires the
+    same `secret_file` on all hosts, and the extra `cornplug[far-object]`, `cornplug[far-valkey]`,
+    `cornplug[far-mooncake]` or `cornplug[far-nixl]`. Empty: entries stay on this host."""
     far_secret_files: tuple[Path, ...] = ()
-    """Files of 32 bytes, by absolute paths, that seal the records of far stores: the first one seals new
-    records, and those of any are read, so that a secret can be replaced while hosts run. Empty:
-    `secret_file`, which names records in either case."""
+    """Absolute paths of 32-byte files that encrypt records in far stores. The first file encrypts new
+    records, and all files can decrypt, so that a secret can be replaced while hosts are running. Empty:
+    `secret_file`. The names of records always depend on `secret_file`."""
     autostart: bool = True
-    """An engine starts a store when none answers at `socket`."""
+    """Let an engine start a store if none is running at `socket`."""
     deadline_s: float = Field(default=0.1, gt=0)
-    """Longest wait of an engine's scheduler for one answer of the store (typically 0.1 ms). A later answer
-    counts as a miss, and the store as down."""
+    """Maximum time that an engine's scheduler waits for one reply of the store (typically 0.1 ms). After
+    that, the lookup counts as a miss, and the engine does not use the store until it responds again."""
     background_timeout_s: float = Field(default=1.0, gt=0)
-    """Longest wait of a background thread for one answer of the store; it delays one request, not the
-    engine."""
+    """Maximum time that a background thread waits for one reply of the store. This wait delays one request,
+    not the engine."""
     load_when: Literal["pays", "always"] = "pays"
-    """ "pays": an engine loads an entry only if its own measurements say that loading is quicker than
-    computing; "always": it loads every entry that is there."""
+    """When an engine loads an entry. "pays": only if loading is faster than computing, according to the
+    engine's own measurements. "always": whenever the store has the entry."""
     lease_s: float = Field(default=30.0, gt=0)
-    """Time that an engine has to copy an entry that it leased; then the entry may be evicted."""
+    """Time that an engine has to copy an entry that it leased. After that, the entry can be evicted."""
     quarantine_s: float = Field(default=5.0, ge=0)
-    """Time for which the room of a reservation whose owner died is kept from other writers."""
+    """Time before the memory of a reservation is reused after the process that reserved it died."""
     secret_file: Path = Field(default_factory=lambda: cache_dir() / "secret")
-    """A file of 32 bytes that keys every digest, made on first use. Hosts that share need the same file."""
+    """32-byte file that keys every digest. It is created on first use. Hosts that share need the same
+    file."""
     access_log: Path | None = None
-    """A file to which the store appends its reads and writes, up to 1 GiB, for `cornplug replay`. It has
-    sizes, times and 8 bytes of each key, nothing of the content. None: no log."""
+    """File to which the store appends its reads and writes, up to 1 GiB, for `cornplug replay`. It contains
+    sizes, times and 8 bytes of each key, but no content. None: no log."""
     metrics: str = ""
-    """Address at which the store serves Prometheus metrics (`/metrics`), as "0.0.0.0:9464", or "9464" for
-    this host only. Empty: none, as a host may run several stores. Where the port is taken the store serves
-    engines all the same, and its log says so."""
+    """Address at which the store serves Prometheus metrics (`/metrics`), for example "0.0.0.0:9464", or
+    "9464" for this host only. Empty: no metrics, because a host can run several stores. If the port is in
+    use, the store logs a warning and runs without metrics."""
     namespaces: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], NamespaceConfig] = Field(
         default_factory=dict
     )
-    """Namespaces, by name. Only the file named by `CORNPLUG_CONFIG` has them, and the store reads it as it
-    starts. Apps that none of them names share the namespace "default"."""
+    """Namespaces, by name. They can only be set in the file named by `CORNPLUG_CONFIG`, which the store reads
+    when it starts. Apps that are not listed in any namespace share the namespace "default"."""
 
     @field_validator("far", "far_secret_files", mode="before")
     @classmethod
@@ -126,7 +130,7 @@ class StoreConfig(Section):
     @classmethod
     def _absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         if relative := next((path for path in value if not path.is_absolute()), None):
-            raise ValueError(f"{relative} is a relative path: write it from /")
+            raise ValueError(f"{relative} is a relative path: write an absolute path")
         return value
 
     @field_validator("metrics")
@@ -144,14 +148,14 @@ class StoreConfig(Section):
                 raise ValueError(f"{at}: share {rules.share:g} is above ceiling {rules.ceiling:g}: lower it")
             if rules.pinned and rules.ceiling == 1:
                 raise ValueError(f"{at}: pinned entries could fill the store: set ceiling below 1")
-        # Nothing evicts pinned entries: up to their ceiling that room is as good as guaranteed.
+        # Pinned entries are never evicted, so their memory up to the ceiling counts as guaranteed.
         held = [(rules.ceiling if rules.pinned else rules.share) for rules in self.namespaces.values()]
         if sum(held) > 1 + 1e-9:
             raise ValueError(
-                f"namespaces: shares, and ceilings of pinned ones, add up to {sum(held):g}: at most 1 can be"
+                f"namespaces: shares, and ceilings of pinned ones, add up to {sum(held):g}: the maximum is 1"
             )
         apps = [app for name, rules in self.namespaces.items() for app in set(rules.apps or (name,))]
         twice = sorted({app for app in apps if apps.count(app) > 1})
         if twice:
-            raise ValueError(f"namespaces: app {twice[0]!r} is in two of them: leave it in one")
+            raise ValueError(f"namespaces: app {twice[0]!r} is in two namespaces: list it in one")
         return self

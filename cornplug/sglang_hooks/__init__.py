@@ -1,4 +1,4 @@
-"""SGLang with cornplug: found by its entry point, no edit of the engine.
+"""SGLang plugin, loaded by its entry point without changes to SGLang.
 
-The only room that imports `sglang`.
+This is the only package of cornplug that imports `sglang`.
 """

@@ -1,7 +1,7 @@
-"""Whether this server shares, with its settings, its store connection and its counts in each process.
+"""Whether this server shares, and the settings, store connection and metrics of each process.
 
-SGLang's plugin is loaded in every process of every server, asked for or not. The main process
-decides (`flags.py`) and says so in the environment, which its children inherit.
+SGLang loads plugins in every process of every server. The main process decides whether to share (`flags.py`)
+and sets environment variables, which its child processes inherit.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _tally = ServerTally()
 
 
 def turn_on(extra: Mapping[str, str]) -> None:
-    """Share in this process and its children, with these settings ({"section.field": value}).
+    """Enable sharing in this process and its child processes, with these settings ({"section.field": value}).
 
-    Raises ConfigError naming the setting that is unknown or wrong.
+    Raises ConfigError that names an unknown or invalid setting.
     """
     if settings(extra).engine.tower == "service":
         raise ConfigError(
             "--cornplug-tower",
-            "SGLang has a way of its own to leave the tower to the encoder service",
-            "Start it with --language-only --encoder-urls http://HOST:8750 instead.",
+            "SGLang has its own flags to run without a tower",
+            "Start the server with --language-only --encoder-urls http://HOST:8750 instead.",
         )
     os.environ[_VARIABLE] = json.dumps(dict(extra), sort_keys=True)
     os.environ.pop(_PARTS, None)
@@ -49,29 +49,29 @@ def turn_on(extra: Mapping[str, str]) -> None:
 
 
 def turn_off() -> None:
-    """The server that this process starts next does not share."""
+    """Disable sharing for the server that this process starts next."""
     os.environ.pop(_VARIABLE, None)
     os.environ.pop(_PARTS, None)
     tokenizer_workers.unhook()
 
 
 def need(parts: Iterable[str]) -> None:
-    """Tell this process's children which parts of this room their server needs (`hook_selection.py`)."""
+    """Set the parts of this package that the server's child processes need (`hook_selection.py`)."""
     os.environ[_PARTS] = ",".join(sorted(parts))
     os.environ[_GROUP] = secrets.token_hex(16)
 
 
 def needed() -> frozenset[str] | None:
-    """The parts that the main process has selected; None before it has."""
+    """Parts that the main process has selected, or None if it has not selected any yet."""
     said = os.environ.get(_PARTS)
     return None if said is None else frozenset(part for part in said.split(",") if part)
 
 
 def group() -> bytes:
-    """The id of this replica's tensor-parallel ranks in the store (32 bytes).
+    """Id of this replica's tensor-parallel ranks in the store (32 bytes).
 
-    It is b"" in a process that no main process of a sharing server has started. Only in SGLang's
-    scheduler processes. Each replica of a server has another id.
+    b"" in a process that was not started by the main process of a sharing server. Call it only in SGLang's
+    scheduler processes. Each replica of a server has a different id.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -89,13 +89,14 @@ def is_on() -> bool:
 
 
 def config() -> Config:
-    """The server's settings, as they were when this process first asked. Only where `is_on`."""
+    """Return the server's settings, as read by the first call in this process. Requires `is_on`."""
     return _settled(os.environ[_VARIABLE])
 
 
 @lru_cache(maxsize=1)
 def _settled(extra: str) -> Config:
-    # Read on the scheduler's thread: a settings file that is edited later must not raise there.
+    # This runs on the scheduler's thread, where a settings file that is edited later must not raise an
+    # exception.
     return settings(json.loads(extra))
 
 
@@ -105,14 +106,14 @@ def _runtime(pid: int) -> EngineRuntime:
 
 
 def runtime() -> EngineRuntime:
-    """Settings and the store's connection of this process, made on first use. Only where `is_on`.
+    """Settings and store connection of this process, created on first use. Requires `is_on`.
 
-    Raises ConfigError where the settings are wrong.
+    Raises ConfigError if the settings are invalid.
     """
     with _lock:
         return _runtime(os.getpid())
 
 
 def tally() -> Tally:
-    """This process's counts, shown at the server's `/metrics`."""
+    """Counters of this process, which the server's `/metrics` shows."""
     return _tally

@@ -1,19 +1,19 @@
-"""SGLang's namespaces of a request as the one salt that identities know."""
+"""Combines the namespaces of an SGLang request into one salt."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 _MARK: Final = "\x00"
-"""Begins every salt that is not a request's `cache_salt` alone: no client writes it by accident."""
+"""Prefix of every salt that is not just a request's `cache_salt`. Clients do not use it by accident."""
 
 
 def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """The salt of a request's embeddings and pages; None is the deployment's shared domain.
+    """Salt of a request's embeddings and pages. None is the deployment's shared domain.
 
-    A `cache_salt` alone is itself, so that it names the same domain as vLLM's. An `extra_key`
-    of the user's (not LoRA's, which SGLang appends to it) makes another domain; the encoding
-    tells apart every pair of the two, absent and empty ones included.
+    A `cache_salt` alone is used unchanged, so it names the same domain as in vLLM. A user's `extra_key`
+    (without the LoRA id that SGLang appends) makes another domain. The encoding distinguishes all pairs of
+    the two, including absent and empty values.
     """
     if extra_key is None and (cache_salt is None or not cache_salt.startswith(_MARK)):
         return cache_salt
@@ -25,5 +25,5 @@ def salt_of(cache_salt: str | None, extra_key: str | None) -> str | None:
 
 
 def salt_of_request(request: Any) -> str | None:
-    """`salt_of` the `cache_salt` and `extra_key` of a request, of any of SGLang's request classes."""
+    """Return `salt_of` for the `cache_salt` and `extra_key` of any of SGLang's request classes."""
     return salt_of(getattr(request, "cache_salt", None), getattr(request, "extra_key", None))

@@ -18,38 +18,38 @@ from cornplug.engine_common.version_range import VersionRange
 logger = logging.getLogger("sglang.cornplug")
 
 SUPPORTED_VERSIONS: Final = VersionRange("SGLang", "sglang", (0, 5, 23), (0, 5, 24))
-"""Not 0.5.22, though its hooked functions have the same parameters: its HiCache copies a page to host memory
-without waiting for the forward that may still write the page (`write_fence_stream` came with 0.5.23). Such a
-page would be wrong in every engine that reads it from the store."""
+"""Excludes 0.5.22, although its hooked functions have the same parameters: its HiCache copies a page to host
+memory without waiting for the forward pass that may still write the page (`write_fence_stream` was added in
+0.5.23). Such a page would be wrong in every engine that reads it from the store."""
 
 GENERIC_INPUTS: Final[Mapping[str, tuple[str, ...]]] = {"glm4v": ("pixel_values", "image_grid_thw")}
-"""Validated families that the service computes by transformers' own class (`EngineModel`)."""
+"""Validated families that the service computes with transformers' own class (`EngineModel`)."""
 
 EPOCHS: Final[Mapping[str, int]] = {}
-"""`model_type` -> number of releases in the tested range that have mended SGLang's code of that family.
-Mended code computes other values from the same checkpoint: an epoch other than 0 is part of the key, so
-that a server before the mending and one after it share nothing."""
+"""`model_type` -> number of releases in the tested range that changed the results of that family, for example
+by a bug fix. An epoch other than 0 is part of the key, so that servers before and after the change do not
+share."""
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
-    """Families whose images are shared by the installed SGLang with this dtype.
+    """Families for which the installed SGLang shares images with this dtype.
 
     `tests/integration/test_families.py` has compared this release's embeddings with those of the encoder
-    service. Of the others SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's activation, does not load
-    LLaVA-1.5 as it is published, and leaves LLaVA-NeXT, LLaVA-OneVision and InternVL (-hf) to its generic
-    backend, which has no call that could be hooked.
+    service. Among the others, SGLang 0.5.23 computes Gemma 3's SigLIP with CLIP's activation, cannot load
+    LLaVA-1.5 as published, and runs LLaVA-NeXT, LLaVA-OneVision and InternVL (-hf) with its generic backend,
+    which has no function that could be hooked.
 
-    The kinds "own image", "own video" and "own audio" are of embeddings that SGLang's servers share among
-    themselves, keyed by the tensors that enter the tower (`tests/integration/test_own_towers.py`).
+    The kinds "own image", "own video" and "own audio" are for embeddings that are shared only among SGLang
+    servers. Their keys depend on the tensors that enter the tower (`tests/integration/test_own_towers.py`).
     """
     return validated("sglang", SUPPORTED_VERSIONS.installed(), dtype, kind)
 
 
 class Hook(NamedTuple):
-    """A hook on a function of SGLang. Its signature, by `sglang.srt.plugins.hook_registry.HookType`:
+    """Hook on a function of SGLang. The signature depends on `sglang.srt.plugins.hook_registry.HookType`:
 
-    before(*args, **kwargs) -> (args, kwargs) or None; after(result, *args, **kwargs) -> result
-    or None; around(original, *args, **kwargs) -> result; replace: a function or a class.
+    before(*args, **kwargs) -> (args, kwargs) or None; after(result, *args, **kwargs) -> result or None;
+    around(original, *args, **kwargs) -> result; replace: a function or a class.
     """
 
     target: str
@@ -66,9 +66,9 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def arguments(target: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Parameter -> argument of a call of `target`, defaults included.
+    """Map the parameters of a call of `target` to its arguments, including defaults.
 
-    Hooks read arguments by name: SGLang's signatures change from release to release.
+    Hooks read arguments by name, because SGLang's signatures change between releases.
     """
     bound = _signature(target).bind(*args, **kwargs)
     bound.apply_defaults()

@@ -1,12 +1,12 @@
-"""SGLang's update of a server's weights from another checkpoint folder: the server shares again after it.
+"""Resumes sharing after SGLang updates a server's weights from another checkpoint folder.
 
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               loads, flushes its cache, compares its memory with the files, votes
     first rank              all votes are yes: names the folder, and the epoch is even
 
-Whatever was computed with the weights before is gone by then: SGLang's flush has ended its storage threads
-and emptied its trees, and each rank has forgotten page hashes, placeholders and embeddings. A vote of no ends
-sharing until restart: then no folder may hold what runs.
+At that point, nothing that was computed with the previous weights remains: SGLang's flush has ended its
+storage threads and emptied its trees, and each rank has dropped page hashes, placeholders and embeddings. If
+a rank votes no, sharing ends until restart, because the running weights may be in no folder.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _trained: Final[set[bool]] = set()
 
 
 def _asked(manager: Any, obj: Any, request: Any = None) -> None:
-    """In the tokenizer process, before it passes the request on."""
+    """Begin an update in the tokenizer process, before it passes the request on."""
     weights_guard.begin_update(_CALL, logger)
 
 
 def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Around a rank's update."""
+    """Wrap a rank's update."""
     if not activation.is_on():
         return original(manager, recv_req)
     began_ns = time.time_ns()
@@ -47,42 +47,42 @@ def _update(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
         result = original(manager, recv_req)
         why = excluded or _unlike(manager, recv_req, result, path, began_ns)
     finally:
-        # Every rank votes, whatever happened on it: the others wait.
+        # Every rank votes, even after an error, because the others wait.
         forget()
         _settle(manager.tp_cpu_group, epoch, path, began_ns, why)
     return result
 
 
 def _excluded(manager: Any, recv_req: Any) -> str:
-    """The reason why the weights that the request names cannot be followed; "" for none."""
+    """Reason why cornplug cannot identify the weights that the request loads, or ""."""
     if recv_req.load_format not in READS_SAFETENSORS:
-        return f"load format {recv_req.load_format!r}"
+        return f"load format {recv_req.load_format!r} is not supported"
     if _trained:
-        return "a trainer's tensors were loaded before, of which some may stay"
+        return "a trainer sent tensors before, and some of them may still be in use"
     return excluded_server(manager)
 
 
 def note_trained() -> None:
-    """From here on this rank holds tensors that came from no folder."""
+    """Record that this rank now holds tensors that did not come from a folder."""
     _trained.add(True)
 
 
 def excluded_server(manager: Any) -> str:
-    """The reason why new weights of this server cannot be followed; "" for none."""
+    """Reason why cornplug cannot identify new weights of this server, or ""."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings, model = resolved_view(get_server_args()), model_config_of(get_server_args())
     found = {
-        "the weights were unknown before": engine_state.current().unknown(),
-        # Replicas, stages and hosts have votes of their own.
+        "cornplug could not identify the previous weights": engine_state.current().unknown(),
+        # Replicas, stages and hosts vote separately.
         "data or pipeline parallelism, or several hosts": max(
             settings.dp_size, settings.pp_size, settings.nnodes
         )
         > 1,
         "quantised weights": settings.quantization or declares_quantization(model.hf_config),
-        "a draft model, whose weights are replaced too": manager.draft_worker is not None,
-        "encoders, which keep their weights": settings.language_only
+        "the server has a draft model, whose weights are replaced too": manager.draft_worker is not None,
+        "the server has encoders, which keep their weights": settings.language_only
         or settings.encoder_urls
         or settings.enable_adaptive_dispatch_to_encoder,
     }
@@ -90,11 +90,11 @@ def excluded_server(manager: Any) -> str:
 
 
 def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) -> str:
-    """The reason why this rank does not hold the folder's weights, and nothing of others; "" if it does."""
+    """Reason why this rank does not hold exactly the folder's weights, or "" if it does."""
     if not (result.success and recv_req.flush_cache):
-        return "SGLang did not load them and flush its cache"
+        return "SGLang did not load the weights and flush its cache"
     if str(Path(recv_req.model_path).resolve()) != path:
-        return "the folder is another by now"
+        return "the path now refers to another folder"
     try:
         checkpoint = started_model().with_weights(path, began_ns).checkpoint
         name, compared = differing(manager.tp_worker.model_runner.model, checkpoint)
@@ -102,14 +102,14 @@ def _unlike(manager: Any, recv_req: Any, result: Any, path: str, began_ns: int) 
     except CheckpointError as e:
         return str(e)
     if name is not None:
-        return f"{name} in memory is not what the folder holds"
+        return f"{name} in memory differs from the folder"
     if changed is not None:
-        return f"{changed} was written meanwhile"
+        return f"{changed} changed during the update"
     return "" if compared else "no tensor could be compared"
 
 
 def forget() -> None:
-    """Forget what was computed with, or named by, the weights before."""
+    """Forget everything that was computed with the previous weights or identified by them."""
     from sglang.srt.managers import mm_schedule
 
     from cornplug.sglang_hooks.kv import page_hash_hooks
@@ -117,18 +117,20 @@ def forget() -> None:
 
     page_hash_hooks.forget_pages()
     placeholder_tokens.forget()
-    # A request that came before has rows of the new tower there, under the old tower's key.
+    # For an earlier request, it has rows of the new tower under the old tower's key.
     if mm_schedule.embedding_cache is not None:
         mm_schedule.embedding_cache.clear()
 
 
 def _settle(group: Any, epoch: int, path: str, began_ns: int, why: str) -> None:
-    """Let the ranks vote, and the first one say what came of it."""
+    """Let the ranks vote. The first rank publishes the result."""
     vote = torch.tensor([not why, began_ns], dtype=torch.int64)
     torch.distributed.all_reduce(vote, op=torch.distributed.ReduceOp.MIN, group=group)
     agreed, first_ns = vote.tolist()
     if not agreed:
-        weights_guard.end_sharing(f"weights replaced from {path}: {why or 'not on every rank'}", logger)
+        weights_guard.end_sharing(
+            f"weights replaced from {path}: {why or 'another rank rejected the update'}", logger
+        )
     elif torch.distributed.get_rank(group) == 0:
         engine_state.current().end_update(epoch, path, first_ns)
         logger.info("cornplug: this engine shares again, with the weights of %s", path)

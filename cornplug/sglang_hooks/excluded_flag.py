@@ -1,4 +1,4 @@
-"""A setting of SGLang that excludes the sharing of KV."""
+"""Description of an SGLang setting that excludes KV sharing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class ExcludedFlag(NamedTuple):
-    """A setting of SGLang that excludes the sharing of KV."""
+    """An SGLang setting that excludes KV sharing."""
 
     field: str
     plain: object
-    """The field's value that does not."""
+    """Value of the field that does not exclude sharing."""
     flag: str
     why: str
     also: tuple[object, ...] = ()
-    """Further values that do not."""
+    """Further values that do not exclude sharing."""

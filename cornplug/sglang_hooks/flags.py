@@ -1,7 +1,7 @@
 """`sglang serve MODEL --enable-cornplug` and its `--cornplug-*` options.
 
-They stand among SGLang's own: in its help, and in the file that `--config` names. Any of them
-turns cornplug on. From Python, before the engine is made:
+They appear in SGLang's help, and can be used in the file that `--config` names. Each of them enables
+cornplug. From Python, before the engine is created:
 
     from cornplug.sglang_hooks.flags import share
 
@@ -22,14 +22,14 @@ from cornplug.sglang_hooks.compat import SUPPORTED_VERSIONS, Hook, logger
 
 
 def share(extra: Mapping[str, str] | None = None) -> None:
-    """Engines that this process makes from now on share, with these settings.
+    """Enable sharing for engines that this process creates from now on.
 
     Args:
-        extra: {"section.field": value}, as `engine.app` or `store.socket`.
+        extra: {"section.field": value}, for example `engine.app` or `store.socket`.
 
-    In an SGLang that is not in the tested range they run as stock, and the log says why.
+    With an SGLang outside of the tested range, engines run as stock, and the log gives the reason.
 
-    Raises ConfigError for a setting that is unknown or wrong.
+    Raises ConfigError for an unknown or invalid setting.
     """
     if why := SUPPORTED_VERSIONS.refusal():
         _run_as_stock(why)
@@ -42,8 +42,9 @@ def _add_cli_args(_result: None, parser: argparse.ArgumentParser) -> None:
         parser,
         ENABLE,
         action="store_true",
-        help="Share with default settings. Each option below implies it. It enables SGLang's hierarchical "
-        "cache (HiCache) with cornplug as its storage; HiCache flags that you set are kept.",
+        help="Share KV and embeddings with default settings. Each --cornplug-* option implies this flag. It "
+        "enables SGLang's hierarchical cache (HiCache) with cornplug as its storage, and keeps HiCache "
+        "flags that you set.",
     )
 
 
@@ -68,9 +69,9 @@ def _run_as_stock(why: str) -> None:
 
 
 def _resolve_once(original: Callable[[Any], None], server_args: Any) -> None:
-    """Around SGLang's resolution of its settings, before it starts any process.
+    """Wrap SGLang's resolution of its settings, before it starts any process.
 
-    It comes last before SGLang seals the operator's settings, of command lines and of `Engine(...)` alike.
+    This is the last point before SGLang freezes the settings, both of command lines and of `Engine(...)`.
     """
     if not activation.is_on() or getattr(server_args, "_resolution_finished", False):
         original(server_args)
@@ -94,7 +95,7 @@ STOCK_HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args_as_stock),
 )
-"""Those of an SGLang that is not in the tested range."""
+"""Hooks for an SGLang outside of the tested range."""
 HOOKS: tuple[Hook, ...] = (
     _ADD,
     Hook("sglang.srt.server_args.ServerArgs.from_cli_args", "around", _from_cli_args),

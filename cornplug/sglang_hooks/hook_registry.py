@@ -1,6 +1,6 @@
 """Registers hooks with SGLang, and verifies that SGLang has applied them.
 
-SGLang swallows the exceptions of a plugin, and only logs the hooks that it could not apply.
+SGLang catches the exceptions of a plugin, and only logs the hooks that it could not apply.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ _registered: dict[str, Hook] = {}
 
 
 def install(needed: Iterable[str]) -> None:
-    """Hook these parts now: the main process learns them from its settings, after plugins were loaded.
+    """Install the hooks of these parts now. The main process selects them from its settings, after plugins
+    were loaded.
 
-    Raises ConfigError where this SGLang lacks a target or has another kind of function there, or
-    where another plugin holds it.
+    Raises ConfigError if this SGLang does not have a target or has another kind of function there, or if
+    another plugin has replaced it.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
@@ -33,25 +34,27 @@ def install(needed: Iterable[str]) -> None:
 
 
 def verify(*_args: Any, **_kwargs: Any) -> None:
-    """Raise ConfigError unless every hook of this process is in its place."""
+    """Raise ConfigError unless every hook of this process is installed."""
     missing = sorted(name for name, hook in _registered.items() if not is_applied(hook))
     if missing:
         raise ConfigError(
             ENABLE,
-            f"SGLang {SUPPORTED_VERSIONS.installed()} cannot be hooked at {', '.join(missing)}",
-            "Its log says why. Leave the flag out, or the plugin that holds the same place (SGLANG_PLUGINS).",
+            f"cornplug cannot hook SGLang {SUPPORTED_VERSIONS.installed()} at {', '.join(missing)}",
+            "See SGLang's log for the reason. Remove the flag, or the plugin that replaces the same "
+            "function (SGLANG_PLUGINS).",
         )
     unlike = sorted(f"{name}: {why}" for name, hook in _registered.items() if (why := misfit(hook)))
     if unlike:
         raise ConfigError(
             ENABLE,
-            f"SGLang {SUPPORTED_VERSIONS.installed()} calls with other parameters: {'; '.join(unlike)}",
-            "Install a release of cornplug for it, or leave the flag out.",
+            f"SGLang {SUPPORTED_VERSIONS.installed()} has functions with other parameters: "
+            f"{'; '.join(unlike)}",
+            "Install a release of cornplug that supports it, or remove the flag.",
         )
 
 
 def is_applied(hook: Hook) -> bool:
-    """Whether SGLang's function at `hook.target` now runs `hook.function`."""
+    """Return whether SGLang's function at `hook.target` now runs `hook.function`."""
     try:
         found: Any = pkgutil.resolve_name(hook.target)
     except (AttributeError, ImportError):
@@ -67,16 +70,16 @@ def is_applied(hook: Hook) -> bool:
 
 
 def misfit(hook: Hook) -> str:
-    """Why a hook in its place cannot take the calls that its target gets; "" where it can.
+    """Reason why a hook cannot accept the calls of its target, or "" if it can.
 
-    It is tried with every parameter of the target, by position and by name, so that an added or renamed
-    parameter is found here, and not at the first request.
+    The check passes every parameter of the target, by position and by name, so that an added or renamed
+    parameter is detected here and not by the first request.
     """
     if hook.kind == "replace":
         return ""
     first = () if hook.kind == "before" else (None,)
     found = pkgutil.resolve_name(hook.target)
-    # A class method, whose hook gets `cls`.
+    # The hook of a class method gets `cls`.
     found = found.__func__ if isinstance(found, MethodType) else found
     target = inspect.signature(found).parameters.values()
     plain = [p for p in target if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -84,7 +87,7 @@ def misfit(hook: Hook) -> str:
     ours = inspect.signature(hook.function)
     if unknown := sorted(set(hook.reads) - {p.name for p in target}):
         return f"no parameter {', '.join(unknown)}"
-    # A method's own object, and what has no name, come by position always.
+    # A method's own object and unnamed parameters are always passed by position.
     fixed = sum(p.kind is p.POSITIONAL_ONLY or p.name in ("self", "cls") for p in plain)
     try:
         ours.bind(*first, *(None for _ in plain), **named)
@@ -96,12 +99,12 @@ def misfit(hook: Hook) -> str:
 
 
 def register_parts(needed: Iterable[str]) -> None:
-    """Register the hooks of these parts with SGLang, and the check that they are in their places."""
+    """Register the hooks of these parts with SGLang, and the check that they are installed."""
     register((*hook_selection.hooks(needed), _LAST))
 
 
 def register(hooks: tuple[Hook, ...]) -> None:
-    """Register these hooks with SGLang, which applies them once all plugins are loaded."""
+    """Register these hooks with SGLang, which applies them after all plugins are loaded."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
 
     source = HookSource("cornplug", "cornplug")
@@ -112,5 +115,5 @@ def register(hooks: tuple[Hook, ...]) -> None:
             _registered[name] = hook
 
 
-# The first thing that each process does once its plugins are loaded.
+# Each process calls this first after its plugins are loaded.
 _LAST: Final = Hook("sglang.srt.runtime_context.publish", "before", verify)

@@ -1,8 +1,7 @@
-"""The hooks of this room that a server needs: a hook that is not installed cannot break the server.
+"""Selects the hooks that a server needs. A hook that is not installed cannot break the server.
 
-Decided in the main process from SGLang's resolved settings, and told to its children
-(`activation.need`). Each part names the modules whose `HOOKS` it takes,
-or one such tuple of a module.
+The main process selects them from SGLang's resolved settings, and passes them to its child processes
+(`activation.need`). Each part names modules whose `HOOKS` it uses, or one such tuple of a module.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from cornplug.sglang_hooks.compat import Hook
 
 _ROOM: Final = "cornplug.sglang_hooks"
 
-# part -> modules, or one name of a module
+# part -> modules, or one name in a module
 _MODULES: Final = {
-    # While SGLang resolves its settings, in the main process alone.
+    # Used only in the main process, while SGLang resolves its settings.
     "resolution": ("kv.hicache_config",),
     "weights": ("model.weight_updates", "disk_updates", "trainer_updates"),
     "loaded": ("model.loaded_weights",),
@@ -36,7 +35,7 @@ ALL: Final = frozenset(_MODULES)
 
 
 def needed(server_args: Any) -> frozenset[str]:
-    """The parts of a server with these settings, which SGLang has resolved."""
+    """Parts that a server with these resolved settings needs."""
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
     from cornplug.sglang_hooks.kv import hicache_config
@@ -44,20 +43,21 @@ def needed(server_args: Any) -> frozenset[str]:
 
     settled = resolved_view(server_args)
     found = {"weights"}
-    if str(settled.model_path).lower() in ("none", "dummy"):  # SGLang resolves no model of these names
+    # SGLang does not resolve models with these names.
+    if str(settled.model_path).lower() in ("none", "dummy"):
         return frozenset(found)
     if settled.enable_hierarchical_cache and hicache_config.is_ours(settled):
         found.add("kv")
         if settled.hicache_write_policy == hicache_config.SECOND_SIGHT:
             found.add("idle_backups")
-        # An adapter may come while the server runs, but only where LoRA was asked for at its start.
+        # An adapter may be added at run time, but only if LoRA was enabled at start.
         found |= {"lora"} if settled.enable_lora or settled.lora_paths else set()
     model = model_config_of(server_args)
     # Keys are digests of the checkpoint's files, so the weights must have been loaded from them.
     found |= {"loaded"} if "kv" in found or model.is_multimodal else set()
     if model.is_multimodal:
         found.add("images")
-        # LLaVA's processor decodes images in processes of its own.
+        # LLaVA's processor decodes images in separate processes.
         family = str(model.hf_config.model_type)
         dtype, device = dtype_name(model.dtype), str(settled.device)
         if cpu_preprocessing.wanted(activation.config(), device=device, family=family, dtype=dtype):
@@ -69,7 +69,7 @@ def needed(server_args: Any) -> frozenset[str]:
 
 
 def hooks(parts: Iterable[str]) -> tuple[Hook, ...]:
-    """The hooks of these parts."""
+    """Hooks of these parts."""
     found: list[Hook] = []
     for place in (place for part in sorted(parts) for place in _MODULES[part]):
         module, _, name = place.partition(":")

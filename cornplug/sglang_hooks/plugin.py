@@ -1,7 +1,8 @@
-"""The function of SGLang's entry point `sglang.srt.plugins`, called in every process of every server.
+"""Entry point `sglang.srt.plugins`, called in every process of every server.
 
-A server without cornplug gets its flags and no other change. In a server with it, a hook that cannot work
-stops the process with the reason. An SGLang out of the tested range runs as stock, whatever the flags say.
+A server without cornplug gets its flags and no other change. In a server with cornplug, a hook that cannot
+work stops the process with the reason. An SGLang outside of the tested range runs as stock, regardless of
+flags.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from cornplug.sglang_hooks import activation, compat, hook_registry
 
 
 def register() -> None:
-    """Hook the flags; in the processes of a server that shares, also the parts that the server needs."""
+    """Hook the flags and, in processes of a server that shares, the parts that the server needs."""
     from cornplug.sglang_hooks import flags
 
     if compat.SUPPORTED_VERSIONS.refusal():

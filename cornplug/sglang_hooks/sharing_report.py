@@ -1,7 +1,7 @@
-"""SGLang's verdicts on sharing a checkpoint, without loading it: for `cornplug doctor --model`.
+"""Sharing verdicts for a checkpoint in SGLang, without loading it, for `cornplug doctor --model`.
 
-The functions that a server asks while it resolves its settings are asked here. A server also looks at the
-pools of the loaded model (`late_exclusions.py`); here is none.
+It calls the functions that a server calls while it resolves its settings. A server also checks the pools of
+the loaded model (`late_exclusions.py`), which do not exist here.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from cornplug.sharing_verdict import NO_TOWER, SharingVerdict, asked, does_not_r
 
 
 def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
-    """The verdicts on a server of this checkpoint with these flags, in this process. Reads weights once.
+    """Return the verdicts on a server of this checkpoint with these flags. Reads weights once.
 
-    For a process that runs nothing else: it ends where SGLang's parser refuses a flag.
+    Call it in a process that runs nothing else, because it exits if SGLang's parser rejects a flag.
     """
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
     from sglang.srt.server_args import prepare_server_args
@@ -43,7 +43,7 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
 
 
 def _identify(resolved: Any, running: Any) -> None:
-    """Raise CheckpointError where a server would share embeddings of no medium."""
+    """Raise CheckpointError if a server would share no embeddings."""
     model = engine_model(resolved, running)
     own = own_tower(model, resolved, generic=runs_generic_backend(running))
     try:
@@ -54,7 +54,7 @@ def _identify(resolved: Any, running: Any) -> None:
 
 
 def _check(server_args: Any) -> None:
-    """Raise LayoutError with the server's reason for keeping KV to itself."""
+    """Raise LayoutError with the reason why the server does not share KV."""
     engine = settings.load().engine
     if not engine.share_kv:
         raise LayoutError("engine.share_kv is false", reason="disabled")

@@ -1,8 +1,8 @@
-"""Our tallies in SGLang's own `/metrics`, under `--enable-metrics`.
+"""cornplug's counters in SGLang's own `/metrics`, with `--enable-metrics`.
 
-SGLang's processes write their metrics into files of one folder (PROMETHEUS_MULTIPROC_DIR), and
-the process that serves `/metrics` adds them up; our tallies use the same files. Events that all ranks of
-a tensor-parallel group take part in are shown once, by its first rank.
+SGLang's processes write their metrics to files in a folder (PROMETHEUS_MULTIPROC_DIR), and the process that
+serves `/metrics` sums them. cornplug's counters use the same files. Events of all ranks of a tensor-parallel
+group are counted once, by its first rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from prometheus_client import Counter, Histogram
 
 _MAX_SAMPLES: Final = 4096
-"""Samples kept of each histogram until the next drain; no part of SGLang drains."""
+"""Samples kept per histogram until the next drain. SGLang never drains."""
 
 _lock = threading.Lock()
 _counters: dict[str, Counter] = {}
@@ -25,16 +25,16 @@ _histograms: dict[str, Histogram] = {}
 
 
 class ServerTally(Tally):
-    """A `Tally` of a process of SGLang whose counts the server's `/metrics` shows."""
+    """A `Tally` in a process of SGLang, whose counts the server's `/metrics` shows."""
 
     def count(self, name: str, *labels: str, by: float = 1) -> None:
-        """As `Tally.count`."""
+        """See `Tally.count`."""
         super().count(name, *labels, by=by)
         if is_shown():
             _counter(name).labels(*labels).inc(by)
 
     def observe(self, name: str, value: float, *labels: str) -> None:
-        """As `Tally.observe`; the tally itself keeps the first `_MAX_SAMPLES` since the last drain."""
+        """See `Tally.observe`. The tally itself keeps the first `_MAX_SAMPLES` since the last drain."""
         self._check(name, labels, "histogram")
         with self._lock:
             samples = self._samples.setdefault((name, labels), [])
@@ -45,9 +45,9 @@ class ServerTally(Tally):
 
 
 def is_shown() -> bool:
-    """Whether this process is one whose counts the server's `/metrics` shows.
+    """Return whether the server's `/metrics` shows the counts of this process.
 
-    False until SGLang has told the process its settings and rank.
+    False until SGLang has set the settings and rank of the process.
     """
     from sglang.srt.runtime_context import publish_role
 
@@ -70,8 +70,8 @@ def _shown(role: str) -> bool:
 def _counter(name: str) -> Counter:
     with _lock:
         if name not in _counters:
-            # prometheus_client decides at its import whether it writes to files: it must not be
-            # imported before SGLang has named the folder, which is after our hooks are in place.
+            # prometheus_client decides at import whether it writes to files. It must not be imported before
+            # SGLang has set the folder, which happens after cornplug's hooks are installed.
             from prometheus_client import Counter
 
             _counters[name] = Counter(name, METRICS[name].help, METRICS[name].labels)

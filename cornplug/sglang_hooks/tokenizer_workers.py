@@ -1,8 +1,9 @@
-"""Whether SGLang's front ends run this room's hooks, where images get their keys.
+"""Installs hooks in SGLang's front ends, where images get their keys.
 
-One front end is hooked as the main process: it loads plugins itself. The worker processes of
-`--tokenizer-worker-num` are hooked by the application that they import (`http_workers.py`). The others run
-no plugin: their images have no key, so that neither they nor KV behind them are shared, and all else is.
+A single front end is hooked like the main process, because it loads plugins itself. The worker processes of
+`--tokenizer-worker-num` are hooked through the application that they import (`http_workers.py`). Other front
+ends load no plugins. Their images have no key, so neither their embeddings nor the KV after them are shared.
+Everything else is.
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from cornplug.sglang_hooks.compat import logger
 APPLICATION: Final = "cornplug.sglang_hooks.http_workers:app"
 _VARIABLE: Final = "SGLANG_HTTP_SERVER_APP_PATH"
 _IMAGES: Final = "images"
-"""The part of the room (`hook_selection.py`) that the front ends need."""
+"""Part of this package (`hook_selection.py`) that the front ends need."""
 
 
 def hook(server_args: Any, needed: Iterable[str]) -> None:
-    """Have the tokenizer workers of this server import our application, if its images are shared.
+    """Let the tokenizer workers of this server import cornplug's application, if its images are shared.
 
-    In the main process, before it starts others. Where a front end runs no plugin, a warning names its flag.
+    Called in the main process, before it starts others. If a front end loads no plugins, a warning names its
+    flag.
     """
     unhook()
     if _IMAGES not in needed:
@@ -45,7 +47,8 @@ def hook(server_args: Any, needed: Iterable[str]) -> None:
     ]
     if unhooked:
         logger.warning(
-            "cornplug: images are not shared: SGLang runs no plugin where it reads them under %s",
+            "cornplug: images are not shared: SGLang does not load plugins in the process that reads "
+            "images with %s",
             ", ".join(unhooked),
         )
     elif workers > 1:
@@ -53,6 +56,6 @@ def hook(server_args: Any, needed: Iterable[str]) -> None:
 
 
 def unhook() -> None:
-    """Leave the workers of the server that this process starts next to SGLang."""
+    """Restore SGLang's application for the workers of the server that this process starts next."""
     if os.environ.get(_VARIABLE) == APPLICATION:
         del os.environ[_VARIABLE]

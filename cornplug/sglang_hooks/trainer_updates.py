@@ -1,4 +1,4 @@
-"""SGLang's updates of a server's weights by a trainer that names them: the server shares again after it.
+"""Resumes sharing after a trainer updates a server's weights in SGLang and names them.
 
     tokenizer, each rank    the epoch is odd: no process shares
     each rank               a session (begin_weight_update to end_weight_update) of any number of calls, or
@@ -6,11 +6,12 @@
     each rank               the session is over: has nothing computed before, votes on its version
     first rank              all votes are yes and of one version: names it, and the epoch is even
 
-Calls of one session are parts of one state, which has a name at the end of it alone: whichever call brings
-the version, and also `/update_weight_version` after it. Calls that name two versions name none.
+The calls of a session are parts of one state of the weights, which has a name only at its end. Any of the
+calls may contain the version, and so may `/update_weight_version` after them. If the calls contain different
+versions, the state has no name.
 
-KV of the weights before is gone where nothing was computed since SGLang's last flush. Else the epoch stays
-odd until the next flush. A call that fails ends sharing until restart. Only where
+If nothing was computed since SGLang's last flush, no KV of the previous weights is left. Otherwise the epoch
+stays odd until the next flush. A failed call ends sharing until restart. This module is used only with
 `engine.trust_weight_version`.
 """
 
@@ -32,25 +33,25 @@ from cornplug.sglang_hooks.model.weight_updates import changes_model, loses_weig
 
 @dataclass
 class _Update:
-    """One update of this rank's weights, which no version has named yet."""
+    """An update of this rank's weights that has no version yet."""
 
     epoch: int
     before: str
-    """SGLang's version of the weights until then."""
+    """SGLang's previous version of the weights."""
     versions: frozenset[str]
-    """Those that its calls gave."""
+    """Versions in its calls."""
     failed: bool = False
     is_over: bool = False
     waits_for_flush: bool = False
 
     def version(self) -> str | None:
-        """The version that names it; None where there is not one."""
+        """The version of the update, or None unless there is exactly one."""
         return next(iter(self.versions)) if len(self.versions) == 1 else None
 
 
 @dataclass
 class _Rank:
-    """The state of this rank's process."""
+    """State of this rank's process."""
 
     update: _Update | None = None
     flushed_at: int | None = None
@@ -61,7 +62,7 @@ _rank: Final = _Rank()
 
 
 def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Around a rank's calls that replace weights."""
+    """Wrap a rank's calls that replace weights."""
     if not (trusts_versions() and changes_model(recv_req)):
         return original(manager, recv_req)
     update = _begun(recv_req)
@@ -76,7 +77,7 @@ def _changed(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _ended(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
-    """Around the end of a session."""
+    """Wrap the end of a session."""
     update = _rank.update
     if update is None or not trusts_versions():
         return original(manager, recv_req)
@@ -86,7 +87,7 @@ def _ended(original: Callable[..., Any], manager: Any, recv_req: Any) -> Any:
 
 
 def _begun(recv_req: Any) -> _Update:
-    """The update that a call is part of."""
+    """Return the update to which a call belongs."""
     note_trained()
     epoch = weights_guard.begin_update(type(recv_req).__name__.removesuffix("ReqInput"), logger)
     if _rank.update is None or _rank.update.is_over:
@@ -95,9 +96,9 @@ def _begun(recv_req: Any) -> _Update:
 
 
 def _watched(original: Callable[..., Any], manager: Any, recv_req: Any, update: _Update) -> Any:
-    """The result of a call. One that fails may have replaced a part, and ends sharing.
+    """Run a call. A call that fails may have replaced a part of the weights, and ends sharing.
 
-    It may fail on one rank alone, which votes all the same: the others wait.
+    It may fail on a single rank, which still votes, because the others wait.
     """
     done = False
     try:
@@ -117,27 +118,27 @@ def _version_now() -> str:
 
 
 def _over(manager: Any, update: _Update) -> None:
-    """After the last call of an update, and when it is named later."""
+    """Handle the end of an update, and a version that is set later."""
     update.is_over = True
     _settle(manager, update, is_empty=_is_empty(manager, update))
 
 
 def _is_empty(manager: Any, update: _Update) -> bool:
-    """Whether this rank holds no KV of the weights before.
+    """Return whether this rank holds no KV of the previous weights.
 
-    One more flush where nothing was computed since the last: it costs nothing, and drops what SGLang may have
-    fetched in between for requests that wait.
+    If nothing was computed since the last flush, this flushes once more. It is cheap, and drops what SGLang
+    may have fetched in between for waiting requests.
     """
     nothing_new = _rank.flushed_at == manager.scheduler.forward_ct
     return bool(update.version() and nothing_new and manager.flush_cache(empty_cache=False))
 
 
 def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
-    """Let the ranks vote, and the first one say what came of it."""
-    excluded = "a call failed" if update.failed else excluded_server(manager)
+    """Let the ranks vote. The first rank publishes the result."""
+    excluded = "one of the calls failed" if update.failed else excluded_server(manager)
     why = weights_guard.unusable_version(update.version(), update.before)
     if len(update.versions) > 1:
-        why = f"its calls gave {len(update.versions)} versions"
+        why = f"its calls had {len(update.versions)} different versions"
     if is_empty:
         forget()
     name = int.from_bytes(digest("cornplug-version-vote-v1", repr(update.version()).encode())[:7])
@@ -147,13 +148,15 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
     update.waits_for_flush = False
     if not may or least != -most:
         _rank.update = None
-        why = excluded or ("not on every rank" if not may else "the ranks saw different versions")
+        why = excluded or (
+            "another rank rejected the update" if not may else "the ranks received different versions"
+        )
         weights_guard.end_sharing(f"weights replaced by a trainer: {why}", logger)
     elif not named:
-        logger.warning("cornplug: nothing is shared until an update is named: %s", why)
+        logger.warning("cornplug: nothing is shared until an update has a weight_version: %s", why)
     elif not empty:
         update.waits_for_flush = True
-        logger.info("cornplug: this engine shares again after /flush_cache")
+        logger.info("cornplug: this engine will share again after /flush_cache")
     else:
         _rank.update = None
         if torch.distributed.get_rank(manager.tp_cpu_group) == 0:
@@ -162,9 +165,9 @@ def _settle(manager: Any, update: _Update, *, is_empty: bool) -> None:
 
 
 def _wrapper_made(_wrapper: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Before SGLang makes what flushes for `/flush_cache`.
+    """Called before SGLang creates the handler of `/flush_cache`.
 
-    Another part of this room hooks `Scheduler.flush_cache`, and SGLang hooks a function once a process.
+    Another module hooks `Scheduler.flush_cache`, and SGLang supports one hook per function and process.
     """
     return (_wrapper,), {**kwargs, "flush_cache": partial(_flushed, kwargs["flush_cache"])}
 
@@ -180,7 +183,8 @@ def _flushed(flush: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
-    """Around `/update_weight_version`: it names an update that ended without a version, or goes on."""
+    """Wrap `/update_weight_version`, which sets the version of an update that ended without one, or of one in
+    progress."""
     result = original(scheduler, recv_req)
     update = _rank.update
     if update is None or update.waits_for_flush:
@@ -194,7 +198,7 @@ def _named(original: Callable[..., Any], scheduler: Any, recv_req: Any) -> Any:
 
 
 def _released(_self: Any, recv_req: Any) -> None:
-    """Weights that lie nowhere any more are not named later."""
+    """Drop a pending update when its weights are released."""
     if loses_weights(recv_req):
         _rank.update = None
 

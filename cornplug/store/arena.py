@@ -1,9 +1,9 @@
-"""The shared memory of a store: an unnamed file that lives exactly as long as a process maps it.
+"""Shared memory of a store: an unnamed file that exists as long as a process maps it.
 
-Sealed memory of the kernel's (memfd), not a file in /dev/shm: containers have 64 MiB of that, and
-no holder of the descriptor can cut this short under the others. Nothing is left when a daemon is
-killed, and there is no name for a stranger to open. The daemon has the kernel set pages aside
-*before* it hands out room, and leaves the host enough to live, so that no writer ever dies of it.
+It is a sealed memfd, not a file in /dev/shm. Containers have only 64 MiB of /dev/shm by default. A sealed
+memfd cannot be truncated by a client, is freed when a daemon is killed, and has no name that another user
+could open. The daemon allocates pages *before* it returns reservations, and leaves enough memory for the
+host, so that writers never run out of memory.
 """
 
 from __future__ import annotations
@@ -22,25 +22,28 @@ from cornplug.store.host_memory import MemoryBound, host_memory
 from cornplug.store.write_fences import MappedFences
 
 STEP_BYTES: Final = 8 << 20
-"""Least that is set aside at once; about 2 ms of the kernel's time."""
+"""Minimum size of an allocation. It takes about 2 ms."""
 _MFD_NOEXEC_SEAL: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _log = logging.getLogger("cornplug.store")
 
-_REMEDY: Final = "Give a smaller store.size_bytes (--size), or this host or container more memory."
+_REMEDY: Final = "Reduce store.size_bytes (--size), or add memory to this host or container."
 
 
 def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | None = None) -> int:
-    """The capacity to use: `size_bytes` where there is so much; for None, a quarter of the memory left.
+    """Return the capacity to use: `size_bytes`, or a quarter of the free memory for None.
 
-    Where there is less: half of the free memory with `clamp`, else ConfigError naming store.size_bytes.
+    If there is not enough memory, it returns half of the free memory with `clamp`, and otherwise raises
+    ConfigError for store.size_bytes.
     """
     memory = memory or host_memory()
     free = memory.available_bytes
     if size_bytes is None:
         _log.info(
-            "store.size_bytes is not set: a quarter of the %d MiB that %s has left", free >> 20, memory.of
+            "store.size_bytes is not set, using a quarter of the %d MiB that %s has left",
+            free >> 20,
+            memory.of,
         )
         size_bytes = free // 4
         if size_bytes >= STEP_BYTES:
@@ -49,24 +52,24 @@ def fitting_size(size_bytes: int | None, *, clamp: bool, memory: MemoryBound | N
         return size_bytes
     if clamp and free >= 2 * STEP_BYTES:
         _log.warning(
-            "%s has %d MiB left, too little for the %d MiB wanted: this store takes half of that. %s",
+            "%s has %d MiB left, too little for a store of %d MiB: this store uses half of what is left. %s",
             memory.of, free >> 20, size_bytes >> 20, _REMEDY,
         )  # fmt: skip
         return free // 2
-    problem = f"{size_bytes >> 20} MiB wanted, {memory.of} has {free >> 20} MiB left"
+    problem = f"the store needs {size_bytes >> 20} MiB, but {memory.of} has {free >> 20} MiB left"
     raise ConfigError("store.size_bytes", problem, _REMEDY)
 
 
 def _kept_free(memory: MemoryBound) -> int:
-    """Memory that a store leaves free, so that the kernel kills no process for want of it."""
+    """Return the memory that a store leaves free, so that the kernel does not kill processes."""
     return memory.total_bytes // 20
 
 
 class SharedArena:
-    """The daemon's side: owns the memory and sets aside the part that is safe to write."""
+    """The daemon's side of the arena, which owns the memory and allocates its pages."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        """Raises ConfigError where the kernel gives no such memory."""
+        """Create the memory. Raises ConfigError if the kernel refuses."""
         self.id = secrets.token_bytes(16)
         self.capacity_bytes = max(1, capacity_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.backed_bytes = 0
@@ -76,18 +79,19 @@ class SharedArena:
             os.ftruncate(self.fd, self.capacity_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
         except OSError as e:
-            problem = f"no shared memory of {self.capacity_bytes >> 20} MiB: {e.strerror}"
+            problem = f"cannot create {self.capacity_bytes >> 20} MiB of shared memory: {e.strerror}"
             raise ConfigError("store.size_bytes", problem, _REMEDY) from e
 
     def grow(self, want_bytes: int) -> int:
-        """Set aside at least `want_bytes` more; how many it was, 0 when there is no more for now."""
+        """Allocate at least `want_bytes` more and return the number of bytes, or 0 if there is no memory
+        now."""
         left = self.capacity_bytes - self.backed_bytes
         if not 0 < want_bytes <= left:
             return 0
         step = min(max(want_bytes, STEP_BYTES), left)
         memory = host_memory()
         if memory.available_bytes - step < _kept_free(memory):
-            # Asked all the same, the kernel would kill a process for it rather than refuse.
+            # The kernel would not refuse the allocation, but kill a process for it.
             self._ran_out(f"{memory.of} has {memory.available_bytes >> 20} MiB left")
             return 0
         try:
@@ -99,14 +103,14 @@ class SharedArena:
             return 0
         self.backed_bytes += step
         if self._said:
-            _log.info("there is memory again: this store grows on from %d MiB", self.backed_bytes >> 20)
+            _log.info("memory is available again, this store grows from %d MiB", self.backed_bytes >> 20)
         self._said = False
         return step
 
     def _ran_out(self, why: str) -> None:
         if not self._said:
             _log.error(
-                "memory ran out (%s): this store stays at %d MiB of its %d MiB for now. %s",
+                "out of memory (%s): this store stays at %d MiB of its %d MiB for now. %s",
                 why, self.backed_bytes >> 20, self.capacity_bytes >> 20, _REMEDY,
             )  # fmt: skip
         self._said = True

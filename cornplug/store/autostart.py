@@ -1,7 +1,7 @@
-"""Start a store on this host when none answers, as sccache and ccache do.
+"""Start a store on this host if none is running.
 
-The daemon belongs to no client: it has a separate session, no inherited descriptor, and its log in a
-file beside the socket. It ends by itself some time after its last client.
+The daemon is independent of its clients: it has its own session, no inherited descriptors, and a log file
+next to the socket. It ends automatically some time after its last client.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _log = logging.getLogger("cornplug.store")
 
 @contextlib.contextmanager
 def start_lock(socket_path: Path) -> Iterator[bool]:
-    """True for the one client of the host that may start a daemon now.
+    """Yield True if this is the client that may start a daemon now.
 
     Raises ConfigError for a folder that is not ours alone, OSError where no file can be made."""
     folder = open_folder(socket_path.parent, setting="store.socket")
@@ -55,7 +55,7 @@ def start_lock(socket_path: Path) -> Iterator[bool]:
 
 
 def log_path(socket_path: Path) -> Path:
-    """Where an auto-started daemon writes."""
+    """Return the path of the log of a daemon that was started automatically."""
     return socket_path.with_suffix(".log")
 
 
@@ -71,7 +71,7 @@ def _log_file(path: Path) -> BinaryIO:
 
 
 def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
-    """Start a daemon and return; it serves a moment later, or says in its log why not.
+    """Start a daemon and return. It is ready a moment later, or logs why it failed.
 
     Raises OSError when no process can be made, ConfigError for a folder that is not ours alone."""
     command = [sys.executable, "-P", "-c", _START, str(Path(cornplug.__file__).parents[1])]
@@ -88,9 +88,9 @@ def spawn(config: StoreConfig, *, idle_exit_s: float) -> None:
                 start_new_session=True, close_fds=True, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            _log.warning("starting a store took more than %.0f s; see %s", _SPAWN_S, path)
+            _log.warning("starting a store took more than %.0f s, see %s", _SPAWN_S, path)
             return
     if done.returncode:
-        _log.warning("a store did not start (exit status %d); see %s", done.returncode, path)
+        _log.warning("the store did not start (exit status %d), see %s", done.returncode, path)
     else:
         _log.info("started a store at %s; it logs to %s", config.socket, path)

@@ -1,8 +1,8 @@
-"""The place where a process chooses its store: the host's own, or one that an installed package brings.
+"""Selection of the store: the host's store, or a store from an installed package.
 
-The setting `store.backend` is NAME or NAME:ADDRESS. `pool` is the host's own store. A package offers another
-one by an entry point of the group `cornplug.stores`: a callable with the arguments and the result of
-`open_store`, which reads its address in `config.backend`.
+The setting `store.backend` is NAME or NAME:ADDRESS. `pool` is the host's store. A package provides another
+store with an entry point in the group `cornplug.stores`. It is a callable with the arguments and result of
+`open_store`, which reads the address from `config.backend`.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ _POOL: Final = "pool"
 
 
 def is_host_store(config: StoreConfig) -> bool:
-    """Whether the settings name the host's own store, which has a socket, a daemon and a secret."""
+    """Return whether the settings select the host's store, which has a socket, a daemon and a secret."""
     return config.backend == _POOL
 
 
 def open_store(
     config: StoreConfig, *, autostart: bool | None = None, connect_timeout_s: float | None = None
 ) -> Store:
-    """A connection to the store that `store.backend` names.
+    """Connect to the store selected by `store.backend`.
 
     Args:
-        autostart: Whether to start a store where none answers; None: as the settings say.
-        connect_timeout_s: Longest wait of this call for a first answer; None: the store's own default.
+        autostart: Whether to start a store if none is running. None: use the setting.
+        connect_timeout_s: Maximum time that this call waits for a connection. None: the default of the store.
 
-    Raises ConfigError for a name that no installed package brings, and the backend's own errors for settings
-    that it refuses.
+    Raises ConfigError for an unknown name, and the backend's own errors for settings that it rejects.
     """
     if is_host_store(config):
         return PoolStore(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
@@ -43,8 +42,8 @@ def open_store(
     if name not in offered:
         raise ConfigError(
             "store.backend",
-            f"no installed package brings a store {name!r}",
-            f"Known here: {', '.join(sorted({_POOL, *offered}))}.",
+            f"no installed package provides a store {name!r}",
+            f"Available stores: {', '.join(sorted({_POOL, *offered}))}.",
         )
     store: Store = offered[name].load()(config, autostart=autostart, connect_timeout_s=connect_timeout_s)
     return store

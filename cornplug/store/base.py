@@ -1,39 +1,35 @@
-"""The one seam of every store: key -> bytes, written in place, read in place.
+"""Interface of stores: entries of bytes by key, written and read in place.
 
-A `Store` knows nothing of engines, models or tokens. Keys are 32 bytes from
-`cornplug.identity`; `meta` is the envelope header of `cornplug.codec`; the payload is
-raw bytes in an *arena* that every process of the host may map.
+A `Store` does not depend on engines, models or tokens. Keys are 32 bytes from `cornplug.identity`, `meta` is
+a header from `cornplug.codec`, and the payload is raw bytes in an *arena* that all processes of the host can
+map.
 
     absent ──reserve──> reserved ──commit──> present ──lease──> leased ──release──> present
                │            │                   │
              Refusal     release / death of   evicted, deleted (never while leased)
                          its connection
 
-Contract, held by `cornplug.testing.StoreContract` for every implementation:
+Contract, which `cornplug.testing.StoreContract` checks for every implementation:
 
-* Nothing is visible before `commit`; after it, `meta` and payload never change.
-* Two writers of one key: the first `reserve` wins, the other is told `PENDING`, and
-  `PRESENT` once it is committed. No writer overwrites.
-* Several connections may write one entry together (`WriterPart`): each reserves the key as its part of
-  one group, gets a separate token for the same room, writes its bytes and commits its checksums
-  of the header. The entry is visible when every part is in. Giving up one part, or the end of its
-  connection, ends the reservation of all.
-* A lease keeps its entry in place until released, until it expires, or until the
-  connection that took it ends. Leases of one call may have a token in common: they end together.
-* A reservation ends when it is given up, when its connection ends, or after `reservation_s`: its
-  key is free for others at once. Its room is not, as its writer may be writing still: not before
-  the writer has spoken (a commit that comes too late: it writes no more) or, after a release or
-  the end of its connection, the quarantine has passed, or `reclaim_s` has passed. From its end on
-  no process gets a writable view of it.
-* Every call is answered, or raises `StoreUnavailable`, inside its `deadline_s`.
-* One connection's leases keep at most three quarters of the store in place (and one entry always);
-  beyond that a present key is answered like an absent one.
-* Questions (`contains`, `stat`) change nothing but `found` and `absent` of `StoreStat`; in particular they do
-  not refresh LRU.
-* `reserve` with `only_seen` gives room for keys that an earlier request named in such a call; the others are
-  refused with FIRST_SIGHT and remembered, for a while, in bounded memory. A request makes one call a key, or
-  one for each part. Calls without `only_seen` neither ask nor leave sightings.
-* A full store evicts unleased entries; when that is not enough it refuses with `FULL`.
+* An entry is visible only after `commit`. After that, `meta` and payload never change. * If two connections
+write the same key, the first `reserve` wins. The other gets `PENDING`, or `PRESENT` after the commit. Entries
+are never overwritten. * Several connections can write one entry together (`WriterPart`). Each reserves the
+key as its part of a group, gets its own token for the same memory, writes its bytes and commits its checksums
+of the header. The entry is visible when all parts are committed. If one part is released, or its connection
+ends, the reservation ends for all parts. * A lease keeps its entry in place until it is released, until it
+expires, or until its connection ends. Leases of one call can have the same token. They then end together. * A
+reservation ends when it is released, when its connection ends, or after `reservation_s`. Its key can then be
+reserved again immediately. Its memory is not reused yet, because the writer may still be writing. It is
+reused after a late commit (which shows that the writer is done), after the quarantine if the reservation was
+released or its connection ended, or after `reclaim_s`. Once a reservation has ended, no process gets a
+writable view of its memory. * Every call returns or raises `StoreUnavailable` within its `deadline_s`. * The
+leases of one connection can hold at most three quarters of the store (and always at least one entry). Beyond
+that, a present key is reported as absent. * Lookups (`contains`, `stat`) do not refresh LRU. They change only
+`found` and `absent` of `StoreStat`. * `reserve` with `only_seen` succeeds only for keys that an earlier
+request reserved with `only_seen`. Other keys get FIRST_SIGHT, and are remembered for a while in bounded
+memory. A request makes one call per key, or one per part. Calls without `only_seen` do not depend on these
+records and do not add to them. * A full store evicts entries without leases. If that is not enough, it
+returns `FULL`.
 """
 
 from __future__ import annotations
@@ -51,27 +47,28 @@ if TYPE_CHECKING:
 
 KEY_BYTES = 32
 PROMOTED = 1 << 63
-"""Bit of the generation of an entry that came back from disk: when it was written cannot be told from it."""
+"""Bit in the generation of an entry that was recalled from disk. Its generation says nothing about its
+age."""
 
 
 class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
-    """Where a payload lies; small enough to travel to another process of the host."""
+    """Location of a payload. It can be sent to another process of the host."""
 
     arena_id: bytes
-    """16 random bytes, new for each arena: a location of a dead store never resolves."""
+    """16 random bytes of the arena, so that locations in the arena of a dead store are recognized."""
     offset: int
-    """Byte offset of the payload in the arena; a multiple of 64."""
+    """Byte offset of the payload in the arena, a multiple of 64."""
     size: int
     """Payload size in bytes."""
     generation: int
-    """Greater than of any earlier reservation in this arena, but for PROMOTED: it changes whenever a room is
-    given to another entry."""
+    """Number that increases with every reservation in this arena (apart from the bit PROMOTED), so that it
+    changes whenever memory is reused."""
     fence: int = -1
-    """Where the store says whether `generation` may be written still, see `write_fences.py`."""
+    """Slot that shows whether `generation` can still be written, see `write_fences.py`."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """A promise that an entry stays where it is."""
+    """Guarantee that an entry stays in place."""
 
     token: int
     key: bytes
@@ -80,7 +77,7 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Reservation(msgspec.Struct, frozen=True, array_like=True):
-    """Room for one entry that only its owner may fill."""
+    """Memory for one entry, which only its owner can write."""
 
     token: int
     key: bytes
@@ -88,21 +85,26 @@ class Reservation(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WriterPart(msgspec.Struct, frozen=True, array_like=True):
-    """One writer's share of entries that a group of connections writes together, such as the
-    heads of one tensor-parallel rank. Its `commit` gives a `cornplug.codec.encode_part`."""
+    """One writer's part of entries that a group of connections writes together.
+
+    An example is the heads of one tensor-parallel rank. The writer commits a `cornplug.codec.encode_part`.
+    """
 
     group: bytes
-    """16 to 32 bytes that only the writers know: random, new at each start of an engine."""
+    """16 to 32 random bytes that only the writers have. An engine creates a new group at each start."""
     index: int
-    """Which part this is, from 0."""
+    """Index of this part, from 0."""
     count: int
-    """How many parts make an entry, this one included: those that write, not those that only read."""
+    """Total number of parts that are written."""
 
 
 class ReserveRefusal(enum.Enum):
-    """The reason why `reserve` gave no room. Only FULL and TOO_LARGE mean that an entry is lost: GROWING says
-    that room is being made, and a caller that asks again in a moment gets it. FIRST_SIGHT: no other request
-    has named this key yet, and the caller wanted room only if one had."""
+    """Reason why `reserve` did not return memory.
+
+    Only FULL and TOO_LARGE mean that the entry cannot be stored. GROWING means that memory is being
+    allocated, and a retry will succeed. FIRST_SIGHT is returned for calls with `only_seen` if no other
+    request has reserved this key before.
+    """
 
     PRESENT = "present"
     PENDING = "pending"
@@ -113,38 +115,38 @@ class ReserveRefusal(enum.Enum):
 
 
 class PurgeRule(msgspec.Struct, frozen=True, array_like=True):
-    """The entries that a purge ends: those for which all of this is true."""
+    """Selection of entries for a purge. An entry must match all fields."""
 
     app: str | None = None
-    """Written in the name of this app; None: of any."""
+    """App that wrote the entry. None: any app."""
     older_s: float = 0.0
-    """Written at least so long ago."""
+    """Minimum time since the entry was written, in seconds."""
     unused_s: float = 0.0
-    """Not read for at least so long."""
+    """Minimum time since the entry was read, in seconds."""
     dry_run: bool = False
-    """They are only counted."""
+    """Only count the entries."""
 
 
 class PurgeCount(msgspec.Struct, frozen=True, array_like=True):
-    """Entries that a purge has ended."""
+    """Number of entries that a purge deleted."""
 
     entries: int
     size_bytes: int
-    """Room of these entries."""
+    """Memory of these entries."""
     leased: int
-    """Of them: their bytes are free when their leases end."""
+    """Number of these entries that are leased. Their memory is freed when the leases end."""
     writing: int
-    """Entries that were being written, beside them: their writers are told so."""
+    """Number of further entries whose writing was aborted. The commit of their writers fails."""
 
 
 class Store(Protocol):
-    """See the module's contract. Implementations are safe to call from several threads."""
+    """Store of entries. See the contract of the module. Implementations are thread-safe."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """One byte a key, 1 where it is present. The longest prefix is `mask.find(0)`."""
+        """Return one byte per key, 1 if it is present. The length of the stored prefix is `mask.find(0)`."""
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
-        """A lease for each key that is present, None for the others; refreshes LRU."""
+        """Return a lease for each key that is present, and None for the others. Refreshes LRU."""
 
     def reserve(
         self,
@@ -156,145 +158,157 @@ class Store(Protocol):
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> list[Reservation | ReserveRefusal]:
-        """Room for each (whole entry's key, size in bytes), charged to `app`, or why not.
+        """Reserve memory for each (key, size in bytes of the whole entry), charged to `app`.
 
-        `cost_s`: seconds that the recomputation of one of these entries takes; 0 where that is unknown. A
-        full store weighs it between namespaces.
+        `cost_s` is the time in seconds that it takes to recompute one of these entries, or 0 if unknown. A
+        full store uses it to choose between namespaces.
 
-        With `part`, room that a writer of the same group has reserved is shared: same location,
-        own token. PENDING then says that this very part is taken, or that it is not this group's."""
+        With `part`, writers of the same group share the memory: they get the same location and their own
+        tokens. PENDING then means that this part is already reserved, or that another group has the key.
+        """
 
     def commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> list[bool]:
-        """Publish each (reservation, meta). False where the reservation had ended.
+        """Publish each (reservation, meta). The result is False if the reservation had ended.
 
-        True for a part says that it is in; the entry is visible once the last one is. False also
-        where the parts do not make a whole; the reservation then ends."""
+        For a part, True means that the part was accepted. The entry is visible after the last part. The
+        result is also False if the parts do not fit together, which ends the reservation.
+        """
 
     def release(self, tokens: Sequence[int], *, deadline_s: float) -> None:
-        """End leases, or give up reservations. Unknown tokens are ignored.
+        """Release leases or reservations. Unknown tokens are ignored.
 
-        The next call of this connection sees it done; other connections may see it a moment later."""
+        It takes effect before the next call of this connection, and a moment later for other connections.
+        """
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float) -> int:
-        """Drop entries, leased ones as soon as they are released; the number dropped.
+        """Delete entries and return their number.
 
-        A dropped entry is invisible at once, even while a lease keeps its bytes."""
+        They are invisible immediately. The memory of a leased entry is freed when its leases end.
+        """
 
     def stat(self, *, deadline_s: float) -> StoreStat:
-        """A snapshot of sizes and counts."""
+        """Return a snapshot of sizes and counts."""
 
     def view(self, location: PayloadLocation, *, writable: bool = False) -> memoryview:
-        """The bytes of a location, without a copy and without asking the daemon.
+        """Return the bytes of a location without copying them and without a message to the daemon.
 
-        Raises StoreUnavailable("stale_location") when the location is of another arena, or, if
-        `writable`, its reservation has ended: get the view right before writing, and do not keep
-        it. The reader holds a lease; this call does not check that."""
+        Raises StoreUnavailable("stale_location") if the location is in another arena, or, if `writable`, its
+        reservation has ended. Get the view right before writing, and do not keep it. A reader must hold a
+        lease, which this call does not check.
+        """
 
     def close(self) -> None:
-        """End the connection: every lease and reservation of it ends."""
+        """Close the connection. All its leases and reservations end."""
 
 
 class Unfound(enum.Enum):
-    """The reason why `UnleasedReads.find_unleased` found no entry."""
+    """Reason why `UnleasedReads.find_unleased` did not return an entry."""
 
     ABSENT = "absent"
     UNKNOWN = "unknown"
-    """`Store.lease` knows."""
+    """Only the daemon can tell. Use `Store.lease`."""
 
 
 class UnleasedEntry(Protocol):
-    """An entry that nothing keeps in place: copy its bytes, verify the copy, then `confirm`."""
+    """An entry that is not leased. Copy its bytes, verify the copy, then call `confirm`."""
 
     @property
     def meta(self) -> bytes:
-        """Its header, or damaged bytes."""
+        """Header of the entry, or arbitrary bytes if the entry was evicted."""
 
     @property
     def payload(self) -> memoryview:
-        """Its payload, read-only, or the bytes of another entry by now."""
+        """Read-only payload, or bytes of another entry if this entry was evicted."""
 
     def confirm(self) -> bool:
-        """Whether the entry was in place until now. True counts as a hit, and as a use for LRU."""
+        """Return whether the entry is still in place. If so, count a hit and refresh LRU."""
 
 
 @runtime_checkable
 class UnleasedReads(Protocol):
-    """What a store may offer besides: reads that cost no message and hold no lease."""
+    """Optional interface of stores: reads without a message or a lease."""
 
     def find_unleased(self, key: bytes) -> UnleasedEntry | Unfound:
-        """The entry of a key. ABSENT counts as a miss. Raises StoreUnavailable without a store."""
+        """Return the entry of a key. ABSENT counts as a miss. Raises StoreUnavailable without a store."""
 
 
 class Tier(enum.IntEnum):
-    """Where an entry is."""
+    """Tier in which an entry is stored."""
 
     ABSENT = 0
     MEMORY = 1
     DISK = 2
-    """On disk, or in a far store that was asked, and not in memory: to `Store` it is absent until it is
-    recalled."""
+    """The entry is not in memory, but on disk or in a far store that was queried. It must be recalled before
+    it can be read."""
 
 
 @runtime_checkable
 class TieredReads(Protocol):
-    """What a store may offer besides: entries on disk, read into memory before they can be leased."""
+    """Optional interface of stores: entries on disk, which are read into memory before they can be leased."""
 
     @property
     def has_disk(self) -> bool:
-        """Whether entries can be on disk only: without it `tiers` says no more than `contains`."""
+        """Whether entries can be on disk only. If not, `tiers` is the same as `contains`."""
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """A `Tier` a key. Otherwise as `contains`."""
+        """Return a `Tier` per key. Otherwise like `contains`."""
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """Have entries that are on disk only read into memory, the first ones first; returns at once.
+        """Start to read entries from disk into memory, in this order, and return immediately.
 
-        `tiers` tells when that is done. Those that find no room stay on disk."""
+        `tiers` shows when an entry is in memory. Entries for which there is no memory stay on disk.
+        """
 
 
 @runtime_checkable
 class FarReads(Protocol):
-    """An optional part of a store: entries in far stores, shown as on disk once they are found."""
+    """Optional interface of stores: entries in far stores. Once found, they are shown as on disk."""
 
     @property
     def far_answers(self) -> bool:
-        """Whether there is a far store that answers now."""
+        """Whether a far store is currently responding."""
 
     def seek(self, keys: Sequence[bytes]) -> int:
-        """The ticket of a question to far stores for absent entries; returns at once. If all these keys were
-        asked for within the last second, it is the ticket of that question. 0 if the question is over, or if
-        no far store answers.
+        """Start a lookup of absent entries in far stores, and return its ticket immediately.
 
-        `TieredReads.tiers` tells a few milliseconds later which ones were found."""
+        If all these keys were looked up within the last second, it returns the ticket of that lookup. It
+        returns 0 if that lookup is complete, or if no far store responds. `TieredReads.tiers` shows found
+        entries a few milliseconds later.
+        """
 
     def answered(self, ticket: int) -> bool:
-        """Whether `tiers` from now on tells all that this question has found, as no answer is due any more.
-        It may stay False: a caller waits for a bounded time. Costs no message."""
+        """Return whether the lookup is complete, so that `tiers` shows all entries that it found.
+
+        It may never return True, so callers must limit their wait. It sends no message.
+        """
 
 
 @runtime_checkable
 class PeekableStore(Protocol):
-    """An optional part of a store: looks at its entries without a message and without a count."""
+    """Optional interface of stores: lookups that send no message and do not count."""
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """A `Tier` a key; MEMORY for one of which only the daemon knows. Raises StoreUnavailable."""
+        """Return a `Tier` per key, or MEMORY if only the daemon can tell. Raises StoreUnavailable."""
 
 
 @runtime_checkable
 class PurgeableStore(Protocol):
-    """What a store may offer besides: purges, for operators."""
+    """Optional interface of stores: purges for operators."""
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
-        """End the entries that were there when this call began and that the rule names. Leased ones are
-        absent from now on, and keep their bytes until their leases end. `deadline_s` is of each portion."""
+        """Delete the matching entries that existed when this call began.
+
+        The memory of leased entries is freed when their leases end. `deadline_s` applies to each message.
+        """
 
 
 @runtime_checkable
 class MappedStore(Protocol):
-    """What a store may offer besides: its memory as a whole, for a device that copies payloads by itself."""
+    """Optional interface of stores: the whole arena, for a device that copies payloads itself."""
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """All memory that locations of this arena lie in, writable; None where it is another arena's.
+        """Return the memory of this arena, writable, or None if the store has another arena.
 
-        Behind the locations that the store has given it may have no pages yet: touch nothing there. The rules
-        of `view` hold for each location: a lease to read, a look at `view` right before a write."""
+        Access only locations that the store returned, because other pages may not be allocated. The rules of
+        `view` apply to each location: hold a lease to read it, and call `view` right before writing.
+        """

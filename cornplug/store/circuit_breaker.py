@@ -1,7 +1,8 @@
-"""Whether a store that has been slow is asked again: not before a pause that grows.
+"""Circuit breaker for a slow store, with a pause that grows with each failure.
 
-A caller that waits 0.1 s for nothing at every step is worse off than without a store. A caller that waits
-longer may still be served, so each length of deadline has its own count.
+Without it, an engine would wait 0.1 s in every step for a store that does not reply in time. Callers with
+longer deadlines may still get replies, so failures are counted separately for each binary order of
+magnitude of the deadline.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ class CircuitBreaker:
         self._missed: dict[int, tuple[int, float]] = {}
 
     def refuses(self, deadline_s: float, now_s: float) -> bool:
-        """Whether a caller with this deadline should not ask yet."""
+        """Return whether a caller with this deadline should not send a request yet."""
         missed = self._missed.get(_kind(deadline_s))
         return missed is not None and now_s < missed[1]
 
     def missed(self, deadline_s: float, now_s: float) -> None:
-        """An answer did not come in time."""
+        """Record that a reply was late."""
         kind = _kind(deadline_s)
         times, until_s = self._missed.get(kind, (0, 0.0))
-        # Those that waited together were disappointed together: one failure.
+        # Callers that waited at the same time count as one failure.
         if now_s >= until_s:
             pause_s = _PAUSES_S[min(times, len(_PAUSES_S) - 1)]
             self._missed[kind] = (times + 1, now_s + pause_s)
 
     def answered(self, deadline_s: float) -> None:
-        """An answer came in time."""
+        """Record that a reply arrived in time."""
         if self._missed:
             self._missed.pop(_kind(deadline_s), None)
 

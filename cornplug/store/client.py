@@ -1,7 +1,7 @@
-"""The embedded default: a client of the host's daemon, payloads in shared memory.
+"""Client of the host's store daemon, the default store. Payloads are in shared memory.
 
-While there is no daemon every call raises `StoreUnavailable("store_down")` at once, and a background thread
-looks for one (`daemon_link.py`).
+While no daemon is running, every call raises `StoreUnavailable("store_down")` immediately, and a background
+thread tries to connect (`daemon_link.py`).
 """
 
 from __future__ import annotations
@@ -49,19 +49,22 @@ _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
 
 
 class PoolStore:
-    """A `Store` on the daemon at `config.socket`. One connection, shared by all threads: none waits
-    for another's answer. Large questions are asked in portions.
+    """Client of the daemon at `config.socket`.
+
+    All threads share one connection, and no thread waits for the reply of another thread. Large requests are
+    split.
 
     Args:
-        autostart: start a daemon when none answers; None: as `config.autostart` says.
-        connect_timeout_s: how long the constructor waits for the first connection; None: 5 s
-            with autostart, else until the first attempt has ended.
-        idle_exit_s: when a daemon that we start ends after its last client.
+        autostart: Start a daemon if none is running. None: use `config.autostart`.
+        connect_timeout_s: Maximum time that the constructor waits for a connection. None: 5 s with autostart,
+            otherwise until the first attempt has ended.
+        idle_exit_s: Time after its last client after which a daemon started by this client ends.
 
-    It never raises because no daemon came, or one that will not talk to us (another protocol,
-    secret or user): the log says why, every call is a miss, and another daemon may come.
+    The constructor does not fail if there is no daemon, or if the daemon rejects this client because of
+    another protocol, secret or user. The reason is logged, every call raises StoreUnavailable, and the client
+    keeps trying to connect.
 
-    Raises ConfigError when the secret cannot be read.
+    Raises ConfigError if the secret cannot be read.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class PoolStore:
 
     @property
     def connected(self) -> bool:
-        """Whether the next call would be sent at all."""
+        """Whether there is a connection to a daemon."""
         self._link.keep()
         return self._link.connection is not None
 
@@ -93,7 +96,7 @@ class PoolStore:
         return mask
 
     def _with_unlisted(self, mask: bytes, keys: Sequence[bytes], deadline_s: float) -> bytes:
-        """The mask with the daemon's answers for the keys of which the table does not tell."""
+        """Complete the mask with the daemon's reply for keys that the table does not list."""
         answers = bytearray(mask)
         unlisted = [i for i, answer in enumerate(mask) if answer == UNLISTED]
         told = self.contains_by_message([keys[i] for i in unlisted], deadline_s=deadline_s)
@@ -116,8 +119,11 @@ class PoolStore:
         return self._tiers(keys, lambda: self._link.reachable().table.contains(keys).translate(_AS_PRESENT))
 
     def _tiers(self, keys: Sequence[bytes], in_memory: Callable[[], bytes]) -> bytes:
-        """A `Tier` a key. The disk is looked at first: an entry that is recalled between the two looks is
-        seen by both, else by neither."""
+        """Return a `Tier` per key.
+
+        The disk is checked first. In the other order, an entry that is recalled between the two checks would
+        be missed by both.
+        """
         table = self._link.reachable().table
         on_disk = table.on_disk(keys) if table.has_disk else b""
         mask = in_memory()
@@ -149,7 +155,7 @@ class PoolStore:
             return 0
         new, ticket = self._sought.begin(keys, time.monotonic())
         if new:
-            # The daemon asks far stores for a recalled key of which it knows nothing.
+            # The daemon looks up recalled keys in the far stores if it does not have them.
             self._recall(new, ticket)
         elif ticket and self.answered(ticket):
             return 0
@@ -161,7 +167,7 @@ class PoolStore:
         return connection is not None and connection.table.shows_ticket(ticket)
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """As `contains`, answered by the daemon."""
+        """Like `contains`, but with a message to the daemon."""
         connection, end_s = self._link.reachable(), time.monotonic() + deadline_s
         masks = []
         for some in messages.batches(keys, messages.MAX_LOOKUP_KEYS):
@@ -219,7 +225,7 @@ class PoolStore:
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> PostedReserve:
-        """`reserve`, answered later."""
+        """Send a `reserve` whose result is taken later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -231,7 +237,7 @@ class PoolStore:
         return self.post_commit(written, deadline_s=deadline_s).wait()
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> PostedCommit:
-        """`commit`, answered later."""
+        """Send a `commit` whose result is taken later."""
         for _, meta in written:
             check_meta(meta)
         return PostedCommit(self._link.reachable(), written, deadline_s)
@@ -282,8 +288,8 @@ class PoolStore:
 
 
 def _leases(connection: DaemonConnection, keys: Sequence[bytes], reply: messages.LeaseReply) -> Leases:
-    """The leases of an answer, which may be of the first keys only."""
+    """Return the leases of a reply, which may cover only the first keys."""
     count = len(reply.metas)
     if not 0 < count <= len(keys) or len(reply.places) != count * PLACE.size:
-        raise StoreUnavailable("the store answered for too few keys", reason="store_fault")
+        raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")
     return Leases(connection.arena.id, keys[:count], reply.metas, reply.places, [reply.token] * count)

@@ -1,12 +1,12 @@
-"""One connection of a client to the daemon, for all threads of the process.
+"""Connection of a client to the daemon, shared by all threads of the process.
 
-    ask: number the request, queue it, send as the socket takes it  ──> daemon, in order
-    wait: one of the waiting threads reads, for itself and the others, until its own answer is there
-    post: as ask; whoever posted reads what has come when it next looks
+    ask: number the request, queue it, send it when the socket accepts it  ──> daemon, in order
+    wait: one waiting thread reads for all threads until its own reply has arrived
+    post: send like ask; the caller reads available replies when it next checks
 
-No thread waits for another's answer, only, in the daemon, for the work of earlier requests. A thread that
-stops waiting leaves its number behind: when that answer comes, its leases and reservations are given back
-at once. So a late answer costs one miss, and only the socket's end ends the connection.
+No thread waits for the reply of another thread. The daemon handles requests in order. If a thread stops
+waiting, the leases and reservations of its reply are released when the reply arrives. A late reply therefore
+costs one miss, and the connection is kept until the socket closes.
 """
 
 from __future__ import annotations
@@ -57,19 +57,22 @@ class Waiter:
 
 
 class DaemonConnection:
-    """A greeted connection, and what came with it: the `arena`, the `table` of its entries, a page of
-    `notes` of this client, None where all were taken. Its calls raise StoreUnavailable: "store_down" once it
-    has ended, "store_slow" if the daemon has not answered an older question or was slow a moment ago,
-    "store_fault" for an answer of another kind."""
+    """Established connection with the memory that the daemon shares with this client.
+
+    This is the `arena`, the `table` of entries, and the client's page of `notes`, or None if all pages are in
+    use. Calls raise StoreUnavailable: "store_down" after the connection has ended, "store_slow" if an older
+    request has no reply yet or the daemon was slow recently, and "store_fault" for an unexpected reply.
+    """
 
     def __init__(self, path: Path, secret: bytes, *, timeout_s: float) -> None:
-        """Connect and say hello.
+        """Connect to the daemon and exchange greetings.
 
-        Raises OSError when no daemon answers in time, ConfigError when the store refuses
-        this client (other protocol, other secret, other user)."""
+        Raises OSError if no daemon replies in time, and ConfigError if the daemon rejects this client
+        (because of another protocol, secret or user).
+        """
         self._received = bytearray()
         self._chunk = memoryview(bytearray(_CHUNK_BYTES))
-        """Made once: as new memory for every answer it would cost more than the answer."""
+        """Reused buffer, because allocating one per reply would take longer than the reply."""
         self._outbox = bytearray()
         self._answered_s = 0.0
         self._last_number = 0
@@ -89,12 +92,15 @@ class DaemonConnection:
             on_error.pop_all()
 
     def ask(self, request: messages.Request, kind: type[R], end_s: float, timeout_s: float) -> R:
-        """The answer, until `end_s` of time.monotonic. Raises "store_timeout" when it is late, "store_slow"
-        when it is not asked for, as the store is too slow for a caller that waits `timeout_s` at most."""
+        """Send a request and wait for the reply until `end_s` (time.monotonic).
+
+        Raises "store_timeout" if the reply is late, and "store_slow" if the request is not sent because the
+        store is too slow for a caller that waits at most `timeout_s`.
+        """
         return self.awaited(self.post(request, timeout_s), kind, end_s)
 
     def post(self, request: messages.Request, timeout_s: float) -> Waiter:
-        """Send a request, and take its answer later by `taken`, or wait for it by `awaited`."""
+        """Send a request. Get its reply with `taken`, or wait for it with `awaited`."""
         now_s = time.monotonic()
         with self._turns:
             self._check_pace(timeout_s, now_s)
@@ -106,15 +112,16 @@ class DaemonConnection:
         return waiter
 
     def awaited(self, waiter: Waiter, kind: type[R], end_s: float) -> R:
-        """The answer to a posted request, until `end_s` of time.monotonic."""
+        """Wait for the reply to a posted request until `end_s` (time.monotonic)."""
         with self._turns:
             body = self._await(waiter, end_s)
         return self._decoded(body, kind)
 
     def taken(self, waiter: Waiter, kind: type[R], end_s: float) -> R | None:
-        """The answer to a posted request if it is there, else None. Never waits.
+        """Return the reply to a posted request, or None if it has not arrived. Never waits.
 
-        Raises "store_timeout" when there is none and `end_s` of time.monotonic is over."""
+        Raises "store_timeout" if it has not arrived by `end_s` (time.monotonic).
+        """
         with self._turns:
             if waiter.answer is None and not self._reading:
                 self._check_alive()
@@ -128,28 +135,28 @@ class DaemonConnection:
         return self._decoded(waiter.answer, kind)
 
     def release(self, tokens: Sequence[int]) -> None:
-        """Send a release, or keep it until the socket takes it. Waits for no daemon."""
+        """Send a release, or queue it until the socket accepts it. Never waits."""
         with self._turns:
             self._queue_release(tokens)
             self._flush()
 
     def tell(self, request: messages.RecallRequest) -> None:
-        """Send a request without an answer, or keep it until the socket takes it. Waits for no daemon."""
+        """Send a request that has no reply, or queue it until the socket accepts it. Never waits."""
         with self._turns:
             self._queue(request, 0)
             self._flush()
 
     def _check_pace(self, timeout_s: float, now_s: float) -> None:
-        """Raises "store_slow" where waiting would probably be in vain."""
+        """Raise "store_slow" if a reply within `timeout_s` is unlikely."""
         if self._is_late(timeout_s, now_s) and not self._reading:
             self._take_in()
         if self._is_late(timeout_s, now_s):
-            raise StoreUnavailable("the store has not answered for a while", reason="store_slow")
+            raise StoreUnavailable("the store has not replied for a while", reason="store_slow")
         if self._breaker.refuses(timeout_s, now_s):
             raise StoreUnavailable("the store was slow a moment ago", reason="store_slow")
 
     def _is_late(self, timeout_s: float, now_s: float) -> bool:
-        """Whether the oldest question has waited for longer than this caller would."""
+        """Return whether the oldest request has waited longer than this caller would."""
         oldest = next(iter(self._waiting.values()), None)
         return oldest is not None and now_s - oldest.asked_s > timeout_s
 
@@ -162,7 +169,7 @@ class DaemonConnection:
             raise gone(self._ended)
 
     def _flush(self) -> None:
-        """Send as much as the socket takes now."""
+        """Send as much as the socket accepts without blocking."""
         while self._outbox:
             try:
                 sent = self._sock.send(self._outbox)
@@ -194,13 +201,13 @@ class DaemonConnection:
         return waiter.answer
 
     def _missed(self, waiter: Waiter) -> StoreUnavailable:
-        """The error of a caller that waits for its answer no longer."""
+        """Return the error for a caller that stops waiting."""
         waiter.abandoned = True
         self._breaker.missed(waiter.timeout_s, time.monotonic())
-        return StoreUnavailable("the store did not answer in time", reason="store_timeout")
+        return StoreUnavailable("the store did not reply in time", reason="store_timeout")
 
     def _wait_readable(self, end_s: float) -> None:
-        """Until the socket can be read, or be written if that is wanted, or `end_s`."""
+        """Wait until the socket is readable, or writable if data is queued, or until `end_s`."""
         now_s = time.monotonic()
         wanted = select.POLLIN | (select.POLLOUT if self._outbox else 0)
         poller = select.poll()
@@ -217,7 +224,7 @@ class DaemonConnection:
             poller.poll(left_ms)
 
     def _take_in(self) -> None:
-        """Read, hand out the answers, and send the queued requests, as far as the socket allows now."""
+        """Read and distribute replies, and send queued requests, without blocking."""
         try:
             size = self._sock.recv_into(self._chunk)
             if not size:
@@ -230,11 +237,11 @@ class DaemonConnection:
         while (answer := self._next_answer()) is not None:
             number, body = answer
             if number == 0:
-                _log.warning("the store did not take a request: %s", self._reply(body))
+                _log.warning("the store rejected a request: %s", self._reply(body))
                 continue
             waiter = self._waiting.pop(number, None)
             if waiter is None:
-                raise self._end(ConnectionAbortedError(f"an answer to no question: {number}"))
+                raise self._end(ConnectionAbortedError(f"reply to unknown request {number}"))
             self._answered_s = time.monotonic()
             if waiter.abandoned:
                 self._give_back(body)
@@ -247,10 +254,10 @@ class DaemonConnection:
             body = messages.take_frame(self._received)
             return None if body is None else messages.take_number(body)
         except ProtocolError as e:
-            raise self._end(ConnectionAbortedError(f"no frames: {e}")) from e
+            raise self._end(ConnectionAbortedError(f"malformed frame: {e}")) from e
 
     def _give_back(self, body: memoryview) -> None:
-        """Release the leases and reservations of an answer that came too late for its caller."""
+        """Release the leases and reservations of a reply that arrived too late."""
         reply, tokens = self._reply(body), []
         if isinstance(reply, messages.LeaseReply):
             tokens = [reply.token]
@@ -266,36 +273,36 @@ class DaemonConnection:
         reply = self._reply(body)
         if not isinstance(reply, kind):
             why = reply.message if isinstance(reply, messages.RequestFault) else type(reply).__name__
-            raise StoreUnavailable(f"the store did not do it: {why}", reason="store_fault")
+            raise StoreUnavailable(f"the store rejected the request: {why}", reason="store_fault")
         return reply
 
     def _reply(self, body: memoryview) -> messages.Reply:
         try:
             reply: messages.Reply = messages.reply_decoder.decode(body)
         except (msgspec.MsgspecError, ValueError) as e:
-            raise self._end(ConnectionAbortedError(f"no answer: {e}")) from e
+            raise self._end(ConnectionAbortedError(f"malformed reply: {e}")) from e
         return reply
 
     def _end(self, why: OSError) -> StoreUnavailable:
-        """End this connection for all threads; returns the error of this one."""
-        # Its frames hold this connection: with them, the dead arena would stay until a garbage collection.
+        """End this connection for all threads, and return the error to raise."""
+        # The traceback refers to this connection. It would keep the arena until a garbage collection.
         self._ended = self._ended or why.with_traceback(None)
         self.shutdown()
         return gone(why)
 
     def wait_end(self) -> None:
-        """Return when the other side is gone or `shutdown` was called here."""
+        """Wait until the daemon closes the connection, or `shutdown` is called."""
         poller = select.poll()
         poller.register(self._sock, select.POLLRDHUP)
         poller.poll()
 
     def shutdown(self) -> None:
-        """End the connection now; `close` frees its descriptor. Safe from any thread."""
+        """End the connection now. `close` frees its descriptor. Thread-safe."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End the connection and free its descriptor, once no thread reads from it."""
+        """End the connection, and free its descriptor when no thread reads from it."""
         self.shutdown()
         with self._turns:
             self._ended = self._ended or ConnectionResetError("this connection is closed")
@@ -304,12 +311,14 @@ class DaemonConnection:
             self._sock.close()
 
     def abandon(self) -> None:
-        """Free the descriptor in a forked child, which leaves the parent's connection alone."""
+        """Free the descriptor in a forked child, without ending the parent's connection."""
         self._sock.close()
 
     def _check_peer(self, path: Path) -> None:
         if (uid := foreign_user(self._sock)) is not None:
-            raise ConfigError("store.socket", f"{path} is served by user {uid}", "Name a socket of yours.")
+            raise ConfigError(
+                "store.socket", f"{path} is served by user {uid}", "Use a socket that belongs to you."
+            )
 
     def _hello(self, secret: bytes, end_s: float) -> tuple[MappedArena, MappedEntryTable, ClientNotes | None]:
         self._sock.sendall(
@@ -352,11 +361,11 @@ class DaemonConnection:
 
 
 def gone(why: OSError) -> StoreUnavailable:
-    """The error of a store whose connection has ended."""
-    return StoreUnavailable(f"the store is gone: {why}", reason="store_down")
+    """Return the error for a connection that has ended."""
+    return StoreUnavailable(f"the connection to the store ended: {why}", reason="store_down")
 
 
 _REMEDIES: Final = {
-    "secret": "Use one secret file for all who share a store, or another store.socket.",
-    "version": "Stop the old store (it ends once idle), or name another store.socket.",
+    "secret": "Use the same secret file for all clients of a store, or another store.socket.",
+    "version": "Stop the old store (it ends when it is idle), or use another store.socket.",
 }

@@ -1,4 +1,4 @@
-"""A process's link to the host's daemon: found, started if allowed, and found again after its end."""
+"""Maintains the connection of a process to the host's daemon, and starts the daemon if allowed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DaemonLink:
         self.arena: MappedArena | None = None
         """Of the last connection."""
         self._refused = False
-        self._why = "no store has answered yet"
+        self._why = "not connected to a store yet"
         self._said = ""
         self._next_start_s, self._pause_s = 0.0, _FIRST_PAUSE_S
         self._settled = threading.Event()
@@ -64,7 +64,7 @@ class DaemonLink:
         self._settled.wait(connect_timeout_s)
 
     def reachable(self) -> DaemonConnection:
-        """The connection. Raises StoreUnavailable where there is none."""
+        """Return the connection. Raises StoreUnavailable if there is none."""
         connection = self.connection
         if connection is None:
             self.keep()
@@ -72,7 +72,7 @@ class DaemonLink:
         return connection
 
     def close(self) -> None:
-        """End the connection, for good."""
+        """Close the connection permanently."""
         self._closing.set()
         self._why = "this connection is closed"
         connection = self.connection
@@ -148,7 +148,7 @@ class DaemonLink:
         except OSError as e:
             # One that refused us may have gone since: another may be started.
             self._refused = False
-            self._why = f"no store answers at {self._config.socket}: {e}"
+            self._why = f"no store is running at {self._config.socket}: {e}"
         return None
 
     def _say_why(self, why: str) -> None:

@@ -1,4 +1,4 @@
-"""The store of an engine that cannot share: every question is a miss, counted by one reason."""
+"""Store of an engine that cannot share. Every lookup is a miss with the same reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cornplug.store.stats.store_stats import StoreStat
 
 
 class OffStore:
-    """A `Store` that is never there. `why` is the text of every error."""
+    """A `Store` that is always unavailable. `why` is the text of every error."""
 
     def __init__(self, why: str) -> None:
         self._why = why
@@ -51,7 +51,7 @@ class OffStore:
         self._raise()
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
     def _raise(self) -> NoReturn:
         raise StoreUnavailable(self._why, reason="store_off")

@@ -1,4 +1,4 @@
-"""The memory that a store can have: the narrowest of the host's and of every cgroup of this process."""
+"""Memory that a store can use: the minimum over the host and all cgroups of this process."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _PROC: Final = Path("/proc")
 
 
 class MemoryBound(NamedTuple):
-    """Of the narrowest bound: the host's memory, or a cgroup's limit."""
+    """The tightest limit: the host's memory, or the limit of a cgroup."""
 
     total_bytes: int
     available_bytes: int
-    """Without the page cache, which the kernel gives back."""
+    """Available memory. Page cache counts as available, because the kernel can reclaim it."""
     of: str
-    """The name of the bound, for messages."""
+    """Name of the limit, for messages."""
 
 
 def host_memory(*, proc: Path = _PROC, cgroups: Path = _CGROUPS) -> MemoryBound:
-    """The memory that this process may take now. Raises OSError where there is no /proc."""
+    """Return the memory that this process can use now. Raises OSError if /proc is not mounted."""
     return min([_host(proc), *_limits(proc, cgroups)], key=lambda memory: memory.available_bytes)
 
 

@@ -1,4 +1,4 @@
-"""The answer of `Store.lease`: leases in columns, as a prompt has thousands of pages."""
+"""Result of `Store.lease`. Leases are stored in columns, because a prompt can have thousands of pages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 from cornplug.store.base import Lease, PayloadLocation
 
 PLACE: Final = struct.Struct("=QQQ")
-"""Where a payload lies: offset, size, generation. Zeros where there is none."""
+"""Location of a payload: offset, size, generation. All zeros if there is no payload."""
 NO_PLACE: Final = bytes(PLACE.size)
 
 
 def place(location: PayloadLocation) -> bytes:
-    """A location inside its arena."""
+    """Encode a location within its arena."""
     return PLACE.pack(location.offset, location.size, location.generation)
 
 
@@ -30,15 +30,15 @@ class Leases(Sequence[Lease | None]):
     arena_id: bytes
     keys: Sequence[bytes]
     metas: Sequence[bytes | None]
-    """None where the key is absent."""
+    """Header of each entry, or None if the key is absent."""
     places: bytes
-    """A `PLACE` a key."""
+    """One `PLACE` per key."""
     tokens: Sequence[int]
-    """One a key, of the answer that it is in; 0 where that has no lease."""
+    """One token per key, or 0 if there is no lease."""
 
     @classmethod
     def joined(cls, arena_id: bytes, parts: Sequence[Leases]) -> Leases:
-        """All leases of several answers of one arena."""
+        """Join the leases of several replies for one arena."""
         keys = list(chain.from_iterable(part.keys for part in parts))
         metas = list(chain.from_iterable(part.metas for part in parts))
         tokens = list(chain.from_iterable(part.tokens for part in parts))
@@ -46,17 +46,17 @@ class Leases(Sequence[Lease | None]):
 
     @property
     def held(self) -> list[int]:
-        """The tokens to release, each once."""
+        """Tokens to release, without duplicates."""
         return [token for token in dict.fromkeys(self.tokens) if token]
 
     @property
     def sizes(self) -> NDArray[np.uint64]:
-        """Of the payloads, in bytes."""
+        """Sizes of the payloads in bytes."""
         return np.frombuffer(self.places, np.uint64)[1::3]
 
     @property
     def generations(self) -> NDArray[np.uint64]:
-        """Of the payloads' rooms; 0 where there is none."""
+        """Generations of the payloads, or 0 if there is no payload."""
         return np.frombuffer(self.places, np.uint64)[2::3]
 
     def __len__(self) -> int:

@@ -1,9 +1,9 @@
-"""Whole payloads in and out of any store, checksummed on the way.
+"""Copies of whole payloads into and out of any store, with checksums.
 
-Measured on one core of an EPYC (benchmarks/store_vs_memcpy.py): slices of memoryviews copy
-as fast as memmove or numpy; streaming XXH3 over each piece right after it was copied finds
-it in the cache. Pieces of 1 MiB: below that the C library does not use stores that pass the
-cache by, and every written line is first read from memory (8 GB/s instead of 13).
+Measured on one core of an EPYC (benchmarks/store_vs_memcpy.py): slices of memoryviews copy as fast as memmove
+or numpy, and XXH3 of each piece right after its copy finds the piece in the cache. Pieces have 1 MiB, because
+the C library uses non-temporal stores only from this size on. With smaller pieces, every written cache line
+is first read from memory (8 GB/s instead of 13).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ LEASE_S: Final = 30.0
 _Found = TypeVar("_Found")
 
 Outcome = Literal["stored", "present", "pending", "growing", "full", "too_large", "lost"]
-"""The result of a `put_payload`. "lost": the reservation ended before the commit."""
+"""Result of `put_payload`. "lost" means that the reservation ended before the commit."""
 
 
 def copy_checksummed(
     target: memoryview, source: memoryview, segments: int, *, of: Literal["source", "target"]
 ) -> tuple[int, ...]:
-    """Copy flat bytes and give the XXH3-64 of each of `segments` equal parts.
+    """Copy flat bytes and return the XXH3-64 of each of `segments` equal parts.
 
-    A writer sums the source, so that a fault of the copy is found by readers; a reader sums
-    the target, which it will use. Raises ValueError when the lengths differ or do not divide.
+    Writers compute checksums of the source, so that readers detect a wrong copy. Readers compute checksums of
+    the target, which they will use. Raises ValueError if the lengths differ or are not divisible.
     """
     if target.nbytes != source.nbytes or segments < 1 or source.nbytes % segments:
-        raise ValueError(f"{source.nbytes} bytes into {target.nbytes}, in {segments} segments")
+        raise ValueError(f"cannot copy {source.nbytes} bytes to {target.nbytes} in {segments} segments")
     step = source.nbytes // segments
     copy = _copy_and_sum if of == "target" else _sum_and_copy
     return tuple(copy(target, source, i * step, (i + 1) * step) for i in range(segments))
@@ -56,13 +56,14 @@ def copy_checksummed(
 def get_payload(
     store: Store, key: bytes, *, deadline_s: float, lease_s: float = LEASE_S, recall_s: float | None = None
 ) -> tuple[codec.PayloadHeader, bytearray] | None:
-    """The header and a verified copy of a payload, or None when it is absent.
+    """Return the header and a verified copy of a payload, or None if it is absent.
 
-    Where it is on disk only, it is recalled, and waited for until `recall_s` is over: 0 only begins that,
-    None does not. Asks for a lease only if the store offers no other read, or the other read did not find
-    this entry whole.
-    Raises CodecError for an entry that does not match its header (it is dropped from the store first),
-    StoreUnavailable when the store does not answer.
+    If the entry is on disk only, it is recalled, and this call waits for at most `recall_s`. With 0 it only
+    starts the recall, and with None it does not. A lease is used only if the store does not support reads
+    without a lease, or if such a read failed.
+
+    Raises CodecError if the entry does not match its header, after deleting the entry from the store. Raises
+    StoreUnavailable if the store does not reply.
     """
     return _recalled(store, key, lambda: _get_copy(store, key, deadline_s, lease_s), recall_s, deadline_s)
 
@@ -82,7 +83,7 @@ def _get_copy(
         return None
     with _released(store, lease, deadline_s):
         header = _header(store, lease, deadline_s)
-        # One allocation that is the copy: a bytearray of zeros to fill costs another pass.
+        # This allocates and copies in one pass. A bytearray of zeros would cost another pass.
         payload = bytearray(store.view(lease.location))
         try:
             codec.verify(header, memoryview(payload))
@@ -101,10 +102,10 @@ def get_payload_into(
     lease_s: float = LEASE_S,
     recall_s: float | None = None,
 ) -> codec.PayloadHeader | None:
-    """`get_payload` into memory of the caller's: faster for large payloads, as no page is new.
+    """Like `get_payload`, but copy into `target` (flat bytes), which is faster for large payloads.
 
-    Raises ValueError when `target` (flat bytes) has another size; otherwise as `get_payload`. After
-    an error the bytes of `target` are undefined.
+    Raises ValueError if `target` has another size. Other errors are those of `get_payload`. After an error,
+    the content of `target` is undefined.
     """
     return _recalled(
         store, key, lambda: _get_into(store, key, target, deadline_s, lease_s), recall_s, deadline_s
@@ -114,7 +115,7 @@ def get_payload_into(
 def _recalled(
     store: Store, key: bytes, get: Callable[[], _Found | None], recall_s: float | None, deadline_s: float
 ) -> _Found | None:
-    """The result of `get`, at once or after a recall from disk."""
+    """Return the result of `get`, after a recall from disk if needed."""
     found = get()
     if found is not None or recall_s is None or not has_disk(store):
         return found
@@ -138,7 +139,7 @@ def _get_into(
         header = _header(store, lease, deadline_s)
         source = store.view(lease.location)
         if target.nbytes != source.nbytes:
-            raise ValueError(f"payload of {source.nbytes} bytes, target of {target.nbytes}")
+            raise ValueError(f"payload has {source.nbytes} bytes, but target has {target.nbytes}")
         if not _copy_verified(target, source, header):
             _discard(store, key, deadline_s)
             raise CodecError("payload does not match its checksums", reason="corrupt")
@@ -158,11 +159,11 @@ def put_payload(
     segments: int = 1,
     cost_s: float = 0.0,
 ) -> Outcome:
-    """Store a payload (C-contiguous, any item size) under `key`, with a checksum for each of
-    `segments` equal parts. `cost_s`: seconds that its recomputation takes, 0 where that is unknown.
+    """Store a payload (C-contiguous, any item size) under `key`.
 
-    Raises StoreUnavailable when the store does not answer, ValueError when `segments` does
-    not divide the payload.
+    Each of `segments` equal parts gets a checksum. `cost_s` is the time in seconds that it takes to recompute
+    the payload, or 0 if unknown. Raises StoreUnavailable if the store does not reply, and ValueError if the
+    payload cannot be divided into `segments`.
     """
     source = memoryview(payload).cast("B")
     if segments < 1 or source.nbytes % segments:
@@ -183,7 +184,7 @@ def put_payload(
 
 
 def _find_unleased(store: Store, key: bytes) -> tuple[UnleasedEntry, codec.PayloadHeader] | Unfound:
-    """An entry and its header, if the store gives both without a lease."""
+    """Return an entry and its header, if the store can read them without a lease."""
     if not isinstance(store, UnleasedReads):
         return Unfound.UNKNOWN
     entry = store.find_unleased(key)
@@ -210,7 +211,7 @@ def _copied_into(target: memoryview, entry: UnleasedEntry, header: codec.Payload
 
 
 def _copy_verified(target: memoryview, source: memoryview, header: codec.PayloadHeader) -> bool:
-    """Whether the copy matches its checksums."""
+    """Copy a payload and return whether it matches its checksums."""
     segments = len(header.checksums)
     if source.nbytes % segments:
         return False
@@ -251,7 +252,7 @@ def _released(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # A store that is gone has ended the lease by itself; the copy is whole all the same.
+        # If the store is gone, the lease has ended, and the copy is complete nevertheless.
         with contextlib.suppress(StoreUnavailable):
             store.release([lease.token], deadline_s=deadline_s)
 

@@ -112,7 +112,7 @@ class PostedReserve:
     def _whole(self, reply: messages.ReserveReply) -> bool:
         """Whether all keys are answered with this reply; if not, asks for the others."""
         if not reply.answers and self._entries:
-            raise StoreUnavailable("the store answered for too few keys", reason="store_fault")
+            raise StoreUnavailable("the store's reply covers too few keys", reason="store_fault")
         self._answers += reply.answers
         if len(self._answers) >= len(self._entries):
             return True

@@ -1,5 +1,4 @@
-"""Entries on disk or in far stores, recalled into memory before they are read. A store without either costs
-nothing here."""
+"""Recalls of entries from disk or far stores into memory. They do nothing for a store without these."""
 
 from __future__ import annotations
 
@@ -11,29 +10,29 @@ from cornplug.store.base import FarReads, Store, Tier, TieredReads
 
 _FIRST_PAUSE_S: Final = 0.5e-3
 _LAST_PAUSE_S: Final = 5e-3
-"""Between looks into the table, which cost no message."""
+"""Maximum pause between lookups in the table, which send no message."""
 
 
 MOST_SOUGHT: Final = 512
-"""Absent entries for which one request has far stores asked: making the keys of pages takes about 1 ms."""
+"""Maximum number of absent entries that one request looks up in far stores. Computing the keys takes 1 ms."""
 FAR_WAIT_S: Final = 5e-3
-"""Longest wait of a reader for a far store's answer whether it has an entry; a later one serves the next."""
+"""Maximum time that a reader waits for a far store's lookup. A later result is used by the next request."""
 
 
 def has_disk(store: Store) -> bool:
-    """Whether entries can be on disk only."""
+    """Return whether entries can be on disk only."""
     return isinstance(store, TieredReads) and store.has_disk
 
 
 def tiers_of(store: Store, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-    """A `Tier` a key; of a store without a disk as `Store.contains`. Raises StoreUnavailable."""
+    """Return a `Tier` per key. For a store without a disk, use `Store.contains`. Raises StoreUnavailable."""
     if isinstance(store, TieredReads):
         return store.tiers(keys, deadline_s=deadline_s)
     return store.contains(keys, deadline_s=deadline_s)
 
 
 def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
-    """Have those of the keys that are on disk only read into memory. Whether there is one.
+    """Start to read entries that are on disk only into memory, and return whether there are any.
 
     Raises StoreUnavailable."""
     on_disk = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
@@ -55,12 +54,12 @@ def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: 
     absent = [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.ABSENT]
     ticket = store.seek(absent[:MOST_SOUGHT])
     if not ticket:
-        # The answer to another caller's question may have come since the first look.
+        # The lookup of another caller may have completed since the first check.
         return tiers_of(store, keys, deadline_s=deadline_s)
     end_s, over = time.monotonic() + within_s, False
     while not over and Tier.ABSENT in tiers and time.monotonic() < end_s:
         time.sleep(_FIRST_PAUSE_S)
-        # Before the look: what was found is shown first.
+        # Check this before `tiers`, because found entries are shown before the ticket.
         over = store.answered(ticket)
         tiers = tiers_of(store, keys, deadline_s=deadline_s)
     return tiers

@@ -1,4 +1,4 @@
-"""Reservations of a caller that can wait: it asks again for room that is being made."""
+"""Reservations with retries, for callers that can wait until memory is allocated."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def reserve(
     part: WriterPart | None = None,
     cost_s: float = 0.0,
 ) -> list[Reservation | ReserveRefusal]:
-    """As `Store.reserve`, but asked again for GROWING until the deadline. Raises StoreUnavailable."""
+    """Like `Store.reserve`, but retry GROWING until the deadline. Raises StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part, cost_s=cost_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
@@ -30,7 +30,7 @@ def reserve(
         if left_s <= 0:
             break
         time.sleep(_PAUSE_S)
-        # What is reserved so far is good whatever becomes of the rest.
+        # Reservations so far are valid even if a retry fails.
         with contextlib.suppress(StoreUnavailable):
             again = store.reserve(
                 [entries[i] for i in growing], app=app, deadline_s=left_s, part=part, cost_s=cost_s

@@ -1,4 +1,4 @@
-"""Checks of arguments that every store refuses; they raise in the caller, before anything is sent."""
+"""Checks of arguments, which raise ValueError in the caller before anything is sent."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Final
 from cornplug.store.base import KEY_BYTES, PurgeRule, WriterPart
 
 MAX_META_BYTES: Final = 1 << 20
-"""A header of 65535 segments takes half of it."""
+"""Maximum size of a header. A header of 65535 segments takes half of it."""
 MAX_TTL_S: Final = 3600.0
 MAX_APP_BYTES: Final = 256
 MAX_COST_S: Final = 3600.0
 MAX_PARTS: Final = 1024
-"""Writers of one entry."""
+"""Maximum number of writers of one entry."""
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
     """Raises ValueError unless every key is 32 bytes."""
     # Without a loop in Python, as there may be hundreds.
     if others := set(map(len, keys)) - {KEY_BYTES}:
-        raise ValueError(f"a key is {KEY_BYTES} bytes, not {min(others)}")
+        raise ValueError(f"a key must have {KEY_BYTES} bytes, not {min(others)}")
 
 
 def check_entries(entries: Sequence[tuple[bytes, int]]) -> None:
@@ -37,7 +37,7 @@ def check_part(part: WriterPart | None) -> None:
     if part is None:
         return
     if not 16 <= len(part.group) <= 32:
-        raise ValueError(f"a group is 16 to 32 bytes, not {len(part.group)}")
+        raise ValueError(f"a group must have 16 to 32 bytes, not {len(part.group)}")
     if not 0 <= part.index < part.count <= MAX_PARTS:
         raise ValueError(f"part {part.index} of {part.count}; at most {MAX_PARTS}")
 
@@ -45,21 +45,21 @@ def check_part(part: WriterPart | None) -> None:
 def check_ttl(ttl_s: float) -> None:
     """Raises ValueError for a lease that would end before it begins, or never."""
     if not 0 < ttl_s <= MAX_TTL_S:
-        raise ValueError(f"ttl_s is {ttl_s}; a lease is of more than 0 and at most {MAX_TTL_S:g} seconds")
+        raise ValueError(f"ttl_s is {ttl_s}; it must be above 0 and at most {MAX_TTL_S:g}")
 
 
 def check_app(app: str) -> None:
     """Raises ValueError for a name that is too long for a label."""
     if len(app.encode()) > MAX_APP_BYTES:
-        raise ValueError(f"the name of an app is at most {MAX_APP_BYTES} bytes, not {len(app.encode())}")
+        raise ValueError(
+            f"the name of an app must have at most {MAX_APP_BYTES} bytes, not {len(app.encode())}"
+        )
 
 
 def check_cost(cost_s: float) -> None:
     """Raises ValueError for a time of recomputation that no entry can have."""
     if not 0 <= cost_s <= MAX_COST_S:
-        raise ValueError(
-            f"cost_s is {cost_s}; the recomputation of an entry takes 0 to {MAX_COST_S:g} seconds"
-        )
+        raise ValueError(f"cost_s is {cost_s}; it must be between 0 and {MAX_COST_S:g}")
 
 
 def check_purge(rule: PurgeRule) -> None:
@@ -68,10 +68,10 @@ def check_purge(rule: PurgeRule) -> None:
         check_app(rule.app)
     for age_s in (rule.older_s, rule.unused_s):
         if not 0 <= age_s < math.inf:
-            raise ValueError(f"an age of {age_s} s: name 0 s or more")
+            raise ValueError(f"age is {age_s} s; it must be at least 0 s")
 
 
 def check_meta(meta: bytes) -> None:
     """Raises ValueError for a meta larger than MAX_META_BYTES."""
     if len(meta) > MAX_META_BYTES:
-        raise ValueError(f"meta of {len(meta)} bytes, at most {MAX_META_BYTES}")
+        raise ValueError(f"meta has {len(meta)} bytes, the maximum is {MAX_META_BYTES}")

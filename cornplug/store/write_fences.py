@@ -1,4 +1,4 @@
-"""The reservations that may be written now: a table that the daemon writes and every client maps, read-only.
+"""Table of the reservations that can be written now. The daemon writes it, and clients map it read-only.
 
 A reservation has a slot, which holds its room's generation for as long as its writers may write.
 The store cannot take a mapping back from a writer that comes late, perhaps in another process than the
@@ -15,7 +15,7 @@ from cornplug.store.base import PayloadLocation
 from cornplug.store.sealed_memory import sealed_memory
 
 SLOTS: Final = 1 << 16
-"""Reservations that may be open at once, of all clients."""
+"""Maximum number of open reservations of all clients."""
 TABLE_BYTES: Final = 8 * SLOTS
 NO_SLOT: Final = -1
 

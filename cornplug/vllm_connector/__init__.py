@@ -1,5 +1,5 @@
-"""cornplug inside vLLM: the KV connector, the encoder-cache connector and the flags.
+"""vLLM plugin: the KV connector, the encoder-cache connector and the command-line flags.
 
-vLLM calls `plugin.register` in each of its processes and imports nothing of this room before. No
-other room imports vLLM.
+vLLM calls `plugin.register` in each of its processes, and imports nothing else of this package before. No
+other package of cornplug imports vLLM.
 """

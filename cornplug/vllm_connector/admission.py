@@ -1,17 +1,18 @@
-"""Classes of service in front of vLLM's API server: requests that would miss their deadline are refused.
+"""Admission control for vLLM's API server: requests that would miss their deadline are rejected.
 
     CORNPLUG_CONFIG=qos.toml vllm serve MODEL --middleware cornplug.vllm_connector.admission.Admission
 
-Classes are those of the encoder service ([qos], see `cornplug.qos`); `deadline_s` is the time to the
-first token. A refusal is 429 (beyond its class's share while others' is kept free) or 503 (its deadline
-cannot be met), with Retry-After and OpenAI's form of an error. Without [qos] every request passes, as it
-does where vLLM's figures are missing (`--disable-log-stats`): counted as "blind".
+Classes of service are those of the encoder service ([qos], see `cornplug.qos`). `deadline_s` is the time to
+the first token. A rejection has status 429 (the class exceeds its share, and the rest is reserved for other
+classes) or 503 (the deadline cannot be met), with Retry-After and OpenAI's error format. Without [qos] every
+request is admitted. If vLLM's metrics are missing (`--disable-log-stats`), every request is admitted and
+counted as "blind".
 
-Each API server process (`--api-server-count`) reads the metrics of all of them, and counts the requests
-that it has admitted itself; between two readings, half a second at most, it does not see the requests
-that the others admit.
+Each API server process (`--api-server-count`) reads the metrics of all processes, and counts the requests
+that it has admitted itself. Between two readings, at most half a second, it does not see requests that other
+processes admit.
 
-vLLM's request priority is not set: it stands in the body, which is passed on unread.
+vLLM's request priority is not set, because it is a field of the body, which is passed on unread.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/respon
 _STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
 _PERIOD_S: Final = 0.5
 _READ_S: Final = 0.25
-"""Longest that a request waits for a reading; after that the previous reading decides."""
+"""Maximum time that a request waits for a reading. After it, the previous reading is used."""
 
 _WAITING: Final = "vllm:num_requests_waiting"
 _FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
@@ -47,7 +48,7 @@ _NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
 
 
 class Admission:
-    """ASGI middleware. vLLM makes it with the application alone; the rest is for tests."""
+    """ASGI middleware. vLLM constructs it with only the application. The other arguments are for tests."""
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class Admission:
             await _refusal(qos, verdict)(scope, receive, send)
 
     async def _pass(self, qos: ServiceClass, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, which stands in the queue until its first bytes: a stream's first token."""
+        """Handle a request, which counts as queued until its first bytes: the first token of a stream."""
         waits = True
 
         def first() -> None:
@@ -104,7 +105,7 @@ class Admission:
             first()
 
     async def _fresh(self) -> None:
-        """Refresh a reading that is older than a period, waiting `_READ_S` at most."""
+        """Refresh a reading that is older than a period. Waits at most `_READ_S`."""
         if self._clock() - self._read_at_s < _PERIOD_S:
             return
         if self._reading is None or self._reading.done():
@@ -112,13 +113,13 @@ class Admission:
         await asyncio.wait({self._reading}, timeout=_READ_S)
 
     async def _read(self) -> None:
-        # Several API servers share their figures in files, which takes milliseconds to read.
+        # With several API servers the metrics are in files, which take milliseconds to read.
         self._forecast.read(await asyncio.to_thread(_figures, self._registry, self._clock))
         self._read_at_s = self._clock()
 
 
 def _figures(registry: CollectorRegistry | None, clock: Callable[[], float]) -> QueueReading | None:
-    """vLLM's metrics, added up over its engines; None where it keeps none."""
+    """vLLM's metrics, summed over its engines, or None if vLLM has none."""
     found: dict[str, float] = {}
     try:
         for sample in (s for family in _families(registry) for s in family.samples if s.name in _NAMES):
@@ -142,7 +143,7 @@ def _families(registry: CollectorRegistry | None) -> Iterable[Any]:
         together = CollectorRegistry()
         multiprocess.MultiProcessCollector(together)  # type: ignore[no-untyped-call]
         return together.collect()
-    # Of some sixty metrics, just these.
+    # Only these of about sixty metrics.
     return (registry or REGISTRY).restricted_registry(_NAMES).collect()
 
 
@@ -150,9 +151,10 @@ def _refusal(qos: ServiceClass, verdict: TtftVerdict) -> JSONResponse:
     status, kind = _STATUS[verdict.outcome]
     wait_s = verdict.wait_s or 0.0
     why = (
-        f"the first token would come after {wait_s:.1f} s, and class {qos.name!r} has {qos.deadline_s:g} s"
+        f"the predicted time to the first token is {wait_s:.1f} s, and the deadline of class {qos.name!r} is "
+        f"{qos.deadline_s:g} s"
         if verdict.outcome == "overloaded"
-        else f"class {qos.name!r} has used its share, and the rest is kept for others"
+        else f"class {qos.name!r} has used its share, and other classes reserve the rest"
     )
     retry_s = max(1, math.ceil(verdict.retry_after_s or 0.0))
     error = {"message": f"{why}; try again in {retry_s} s", "type": kind, "param": None, "code": status}
@@ -168,14 +170,14 @@ def _path(scope: Scope) -> str:
 def _meters(registry: CollectorRegistry) -> tuple[Counter, Gauge]:
     outcomes = Counter(
         "cornplug_admission_total",
-        "Requests of generation by class and outcome: admitted, blind (admitted without vLLM's figures), "
-        "over_share (429), overloaded (503).",
+        "Generation requests by class and outcome: admitted, blind (admitted because vLLM's metrics were "
+        "not available), over_share (status 429), overloaded (status 503).",
         ("qos", "outcome"),
         registry=registry,
     )
     predicted = Gauge(
         "cornplug_admission_predicted_seconds",
-        "Predicted time to the first token of the last request; 0 where there was no queue.",
+        "Predicted time to the first token of the last request, 0 if there was no queue.",
         multiprocess_mode="mostrecent",
         registry=registry,
     )

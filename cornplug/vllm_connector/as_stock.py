@@ -1,7 +1,8 @@
-"""A vLLM that cornplug does not support: its engines start from the same command lines, as stock vLLM.
+"""Fallback for vLLM releases that cornplug does not support: engines start with the same command lines, as
+stock vLLM.
 
-An upgraded image must not end in "unrecognized arguments". So the flags are parsed here too, cornplug's
-connectors are left out of the configuration, and one log line names the reason.
+After an upgrade of vLLM, a start must not fail with "unrecognized arguments". Therefore the flags are still
+parsed, cornplug's connectors are removed from the configuration, and a log line gives the reason.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from cornplug.vllm_connector.several_connectors import connectors, has_ours, is_
 
 def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
     parser = original(parser)
-    # A later vLLM may have a flag of this name.
+    # A later release of vLLM may have a flag with this name.
     with contextlib.suppress(argparse.ArgumentError):
         add_group(
             parser,
             "--kv-connector",
             metavar="NAME",
             default=None,
-            help="Name of a KV connector. 'cornplug' has no effect beside this release of vLLM.",
+            help="Name of a KV connector. 'cornplug' has no effect with this release of vLLM.",
         )
     return parser
 
@@ -46,7 +47,7 @@ def _from_cli_args(why: str, original: Callable[..., Any], cls: type, args: argp
 
 
 def _create(why: str, original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """The VllmConfig of these engine arguments without our connectors, which no factory knows here."""
+    """Create the VllmConfig without cornplug's connectors, which are not registered here."""
     kv, ec = getattr(args, "kv_transfer_config", None), getattr(args, "ec_transfer_config", None)
     ours = [has_ours(kv), ec is not None and ec.ec_connector == EC_CONNECTOR]
     if any(ours):
@@ -58,7 +59,7 @@ def _create(why: str, original: Callable[..., Any], args: Any, *rest: Any, **kwa
 
 
 def _others(kv: Any) -> Any | None:
-    """The configuration of the other KV connectors; None if cornplug is the only one."""
+    """Return the configuration of the other KV connectors, or None if cornplug is the only one."""
     if kv is None or is_ours(kv):
         return None
     if has_ours(kv):
@@ -73,7 +74,7 @@ def _warn(asked: str, why: str) -> None:
 
 
 def wraps(why: str) -> list[tuple[str, str, Callable[..., Any]]]:
-    """The functions of vLLM to wrap, with their wrappers. `why`: the reason why cornplug is off."""
+    """vLLM's functions to wrap, with their wrappers. `why` is the reason why cornplug is disabled."""
     arguments = "vllm.engine.arg_utils"
     return [
         (arguments, "EngineArgs.add_cli_args", _add_cli_args),

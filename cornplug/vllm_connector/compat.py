@@ -44,49 +44,51 @@ logger = logging.getLogger("vllm.cornplug")
 
 KV_CONNECTOR: Final = "CornplugConnector"
 EC_CONNECTOR: Final = "CornplugECConnector"
-"""Names of both connectors in vLLM's factories: users write them into configurations."""
+"""Names of both connectors in vLLM's factories. Users write them into configurations."""
 
 SUPPORTED_VERSIONS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 34))
 
 EPOCHS: Final[dict[str, int]] = {}
-"""`model_type` -> numeric epoch: to be raised by one where a release of vLLM changes that model's values
-(a mended tower, another rope), so that engines before and after it do not share."""
+"""`model_type` -> numeric epoch. Increase it when a release of vLLM changes the results of a model (a bug fix
+in the tower, another rope), so that engines before and after the change do not share."""
 
+_ADAPTS_NEIGHBOURS: Final = VersionRange("vLLM", "vllm", (0, 32), (0, 33))
+"""Releases whose CPU LoRA kernels may apply another request's adapter to requests without one
+(vllm#48421)."""
 _MARK = "_cornplug_original"
 
 
 def validated_families(dtype: str, kind: str = "image") -> frozenset[str]:
-    """Families whose images are shared by the installed vLLM with this dtype; videos with the kind "video".
+    """Families whose media of this kind the installed vLLM shares with this dtype.
 
     `tests/integration/test_families.py` and `test_family_videos.py` have compared this release's embeddings
-    with those of the encoder service. vLLM may lay out, scale or split another family's otherwise.
+    with those of the encoder service. vLLM may lay out, scale or split embeddings of other families
+    differently.
     """
     return validated("vllm", SUPPORTED_VERSIONS.installed(), dtype, kind)
 
 
 def adapts_neighbours(config: VllmConfig) -> bool:
-    """Whether a request without a LoRA adapter may be computed under the one of another request in its batch.
-
-    So vLLM 0.32 does on a CPU (vllm#48421).
-    """
+    """Return whether vLLM may apply another request's LoRA adapter of the same batch to a request without
+    one."""
     from vllm.platforms import current_platform
 
-    mended = str(SUPPORTED_VERSIONS.installed()) not in VersionRange("vLLM", "vllm", (0, 32), (0, 33))
-    return not mended and current_platform.is_cpu() and getattr(config, "lora_config", None) is not None
+    affected = str(SUPPORTED_VERSIONS.installed()) in _ADAPTS_NEIGHBOURS and current_platform.is_cpu()
+    return affected and getattr(config, "lora_config", None) is not None
 
 
 def decoding() -> str:
-    """The rule by which the installed vLLM decodes images."""
+    """Rule by which the installed vLLM decodes images."""
     version = str(SUPPORTED_VERSIONS.installed())
-    # Without a known rule the encoder service refuses the name, and guesses none.
+    # If the rule is unknown, this name makes the encoder service reject the request.
     return decoding_of("vllm", version) or f"vllm-{version}"
 
 
 def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
     """Replace `module.qualified` by `wrapper(original, *args, **kwargs)`, once.
 
-    Keeps staticmethod and classmethod as they were. Raises AttributeError or ImportError
-    where this vLLM lacks the target: `plugin.register` turns that into one log line.
+    Keeps staticmethod and classmethod. Raises AttributeError or ImportError if this vLLM does not have the
+    function. `plugin.register` logs that as one line.
     """
     owner, name, raw = _target(module, qualified)
     function = raw.__func__ if isinstance(raw, (staticmethod, classmethod)) else raw
@@ -105,7 +107,7 @@ def wrap(module: str, qualified: str, wrapper: Callable[..., Any]) -> None:
 
 
 def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
-    """Wrap all of these targets, or none where this vLLM lacks one. Raises as `wrap`."""
+    """Wrap all of these functions, or none if this vLLM does not have one of them. Raises as `wrap`."""
     seams = list(seams)
     for module, qualified, _ in seams:
         _target(module, qualified)
@@ -114,7 +116,7 @@ def wrap_all(seams: Iterable[tuple[str, str, Callable[..., Any]]]) -> None:
 
 
 def _target(module: str, qualified: str) -> tuple[Any, str, Any]:
-    """The owner of `module.qualified`, its name there, and what the owner holds under it."""
+    """Return the owner of `module.qualified`, the name there, and the attribute's value."""
     owner: Any = importlib.import_module(module)
     *path, name = qualified.split(".")
     for part in path:

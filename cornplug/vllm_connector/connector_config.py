@@ -1,8 +1,8 @@
-"""An engine's configuration with our connectors in it, wherever stock vLLM makes one.
+"""Adds cornplug's connectors to an engine's configuration, if stock vLLM accepts them.
 
-vLLM refuses a KV connector beside some features, some of them only while an engine starts. A command line
-that works still works with `--kv-connector cornplug` added: the connector that vLLM refuses (KV, embeddings
-or both) is left out, and one log line names it and the reason.
+vLLM rejects KV connectors with some features, in some cases only during the start of an engine. A working
+command line must still work with `--kv-connector cornplug`. Therefore the connector that vLLM rejects (KV,
+embeddings or both) is left out, and one log line names it and the reason.
 """
 
 from __future__ import annotations
@@ -29,33 +29,34 @@ from cornplug.vllm_connector.several_connectors import (
 _RECOMPUTE: Final = "recompute"
 _PRODUCER: Final = "ec_producer"
 
-# Raised by vLLM's configuration classes for combinations that they refuse (pydantic's ValidationError is a
-# ValueError).
+# Exceptions that vLLM's configuration classes raise for combinations that they reject (pydantic's
+# ValidationError is a ValueError).
 _REFUSALS: Final = (ValueError, AssertionError, NotImplementedError, RuntimeError)
 
 _left_out: Final[list[str]] = []
-"""The reason why the last configuration has no KV connector of ours, if it has none."""
+"""Reason why the last configuration has no KV connector of cornplug, if it has none."""
 
 
 def why_not() -> str:
-    """Why the configuration that this process made last shares no KV; "" where it does, or did not ask."""
+    """Reason why the last configuration that this process made does not share KV, or "" if it does or if
+    cornplug was not configured."""
     return _left_out[0] if _left_out else ""
 
 
 def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -> Any:
-    """The VllmConfig of these engine arguments, with as much of cornplug as vLLM takes.
+    """Create the VllmConfig of these engine arguments, with as many of cornplug's connectors as vLLM accepts.
 
-    Raises the errors of stock vLLM for the same arguments without cornplug.
+    Raises stock vLLM's errors for the same arguments without cornplug.
     """
     _left_out.clear()
     if not _asked_for(args):
         return original(args, *rest, **kwargs)
     engine_state.begin()
     _offload_beside(args)
-    # vLLM itself sets it for every engine with a connector that loads embeddings.
+    # vLLM sets this flag itself for every engine with a connector that loads embeddings.
     by_value = bool(getattr(args, "enable_mm_embeds", False))
     without_tower = engine_arguments.leave_out(args)
-    # vLLM writes resolved values into the arguments, so a second try needs them as they were.
+    # vLLM writes resolved values into the arguments, so a second attempt needs a copy of the original.
     given = copy.deepcopy(args)
 
     def without(*names: str) -> Any:
@@ -84,10 +85,11 @@ def create(original: Callable[..., Any], args: Any, *rest: Any, **kwargs: Any) -
 
 
 def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
-    """The configuration of an engine that runs its encoder only; None for others, and where vLLM refuses it.
+    """Create the configuration of an engine that runs only its encoder. Returns None for other engines, and
+    if vLLM rejects it.
 
-    vLLM's first model runner goes by the role: an engine that may load embeddings calls the language model,
-    which `--mm-encoder-only` leaves out.
+    vLLM's first model runner depends on the role: with a role that may load embeddings, it calls the language
+    model, which `--mm-encoder-only` does not load.
     """
     ec = given.ec_transfer_config
     asked = given.mm_encoder_only or (_is_ec(ec) and ec.ec_role == _PRODUCER)
@@ -99,7 +101,7 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     if _is_ec(ec):
         fewer.ec_transfer_config.ec_role = _PRODUCER
         if fewer.mm_processor_device == "auto" and fewer.mm_tensor_ipc == "torch_shm":
-            # vLLM would preprocess on a producer's GPU. No consumer may: the pixels would be others.
+            # vLLM would preprocess on a producer's GPU, and consumers would have different pixels.
             fewer.mm_processor_device = "cpu"
     try:
         config = make(fewer)
@@ -108,15 +110,15 @@ def _encoder_alone(given: Any, make: Callable[[Any], Any]) -> Any | None:
     if not config.is_mm_encoder_only:
         return None
     _left_out[:] = ["this engine runs the encoder only"]
-    compat.logger.info("cornplug: %s: it has no KV to share", _left_out[0])
+    compat.logger.info("cornplug: %s, so there is no KV to share", _left_out[0])
     return config
 
 
 def measure_encoder_output_widths(original: Callable[..., Any], config: Any, *rest: Any) -> None:
-    """Measure widths for connectors that size transfers by them; ours asks the model's config.
+    """Measure widths for connectors that size transfers by them. cornplug reads them from the model's config.
 
-    vLLM encodes a dummy of each modality for it, and stops where there is none to encode: a model whose
-    limits are all 0, or one that runs as a language model only.
+    vLLM encodes a dummy item of each modality for this, and fails if there is none: with a model whose limits
+    are all 0, or that runs as a language model only.
     """
     ec = config.ec_transfer_config
     if ec is None or ec.ec_connector != EC_CONNECTOR:
@@ -134,7 +136,8 @@ def _is_ec(ec: Any) -> bool:
 
 
 def _offload_beside(args: Any) -> None:
-    """Make native offloading one of several connectors: vLLM would put it in our place and say nothing."""
+    """Make native offloading one of several connectors. Otherwise vLLM would silently replace cornplug by
+    it."""
     if args.kv_offloading_size is None or not has_ours(args.kv_transfer_config):
         return
     args.kv_transfer_config = with_offloading(
@@ -144,7 +147,7 @@ def _offload_beside(args: Any) -> None:
 
 
 def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
-    """The configuration with the smallest part of cornplug left out that vLLM accepts."""
+    """Create the configuration without the smallest part of cornplug that vLLM rejects."""
     if is_ours(given.kv_transfer_config):
         try:
             config = without("kv_transfer_config")
@@ -152,7 +155,8 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
             pass
         else:
             _no_kv(
-                "cornplug: KV of this engine is not shared, as vLLM does not take a KV connector here: %s",
+                "cornplug: KV of this engine is not shared, because vLLM rejects a KV connector with this "
+                "configuration: %s",
                 refused,
             )
             return config
@@ -161,9 +165,13 @@ def _fewer(without: Callable[..., Any], given: Any, refused: Exception) -> Any:
     names = ["ec_transfer_config"]
     if is_ours(given.kv_transfer_config):
         names.append("kv_transfer_config")
-    # Where stock refuses these arguments too, this raises stock's own words.
+    # If stock vLLM rejects these arguments too, this raises stock vLLM's error.
     config = without(*names)
-    _no_kv("cornplug: this engine shares nothing, as vLLM takes no connector here: %s", refused)
+    _no_kv(
+        "cornplug: this engine shares nothing, because vLLM rejects its connectors with this configuration: "
+        "%s",
+        refused,
+    )
     return config
 
 
@@ -173,22 +181,23 @@ def _no_kv(line: str, why: object) -> None:
 
 
 def kv_impossible(config: Any) -> str | None:
-    """Why an engine of this configuration cannot start with a KV connector, where vLLM checks it too late."""
+    """Return why an engine of this configuration cannot start with a KV connector, for cases that vLLM checks
+    too late."""
     if config.model_config.is_encoder_decoder:
-        return "vLLM takes no KV connector for encoder-decoder models"
+        return "vLLM does not support KV connectors for encoder-decoder models"
     backend = config.attention_config.backend
     if backend is not None:
         try:
             supported = backend.get_class().supports_kv_connector()
         except ImportError:
-            return None  # another platform's backend: vLLM raises an error of its own
+            return None  # The backend is for another platform. vLLM raises its own error.
         if not supported:
-            return f"attention backend {backend.name} takes no KV connector"
+            return f"attention backend {backend.name} does not support KV connectors"
     return None
 
 
 def _note_by_value(config: Any) -> None:
-    """Note `--enable-mm-embeds` in the settings that reach every API process, however it is started."""
+    """Record `--enable-mm-embeds` in the settings that every API process receives."""
     kv, ec = our_settings(config.kv_transfer_config), config.ec_transfer_config
     if kv is not None:
         kv["engine.embeddings_by_value"] = True
@@ -197,8 +206,8 @@ def _note_by_value(config: Any) -> None:
 
 
 def _complete_settings(config: Any) -> None:
-    """Give the engine's processes all settings of this one: Ray's workers do not inherit its environment."""
-    # The caller's objects may serve another engine, in another environment.
+    """Copy all settings into the configuration, because Ray's workers do not inherit the environment."""
+    # The caller may use these objects for another engine in another environment.
     config.kv_transfer_config = copy.deepcopy(config.kv_transfer_config)
     config.ec_transfer_config = copy.deepcopy(config.ec_transfer_config)
     for extra in engine_arguments.settings_in(config):
@@ -207,15 +216,15 @@ def _complete_settings(config: Any) -> None:
 
 def _settle(config: Any) -> None:
     if _is_ec(config.ec_transfer_config) and not config.model_config.is_multimodal_model:
-        config.ec_transfer_config = None  # without a tower there is nothing to share
+        config.ec_transfer_config = None  # Without a tower there is nothing to share.
     kv = config.kv_transfer_config
     if not has_ours(kv):
         return
-    # The scheduler reads the policy of the whole, whichever connector lost a page: "fail", vLLM's default,
-    # would abort the requests whose pages are damaged.
+    # The scheduler uses the policy of the outer connector for a page that any connector lost. vLLM's default
+    # "fail" would abort requests whose pages are damaged.
     if kv.kv_load_failure_policy != _RECOMPUTE:
         compat.logger.warning(
-            "cornplug: kv_load_failure_policy is set to %r: 'fail' aborts requests whose pages are lost",
+            "cornplug: set kv_load_failure_policy to %r, because 'fail' aborts requests when a page is lost",
             _RECOMPUTE,
         )
         kv.kv_load_failure_policy = _RECOMPUTE

@@ -1,4 +1,4 @@
-"""vLLM's encoder-cache connector class: a facade over the scheduler half and the worker half."""
+"""vLLM's encoder-cache connector class: a facade for the scheduler half and the worker half."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 
 class CornplugECConnector(ECConnectorBase):
-    """Loads embeddings from the store and the encoder service; publishes those that this engine encodes."""
+    """Loads embeddings from the store and the encoder service, and saves embeddings that this engine
+    computes."""
 
     def __init__(self, vllm_config: VllmConfig, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -40,9 +41,9 @@ class CornplugECConnector(ECConnectorBase):
         self._scheduler: ECScheduler | None = None
         self._worker: ECWorker | None = None
         self._stopped: ECScheduler | None = None
-        """The scheduler half, once an error has ended sharing."""
+        """The scheduler half, after an error has ended sharing."""
         self._last = CornplugECMetadata(publish=False)
-        """What the engine expects still, from the time when sharing stopped."""
+        """Metadata that the engine still expected when sharing stopped."""
         self._app = run.app
         if vllm_config.model_config.multimodal_config is None:
             return
@@ -67,7 +68,7 @@ class CornplugECConnector(ECConnectorBase):
             self._worker.load(encoder_cache, self._moves())
 
     def start_save_caches(self, **kwargs: Any) -> None:
-        # vLLM has an engine that runs its encoder only load nothing.
+        # vLLM does not load embeddings in an engine that runs only its encoder.
         if self._worker is not None and not self.is_consumer:
             cache: dict[str, torch.Tensor] = kwargs["encoder_cache"]
             self._worker.load(cache, self._moves())
@@ -75,7 +76,7 @@ class CornplugECConnector(ECConnectorBase):
 
     @fenced(lambda *_, **__: None)
     def save_caches(self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any) -> None:
-        # Profiling runs encode outside a step: no metadata, nothing to share.
+        # Profiling runs encode outside of a step. They have no metadata and nothing to share.
         if self._worker is not None and self._connector_metadata is not None:
             self._worker.save(mm_hash, encoder_cache[mm_hash], self._moves())
 
@@ -99,7 +100,7 @@ class CornplugECConnector(ECConnectorBase):
         return self._scheduler is None or self._scheduler.available(request, num_computed_tokens)
 
     def _promise(self, request: Request, index: int) -> None:
-        """The engine has been told that this embedding is in hand, and made room for it."""
+        """Record that the engine expects this embedding and has reserved memory for it."""
         identifier = request.mm_features[index].identifier
         arrived = self._stopped.in_hand(identifier) if self._stopped is not None else None
         if arrived is not None and all(one.identifier != identifier for one in self._last.arrived):
@@ -135,9 +136,9 @@ class CornplugECConnector(ECConnectorBase):
     # -- both halves ------------------------------------------------------------------------
 
     def _stop_sharing(self, hook: str, error: Exception) -> None:
-        """An error that nothing foresaw: the engine goes on without sharing."""
+        """Stop sharing after an unexpected error. The engine continues without sharing."""
         compat.logger.error(
-            "cornplug: embeddings of this engine are not shared any more: %s failed", hook, exc_info=error
+            "cornplug: embeddings of this engine are no longer shared: %s failed", hook, exc_info=error
         )
         self._tally.count("cornplug_misses_total", self._app, EMBEDDING, "error")
         if self._scheduler is not None:

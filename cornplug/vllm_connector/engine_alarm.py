@@ -1,8 +1,8 @@
-"""Wakes an engine core that sleeps until its next request.
+"""Wakes an engine core that is idle.
 
-vLLM's core blocks on its input queue while it has no work. Without an alarm, an engine that may save after
-a pause would have to step through each pause, hundreds of times a second in two processes. The alarm puts
-vLLM's own wake-up into that queue, as its signal handler does.
+vLLM's core blocks on its input queue while it has no work. Without this timer, an engine that saves pages
+after a pause would have to run steps during each pause, hundreds of times per second in two processes. The
+timer puts vLLM's own wake-up message into that queue, like vLLM's signal handler.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any, Final
 
 
 class EngineAlarm:
-    """One per process; set by the engine's thread, and rung by a thread of its own."""
+    """Timer that wakes the engine core. There is one per process. The engine's thread sets it, and a separate
+    thread fires it."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -23,7 +24,7 @@ class EngineAlarm:
         self._in_wave: Callable[[], bool] | None = None
         self._due: float | None = None
         self._rings = False
-        """A thread waits for the time."""
+        """Whether a thread is waiting."""
 
     def bind(
         self,
@@ -31,12 +32,12 @@ class EngineAlarm:
         has_input: Callable[[], bool] | None = None,
         in_wave: Callable[[], bool] | None = None,
     ) -> None:
-        """Take the functions of an engine's loop; all None when it has ended.
+        """Set the functions of an engine's loop, or None for all after the loop has ended.
 
         Args:
             wake: wakes the engine.
-            has_input: whether input waits for it.
-            in_wave: whether each of its steps is one of all data-parallel replicas.
+            has_input: returns whether input is queued.
+            in_wave: returns whether each step runs on all data-parallel replicas.
         """
         with self._changed:
             self._wake, self._has_input, self._in_wave = wake, has_input, in_wave
@@ -44,9 +45,10 @@ class EngineAlarm:
             self._changed.notify()
 
     def set(self, seconds: float) -> bool:
-        """Whether the engine is woken in `seconds`: only a loop of its own sleeps.
+        """Wake the engine in `seconds`, and return whether that is possible: only an engine with its own loop
+        sleeps.
 
-        A later call puts it off. It is for one caller, whose time is always the same.
+        A later call postpones the wake-up. There is a single caller, whose delay is constant.
         """
         with self._changed:
             if self._wake is None:
@@ -58,18 +60,19 @@ class EngineAlarm:
             return True
 
     def input_waits(self) -> bool:
-        """Whether a request, or the end of one, may wait for the engine's next step."""
+        """Return whether a request, or the end of a request, may wait for the engine's next step."""
         has_input = self._has_input
         return has_input is None or has_input()
 
     def replicas_wait(self) -> bool:
-        """Whether other data-parallel replicas wait for each step: those of a mixture of experts compute in
-        step while one of them has a request."""
+        """Return whether other data-parallel replicas wait for each step. Replicas of a mixture of experts
+        compute in step while one of them has a request."""
         in_wave = self._in_wave
         return in_wave is not None and in_wave()
 
     def _ring(self) -> None:
-        """Ring once and end. Pauses are many: a time that was put off is seen when the first one is up."""
+        """Fire once and end. Pauses are frequent, so a postponed time is checked when the first one has
+        passed."""
         with self._changed:
             while self._due is not None:
                 left = self._due - time.monotonic()

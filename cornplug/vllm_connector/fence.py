@@ -38,5 +38,5 @@ def fenced(answer: Callable[..., Any]) -> Callable[[_Hook], _Hook]:
 
 
 def called_again(hook: _Hook) -> _Hook:
-    """A decorator: after an error, sharing is stopped and the hook is called once more."""
+    """Decorator that stops sharing after an error and calls the hook once more."""
     return fenced(hook)(hook)

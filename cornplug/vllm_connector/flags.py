@@ -1,12 +1,12 @@
-"""`vllm serve MODEL --kv-connector cornplug` and its option group.
+"""Option group of `vllm serve MODEL --kv-connector cornplug`.
 
-The flags only fill `--kv-transfer-config` and `--ec-transfer-config`, which may be written by hand in
-their long JSON form, with the same `kv_connector_extra_config`:
+The flags only fill `--kv-transfer-config` and `--ec-transfer-config`. You can also write these in their long
+JSON form, with the same `kv_connector_extra_config`:
 
     --kv-transfer-config '{"kv_connector": "CornplugConnector", "kv_role": "kv_both",
       "kv_load_failure_policy": "recompute", "kv_connector_extra_config": {"engine.app": "chat"}}'
 
-With `--kv-connector cornplug`, `--kv-transfer-config` names a connector that runs beside it (NIXL, LMCache).
+With `--kv-connector cornplug`, `--kv-transfer-config` names a connector that runs alongside (NIXL, LMCache).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _add_cli_args(original: Callable[..., Any], parser: Any) -> Any:
         choices=[NAME, *sorted(KVConnectorFactory._registry)],
         metavar="NAME",
         default=None,
-        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config; a "
-        "connector that --kv-transfer-config names runs beside it. Any other registered name sets "
-        "--kv-transfer-config with kv_role=kv_both.",
+        help="Name of a KV connector. 'cornplug' sets --kv-transfer-config and --ec-transfer-config, and a "
+        "connector that you set with --kv-transfer-config runs alongside. Any other registered name "
+        "sets --kv-transfer-config with kv_role=kv_both.",
     )
     return parser
 
@@ -48,17 +48,19 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
         return original(cls, args)
     other = args.kv_transfer_config
     if other is not None and (name != NAME or several_connectors.has_ours(other)):
-        raise ValueError("--kv-connector and --kv-transfer-config are two ways to say one thing; give one")
+        raise ValueError(
+            "--kv-connector and --kv-transfer-config are mutually exclusive unless the connector is cornplug"
+        )
     kv, ec = transfer_configs(name, extra)
     args.kv_transfer_config = kv if other is None else several_connectors.beside(other, kv)
     if ec is not None:
         if args.ec_transfer_config is not None:
             raise ValueError(
-                "--kv-connector cornplug sets --ec-transfer-config itself; to combine it with "
-                "another encoder connector give --kv-transfer-config in full"
+                "--kv-connector cornplug sets --ec-transfer-config itself. To combine it with another "
+                "encoder connector, pass the complete --kv-transfer-config"
             )
         args.ec_transfer_config = ec
-    # Consumed: vLLM may parse the same namespace again in a child.
+    # vLLM may parse the same namespace again in a child process.
     args.kv_connector = None
     for flag in SETTINGS:
         setattr(args, dest(flag), None)
@@ -68,7 +70,7 @@ def _from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Names
 def transfer_configs(name: str, extra: Mapping[str, Any]) -> tuple[Any, Any | None]:
     """vLLM's (KVTransferConfig, ECTransferConfig or None) for `--kv-connector name`.
 
-    Raises ConfigError for settings that are wrong, before any process is started.
+    Raises ConfigError for invalid settings, before any process is started.
     """
     from vllm.config import ECTransferConfig, KVTransferConfig
 

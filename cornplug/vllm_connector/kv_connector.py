@@ -1,4 +1,4 @@
-"""vLLM's KV connector class: a facade over the scheduler half and the worker half."""
+"""vLLM's KV connector class: a facade for the scheduler half and the worker half."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
-    """Share KV pages with every engine that computes the same model."""
+    """Shares KV pages with all engines that run the same model."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -57,7 +57,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         if self._kv_transfer_config.kv_load_failure_policy != "recompute":
             raise ConfigError(
                 "kv_load_failure_policy",
-                "'fail' would abort requests whose pages are lost",
+                "'fail' would abort requests when a page is lost",
                 'Set it to "recompute" in --kv-transfer-config, or use --kv-connector cornplug.',
             )
         self._tally = Tally()
@@ -66,9 +66,9 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: KVWorker | GroupsWorker | DisabledKVWorker | None = None
         self._rest = IdleRest()
         self._detached: dict[str, list[KVCacheBlock]] = {}
-        """Pinned blocks of loads of requests that are over, whose ids other requests may have."""
+        """Pinned blocks for loads of finished requests. Other requests may reuse their ids."""
         self._last_loads: list[PageLoad] = []
-        """Loads that the engine waits for, from the time when sharing stopped."""
+        """Loads that the engine still expected when sharing stopped."""
         self._several_groups = len(kv_cache_config.kv_cache_groups) > 1
         engine = self._runtime.config.engine
         try:
@@ -83,7 +83,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                     if self._several_groups
                     else KVScheduler(vllm_config, self._runtime, kinds[0].geometry, self._tally)
                 )
-                # A token has a place in a block of each group.
+                # A token occupies a slot in a block of each group.
                 own_tokens = kv_cache_config.num_blocks * kinds[0].block_size // len(kinds)
                 log_store_size(self._runtime, whole_page(kinds), own_tokens, compat.logger)
             else:
@@ -121,7 +121,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        # Both model runners call it first in each step.
+        # Both model runners call this first in each step.
         moves = kv_connector_metadata
         assert isinstance(moves, CornplugKVMetadata)
         idle_steps.began(computes=moves.computes)
@@ -132,11 +132,11 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def unregister_kv_caches(self) -> None:
-        # vLLM calls it from 0.33 on.
+        # vLLM calls this since 0.33.
         self._end_copies()
 
     def _end_copies(self) -> None:
-        """End every copy, before the engine's memory goes away in sleep (`kv/in_process.py`)."""
+        """End all copies before sleep frees the engine's memory (`kv/in_process.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -148,10 +148,10 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.start_loads(moves.loads)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: a request runs only when all its layers are there."""
+        """Do nothing. Loads are asynchronous, and a request runs only after all its layers are loaded."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Pages hold all layers: they are copied after the forward."""
+        """Do nothing. Pages contain all layers and are copied after the forward pass."""
 
     @called_again
     def wait_for_save(self) -> None:
@@ -166,7 +166,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._worker is None:
             return None, None
-        # Blocks are never held for saves, so no request is `sent`.
+        # Blocks are never held for saves, so `sent` has no requests.
         return None, self._worker.finished() or None
 
     @called_again
@@ -178,7 +178,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @called_again
     def get_block_ids_with_load_errors(self) -> set[int]:
-        # Beside several groups vLLM takes failed requests only.
+        # With several groups, vLLM accepts only failed requests.
         if self._worker is None or self._several_groups:
             return set()
         return self._worker.bad_blocks()
@@ -198,7 +198,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.bind(kv_cache_manager, specs[0])
 
     def _fail_load(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The engine waits for a load that no worker half knows: it fails."""
+        """Fail a load that the worker half does not have, because the engine waits for it."""
         if not num_external_tokens or any(load.request_id == request.request_id for load in self._last_loads):
             return
         for group, ids in enumerate(blocks.get_block_ids()):
@@ -208,7 +208,8 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _loads_over(self, connector_output: Any) -> None:
-        """Release the blocks of loads that went on without their requests, and hide their ends from vLLM."""
+        """Release the blocks of loads whose requests have finished, and hide the end of these loads from
+        vLLM."""
         for request_id in set(connector_output.finished_recving or ()) & self._detached.keys():
             connector_output.finished_recving = connector_output.finished_recving - {request_id}
             assert self._kv_cache_manager is not None
@@ -237,7 +238,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
 
     def _another_connector_loads(self) -> None:
-        """Another of an engine's several connectors was told to load (`kv/provenance.py`)."""
+        """Record that another of the engine's connectors will load KV (`kv/provenance.py`)."""
         if self._scheduler is not None:
             self._scheduler.another_connector_loads()
 
@@ -274,11 +275,12 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler.finished(request, block_ids)
         elif self._scheduler is not None:
             self._scheduler.finished(request, block_ids[0] if block_ids else ())
-        # A later request may have its id, and a reset of the cache waits for no save: its blocks do not stay.
+        # A later request may have the same id, and a cache reset does not wait for saves, so the blocks are
+        # not kept.
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
-        """Let the load of a request that is over go on without it (`kv/repeated_ids.py`)."""
+        """Continue the load of a finished request without the request (`kv/repeated_ids.py`)."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False
@@ -310,15 +312,15 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A lost save is a later miss, nothing more."""
+        """Return False: a lost save is only a later miss."""
         return False
 
     # -- both halves ------------------------------------------------------------------------
 
     def _stop_sharing(self, hook: str, error: Exception) -> None:
-        """An error that nothing foresaw: the engine goes on without sharing."""
+        """Stop sharing after an unexpected error. The engine continues without sharing."""
         compat.logger.error(
-            "cornplug: KV of this engine is not shared any more: %s failed", hook, exc_info=error
+            "cornplug: KV of this engine is no longer shared: %s failed", hook, exc_info=error
         )
         self._tally.count("cornplug_misses_total", self._runtime.app, KV_PAGE, "error")
         try:
@@ -329,7 +331,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
                 size = self._vllm_config.cache_config.block_size
                 self._worker = DisabledKVWorker.in_place_of(self._worker, size, "error")
         except Exception:  # noqa: BLE001 - the first error is the one to look at
-            compat.logger.exception("cornplug: KV of this engine may stay in use")
+            compat.logger.exception("cornplug: could not release all KV blocks")
 
     def shutdown(self) -> None:
         if self._worker is not None:

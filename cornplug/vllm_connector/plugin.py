@@ -1,7 +1,7 @@
-"""The function of vLLM's entry point `vllm.general_plugins`, which every process calls, some twice.
+"""Entry point `vllm.general_plugins`, which every process of vLLM calls, some of them twice.
 
-vLLM does not guard this call: an exception here would stop an engine that never asked for
-cornplug. So an unsupported version is one log line here, and its engines run as stock (`as_stock.py`).
+vLLM does not catch exceptions of this call, so an exception would stop engines that do not use cornplug. For
+an unsupported version, it only logs a line, and engines run as stock vLLM (`as_stock.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _state: dict[str, bool | str] = {"registered": False}
 
 
 def registered() -> bool:
-    """Whether `register` has run to its end in this process."""
+    """Whether `register` has completed in this process."""
     return bool(_state["registered"])
 
 
 def why_not() -> str:
-    """Why `register` did nothing; "" when it did, or has not been called."""
+    """Reason why `register` did nothing, or "" if it completed or was not called yet."""
     return str(_state.get("why", ""))
 
 
@@ -35,27 +35,27 @@ def register() -> None:
             _install()
         except (AttributeError, ImportError) as e:
             version = compat.SUPPORTED_VERSIONS.installed()
-            why = f"vLLM {version} is not as its releases of that number are: {e}"
+            why = f"vLLM {version} differs from the release of that number: {e}"
     if why:
         _state["why"] = why
-        compat.logger.warning("cornplug stays off: %s", why)
+        compat.logger.warning("cornplug is disabled: %s", why)
         _install_flags(why)
         return
     _state["registered"] = True
 
 
 def _install_flags(why: str) -> None:
-    """Let command lines with cornplug's flags start stock engines, as far as this vLLM can be wrapped."""
+    """Let command lines with cornplug's flags start stock engines, if this vLLM can be wrapped."""
     try:
         from cornplug.vllm_connector import as_stock
 
         compat.wrap_all(as_stock.wraps(why))
     except (AttributeError, ImportError) as e:
-        compat.logger.warning("cornplug: its flags are unknown to this vLLM: %s", e)
+        compat.logger.warning("cornplug: cannot add its flags to this release of vLLM: %s", e)
 
 
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
-    """The functions of vLLM that are wrapped, with their wrappers."""
+    """vLLM's functions to wrap, with their wrappers."""
     from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
     from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
     from cornplug.vllm_connector.kv import (

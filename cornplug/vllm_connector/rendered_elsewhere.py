@@ -1,8 +1,8 @@
-"""Requests whose media another process has rendered: `vllm launch render`, as llm-d runs it, or a client.
+"""Requests with media that another process has rendered: `vllm launch render` (used by llm-d), or a client.
 
-They bring processed inputs and a name for each medium to `/inference/v1/generate`. Nothing proves that both
-belong together, so the media of such a request have no key (`ec/mm_identifiers.py`). A server that takes such
-requests logs that at its start.
+They send processed inputs and a name for each medium to `/inference/v1/generate`. Nothing proves that the
+name belongs to the inputs, so media of such a request have no key (`ec/mm_identifiers.py`). A server that
+accepts such requests logs this at start.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.no_tower.engine_arguments import settings_in
 
 NOT_SHARED: Final = (
-    "requests with media that another process rendered (/inference/v1/generate) share neither embeddings nor "
-    "the KV behind media; text is shared. Send images to /v1/chat/completions to share them"
+    "requests with media from another process (/inference/v1/generate) share neither embeddings nor KV "
+    "after the first medium. Text is shared. Send images to /v1/chat/completions to share them"
 )
 
 
 def are_taken(args: Any) -> bool:
-    """Whether a server with these command-line arguments takes processed inputs by HTTP."""
+    """Return whether a server with these command-line arguments accepts processed inputs by HTTP."""
     return bool(getattr(args, "enable_scale_out", False) or getattr(args, "tokens_only", False))
 
 

@@ -1,4 +1,4 @@
-"""The one `EngineRuntime` of each process of vLLM: KV and EC connectors share it."""
+"""The `EngineRuntime` of each vLLM process, shared by the KV and EC connectors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _runtimes: dict[str, EngineRuntime] = {}
 
 
 def runtime(extra: Mapping[str, Any]) -> EngineRuntime:
-    """The process's runtime for these settings, made on first use.
+    """Return the process's runtime for these settings, created on first use.
 
-    Raises ConfigError where cornplug cannot run although the operator asked for it.
+    Raises ConfigError if cornplug cannot run although the operator configured it.
     """
     if not registered():
         register()

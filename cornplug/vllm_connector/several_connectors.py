@@ -1,7 +1,7 @@
-"""An engine's KV connectors when cornplug is one of several: vLLM's MultiConnector, and its settings.
+"""KV connectors of an engine if cornplug is one of several: vLLM's MultiConnector and its settings.
 
-It loads from the first connector that has a prefix of the request, and saves to all. The others stand before
-cornplug: a decode server takes its prefill server's KV, and native offloading its own.
+MultiConnector loads from the first connector that has a prefix of the request, and saves to all. The other
+connectors come before cornplug: a decode server loads its prefill server's KV, and native offloading its own.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from cornplug.vllm_connector.compat import KV_CONNECTOR
 
 _MULTI: Final = "MultiConnector"
 _OF_THE_WHOLE: Final = ("engine_id", "kv_buffer_device", "kv_port")
-"""Fields that vLLM, or a connector, reads from the whole: MultiConnector gives each child its engine's id."""
+"""Fields that vLLM or a connector reads from the outer config. MultiConnector gives each child its engine's
+id."""
 
 
 def connectors(kv: Any) -> list[dict[str, Any]]:
-    """Settings of the connectors of a MultiConnector, as in its configuration; none of any other."""
+    """Settings of a MultiConnector's connectors, as in its configuration. Empty for other connectors."""
     if kv is None or kv.kv_connector != _MULTI:
         return []
     return list(kv.kv_connector_extra_config.get("connectors") or ())
 
 
 def is_ours(kv: Any) -> bool:
-    """Whether cornplug is the one KV connector."""
+    """Return whether cornplug is the only KV connector."""
     return kv is not None and kv.kv_connector == KV_CONNECTOR
 
 
 def our_settings(kv: Any) -> dict[str, Any] | None:
-    """cornplug's settings in a configuration, to be read or added to; None where it is no KV connector."""
+    """cornplug's settings in a configuration, which may be modified, or None if cornplug is not a KV
+    connector in it."""
     if is_ours(kv):
         return kv.kv_connector_extra_config
     for child in connectors(kv):
@@ -40,12 +42,12 @@ def our_settings(kv: Any) -> dict[str, Any] | None:
 
 
 def has_ours(kv: Any) -> bool:
-    """Whether cornplug is the KV connector, or one of several."""
+    """Return whether cornplug is the KV connector, or one of several."""
     return our_settings(kv) is not None
 
 
 def beside(other: Any, ours: Any) -> Any:
-    """The KVTransferConfig of `other`, which may hold several connectors, with `ours` behind them."""
+    """Return the KVTransferConfig of `other`, which may contain several connectors, with `ours` appended."""
     from vllm.config import KVTransferConfig
 
     if other.kv_connector is None:
@@ -53,7 +55,7 @@ def beside(other: Any, ours: Any) -> Any:
     children = connectors(other) if other.kv_connector == _MULTI else [_as_child(other)]
     return KVTransferConfig(
         kv_connector=_MULTI,
-        # The whole saves and loads, whatever a prefill or decode server's own connector does.
+        # The outer connector saves and loads, whatever role a prefill or decode server's own connector has.
         kv_role="kv_both",
         kv_load_failure_policy=ours.kv_load_failure_policy,
         kv_connector_extra_config={"connectors": [*children, _as_child(ours)]},
@@ -62,7 +64,7 @@ def beside(other: Any, ours: Any) -> Any:
 
 
 def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
-    """The KVTransferConfig with the connector that `--kv-offloading-size` stands for before its others."""
+    """Return the KVTransferConfig with the connector of `--kv-offloading-size` before its others."""
     from vllm import envs
     from vllm.config import KVTransferConfig
 
@@ -81,7 +83,7 @@ def with_offloading(kv: Any, size_gib: float, backend: str) -> Any:
 
 
 def _as_child(kv: Any) -> dict[str, Any]:
-    """The settings of one of several connectors: those that differ from vLLM's defaults."""
+    """Settings of one of several connectors: those that differ from vLLM's defaults."""
     plain = type(kv)(kv_connector=kv.kv_connector, kv_role=kv.kv_role)
     names = [one.name for one in dataclasses.fields(kv) if one.name != "engine_id"]
     given = {name: getattr(kv, name) for name in names if getattr(kv, name) != getattr(plain, name)}

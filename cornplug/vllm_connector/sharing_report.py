@@ -1,8 +1,8 @@
-"""vLLM's verdicts on sharing a checkpoint, without loading it: for `cornplug doctor --model`.
+"""Sharing verdicts for a checkpoint in vLLM, without loading it, for `cornplug doctor --model`.
 
-The functions that an engine asks at start are asked here. vLLM groups layers by the KV that each layer says
-it keeps, so the model is built on PyTorch's meta device: layers without weights. The last check of an
-engine, which writes a pattern into the cache and reads it back, needs the cache and is not made.
+It calls the functions that an engine calls at start. vLLM groups layers by their KV cache specs, so the model
+is built on PyTorch's meta device, without weights. The last check of an engine, which writes a pattern into
+the cache and reads it back, needs the cache and is skipped.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 _ONE_MANAGER: Final = "--disable-hybrid-kv-cache-manager"
-# Raised by constructors of models that need more than the meta device has.
+# Exceptions from constructors of models that need more than the meta device.
 _UNBUILDABLE: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
@@ -43,10 +43,10 @@ _UNBUILDABLE: Final = (
 
 
 def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
-    """The verdicts on `vllm serve MODEL FLAGS --kv-connector cornplug`, in this process. Reads weights once.
+    """Return the verdicts on `vllm serve MODEL FLAGS --kv-connector cornplug`. Reads weights once.
 
-    For a process that runs nothing else: it initialises vLLM's process groups for one rank, and ends where
-    vLLM's parser refuses a flag.
+    Call it in a process that runs nothing else: it initialises vLLM's process groups for one rank, and exits
+    if vLLM's parser rejects a flag.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -60,7 +60,7 @@ def describe(model: str, flags: Sequence[str] = ()) -> list[SharingVerdict]:
 
 
 def _arguments(model: str, flags: Sequence[str]) -> argparse.Namespace:
-    """As `vllm serve` reads them, with cornplug as a KV connector."""
+    """Parse arguments like `vllm serve`, with cornplug as a KV connector."""
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -77,7 +77,7 @@ def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
     if not config.model_config.is_multimodal_model:
         return SharingVerdict(what="embeddings", shared=False, why=NO_TOWER)
     found = asked("embeddings", lambda: tower_identity(config))
-    limits = [f"An encoder service is not asked: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
+    limits = [f"The encoder service is not used: {IN_WORKERS_ONLY}."] if in_workers_only(config) else []
     limits += [f"But {rendered_elsewhere.NOT_SHARED}."] if rendered else []
     return msgspec.structs.replace(found, remedy=" ".join(limits)) if found.shared else found
 
@@ -85,7 +85,7 @@ def _embeddings(config: VllmConfig, *, rendered: bool) -> SharingVerdict:
 def _kv(config: VllmConfig) -> SharingVerdict:
     ours = our_settings(config.kv_transfer_config)
     if ours is None:
-        return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector has its place")
+        return SharingVerdict(what="KV", shared=False, why=why_not() or "another KV connector is configured")
     engine = settings.load(ours).engine
     if not engine.share_kv:
         return SharingVerdict(what="KV", shared=False, why="engine.share_kv is false")
@@ -94,19 +94,25 @@ def _kv(config: VllmConfig) -> SharingVerdict:
         specs = _layer_specs(config)
         _grouped(config, specs)
     except _UNBUILDABLE as e:
-        why = f"only a running engine shows it: vLLM did not build the model without weights: {first_line(e)}"
+        why = (
+            "cannot be determined without starting the engine: vLLM could not build the model without "
+            f"weights: {first_line(e)}"
+        )
         return SharingVerdict(what="KV", shared=None, why=why)
     found = asked("KV", lambda: _check(config, specs, engine.page_tokens))
     if found.shared:
         return asked("KV", lambda: kv_identity(config))
     if _one_group_shares(config, specs, engine.page_tokens):
-        remedy = f"{_ONE_MANAGER} shares it; the cache then keeps all tokens of windowed layers."
+        remedy = (
+            f"{_ONE_MANAGER} allows sharing, but the engine's cache then keeps all tokens of windowed layers."
+        )
         return SharingVerdict(what="KV", shared=False, why=found.why, remedy=remedy)
     return found
 
 
 def _one_rank(config: VllmConfig) -> VllmConfig:
-    """The same engine with all heads of a layer on one rank: as many processes as there are here."""
+    """Return the config of the same engine with all heads of a layer on one rank, because only one process
+    runs here."""
     alone = copy.copy(config)
     alone.parallel_config = _undivided(config.parallel_config)
     if config.speculative_config is not None:
@@ -123,7 +129,7 @@ def _undivided(parallel: Any) -> Any:
 
 
 def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> None:
-    """Raise LayoutError with an engine's reason for keeping KV of these layers to itself."""
+    """Raise LayoutError with the reason why an engine does not share KV of these layers."""
     groups = _grouped(config, specs)
     kinds = page_kinds(config, groups, page_tokens)
     for kind in kinds:
@@ -133,7 +139,7 @@ def _check(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: in
 
 
 def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page_tokens: int) -> bool:
-    """Whether sharing fails for the several groups of vLLM's hybrid cache manager alone."""
+    """Return whether only the groups of vLLM's hybrid cache manager prevent sharing."""
     if config.scheduler_config.disable_hybrid_kv_cache_manager:
         return False
     plain = copy.copy(config)
@@ -141,13 +147,13 @@ def _one_group_shares(config: VllmConfig, specs: Mapping[str, KVCacheSpec], page
     plain.scheduler_config.disable_hybrid_kv_cache_manager = True
     try:
         _check(plain, specs, page_tokens)
-    except (LayoutError, ValueError):  # vLLM refuses to unify some kinds
+    except (LayoutError, ValueError):  # vLLM cannot unify some kinds of layers.
         return False
     return True
 
 
 def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
-    """Layer name -> the KV that it keeps, in the order of construction."""
+    """Layer name -> its KV cache spec, in the order of construction."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
@@ -157,20 +163,20 @@ def _layer_specs(config: VllmConfig) -> dict[str, KVCacheSpec]:
     from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 
     with tempfile.TemporaryDirectory() as folder, set_current_vllm_config(config):
-        # A second call keeps the groups of the first.
+        # A second call keeps the process groups of the first.
         init_distributed_environment(1, 0, f"file://{Path(folder, 'group')}", 0, "gloo")
         ensure_model_parallel_initialized(1, 1)
         with torch.device("meta"), set_default_torch_dtype(config.model_config.dtype):
             initialize_model(vllm_config=config)
             _build_draft(config)
-        # Beside states a block is as large as a state, which only the layers know.
+        # In models with states, a block is as large as a state, whose size only the layers know.
         current_platform.update_block_size_for_backend(config)
         found: dict[str, KVCacheSpec] = get_kv_cache_spec(config)
     return found
 
 
 def _build_draft(config: VllmConfig) -> None:
-    """Add the layers of a draft model, which vLLM loads after its target, to the config's."""
+    """Add the layers of a draft model, which vLLM loads after its target, to the config's layers."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.utils import initialize_model
 
@@ -179,7 +185,7 @@ def _build_draft(config: VllmConfig) -> None:
         return
     draft = speculative.draft_model_config
     if not speculative.uses_draft_model():
-        # Its class reads the target's config too.
+        # The draft's class reads the target's config too.
         initialize_model(vllm_config=config, model_config=draft)
         return
     alone = copy.copy(config)
@@ -200,8 +206,8 @@ def _grouped(config: VllmConfig, specs: Mapping[str, KVCacheSpec]) -> KVCacheCon
         get_kv_cache_groups = get_kv_cache_config_builder(config).get_kv_cache_groups
 
     if config.cache_config.kv_cache_layout is None:
-        # An engine core asks its workers; the choice decides how groups share memory, not which there are.
+        # An engine core gets this from its workers. It affects how groups share memory, but not the groups.
         config.cache_config.kv_cache_layout = "LBNHC"
-    # vLLM writes into the specs where it unifies them.
+    # vLLM modifies the specs when it unifies them.
     groups = get_kv_cache_groups(config, copy.deepcopy(dict(specs)))
     return KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=groups)

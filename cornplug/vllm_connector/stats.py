@@ -1,7 +1,7 @@
-"""Our tallies through vLLM's connector hooks to the engine's `/metrics`.
+"""Passes cornplug's counters through vLLM's connector hooks to the engine's `/metrics`.
 
-KV and EC connectors report the same metric names, so both Prometheus halves share one set
-of collectors; vLLM builds them from the classes it hands over (plain, or Ray's).
+KV and EC connectors report the same metric names, so both share one set of collectors. vLLM passes the
+classes from which the collectors are built (plain, or Ray's).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cornplug.metrics import METRICS, WAIT_BUCKETS_S, Tally
 
 
 class _TallyStats:
-    """Both engines' stats classes over `Tally.drain`'s form."""
+    """Base of both stats classes, with data in the form of `Tally.drain`."""
 
     data: dict[str, Any]
 
@@ -51,13 +51,13 @@ class ECStats(_TallyStats, ECConnectorStats):
 
 
 def drained_kv(tally: Tally) -> KVStats | None:
-    """Counts since the last call; None where there are none."""
+    """Counts since the last call, or None if there are none."""
     data = tally.drain()
     return KVStats(data=data) if data else None
 
 
 def drained_ec(tally: Tally) -> ECStats | None:
-    """Counts since the last call; None where there are none."""
+    """Counts since the last call, or None if there are none."""
     data = tally.drain()
     return ECStats(data=data) if data else None
 

@@ -102,7 +102,7 @@ def main() -> int:
         service.start()
         at_once(stock.start, engine.start)
         lines = (folder / "engine.log").read_text().splitlines()
-        console.print(*(line[line.index("rank") :] for line in lines if "has not loaded" in line), sep="\n")
+        console.print(*(line[line.index("rank") :] for line in lines if "did not load" in line), sep="\n")
         demo = Demo(stock, engine, service)
         demo.run()
         console.print(demo.table)

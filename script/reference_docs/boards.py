@@ -213,7 +213,7 @@ _STORE: Final = (
     ),
     Panel(
         "Far stores: reads by outcome",
-        "damaged or error: see docs/store.md.",
+        "damaged or error: see docs/deploy-many-hosts.md.",
         "ops",
         {"{{far}} {{fetch}}": _rate("cornplug_store_far_reads_total", "far, fetch")},
     ),

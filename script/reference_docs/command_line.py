@@ -22,15 +22,22 @@ _ENVIRONMENT: Final = {
     "XDG_CACHE_HOME": "/home/USER/.cache",
 }
 _SUBCOMMANDS: Final = {"store": ("purge",), "plan": ("init", "schema"), "profile": ("llm", "encoder")}
+_PURPOSE: Final = (
+    "This page lists the flags that cornplug adds to engines, and the help of each `cornplug` command."
+)
 _ENGINES: Final = """## Engines
 
-vLLM takes `--kv-connector cornplug` and SGLang `{enable}`; each of these flags can follow, on both:
+`--kv-connector cornplug` turns on cornplug in vLLM, and `{enable}` does so in SGLang. Both engines
+then accept these flags:
 """
 
 
 def page() -> str:
     """The text of docs/command-line.md."""
-    parts = [f"# Command line\n\n{notice('the help of each command')}\n", _ENGINES.format(enable=ENABLE)]
+    parts = [
+        f"# Command line\n\n{_PURPOSE}\n\n{notice('the help of each command')}\n",
+        _ENGINES.format(enable=ENABLE),
+    ]
     rows = [(f"`{flag}`", f"`{setting}`", text) for flag, (setting, text) in SETTINGS.items()]
     parts.append(table(("flag", "setting", "meaning"), rows) + "\n")
     parts.append(_section(()))

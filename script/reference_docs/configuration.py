@@ -53,25 +53,28 @@ _NAMED: Final[tuple[tuple[type[BaseModel], str], ...]] = (
 _HEAD: Final = ("setting, environment variable", "type", "default", "unit", "flag", "meaning")
 _INTRO: Final = """# Configuration
 
+This page lists every setting of cornplug.
+
 {notice}
 
-A setting can be written in four places. The first of these that names it counts:
+You can set a value in four places. The first one that is present wins:
 
-1. a flag of the engine or command (last but one column; `--cornplug-*` are the engines' flags);
-2. an environment variable, `CORNPLUG_<SECTION>_<SETTING>`;
-3. the TOML file that the environment variable `CORNPLUG_CONFIG` names, with one table for each section below;
-4. the default.
+1. A flag of the engine or command, shown in the *flag* column. Engine flags begin with `--cornplug-`.
+2. An environment variable, `CORNPLUG_<SECTION>_<SETTING>`.
+3. The TOML file named by `CORNPLUG_CONFIG`, with one table per section below.
+4. The default.
 
-A relative path in the file starts at the file's folder; in a flag or variable, at the folder in which the
-command was started. A wrong setting stops the command with a message that names the setting, the value and
-the remedy. A size in bytes may have a unit, as `64GiB` or `1.5GB`. A list in an environment variable has
-commas between its items. The last column says how a default of `None` is computed.
+An invalid value stops the command. The error names the setting, the value and the remedy.
 
-All processes of an engine have the settings of the process that reads its command line. That holds for Ray's
-workers, which do not inherit the environment, and for a store that the engine starts.
+- Sizes may have a unit: `64GiB` or `1.5GB`.
+- Lists in environment variables are separated by commas.
+- Relative paths in the TOML file are relative to that file. Elsewhere they are relative to the working
+  directory.
+- All worker processes of an engine, Ray workers included, use the settings of its main process. So does a
+  store that the engine starts.
 
-By default sockets are in `/tmp/cornplug-UID`, where UID is the user's id, in every session. The environment
-variable `CORNPLUG_RUNTIME_DIR` names another folder. Set it for all processes that share.
+Sockets are created in `/tmp/cornplug-UID`, where UID is the user's id. To use another directory, set
+`CORNPLUG_RUNTIME_DIR` for all processes that share.
 """
 
 

@@ -18,9 +18,9 @@ _BLOCK: Final = re.compile(
 
 _PAGE: Final = """# cornplug
 
-cornplug is a plugin for unmodified vLLM and SGLang: servers on one host reuse each other's image embeddings
-and prefix KV cache, across models and across both engines ([concepts](concepts.md)). When cornplug dies, the
-engine continues as stock.
+cornplug is a plugin for unmodified vLLM and SGLang. Servers on one host reuse each other's image embeddings
+and prefix KV cache, across models and across both engines. If cornplug fails, the engines continue without
+it.
 
 The demo and the tests need neither a GPU nor a downloaded model:
 
@@ -31,48 +31,36 @@ script/test
 
 {demo}
 
-The two apps have language models of their own and one vision tower
-([the demo](../examples/two_apps_one_encoder/README.md)). [Measured](measured.md) has more runs than this one.
-
 {notice}
+
+The demo runs [two apps](../examples/two_apps_one_encoder/README.md) with different language models and the
+same vision tower. See [more measurements](measured.md).
 
 {guide}
 """
 _GUIDE: Final = {
-    "see it work in ten minutes": ("[quickstart](quickstart.md)",),
-    "know if it fits": (
-        "[concepts](concepts.md)",
-        "[when not to use it](when-not-to-use.md)",
-        "[families](families.md)",
-        "[limits](limits.md)",
-        "[support matrix](support-matrix.md)",
+    "Try it": ("[Quickstart](quickstart.md)", "[Concepts](concepts.md)"),
+    "Check your model and engine": (
+        "[Limits](limits.md)",
+        "[Model families](families.md)",
+        "[Support matrix](support-matrix.md)",
+        "[SGLang flags](sglang-kinds.md)",
     ),
-    "replace or keep another cache": (
-        "[coming from LMCache](coming-from-lmcache.md)",
-        "[beside NIXL P/D](beside-nixl.md)",
-        "[beside Dynamo and llm-d](beside-dynamo-and-llm-d.md)",
+    "Deploy it": (
+        "[One host](deploy-one-host.md)",
+        "[Many hosts](deploy-many-hosts.md)",
+        "[Operate](operate.md)",
+        "[Security](security.md)",
     ),
-    "run it": (
-        "[deployment](deployment.md)",
-        "[operations](operations.md)",
-        "[store](store.md)",
-        "[quality of service](quality-of-service.md)",
+    "Combine or replace a cache": (
+        "[Beside other systems](beside-other-systems.md)",
+        "[Coming from LMCache](coming-from-lmcache.md)",
     ),
-    "let a security review pass": (
-        "[security model](security.md)",
-        "[encoder access](encoder-security.md)",
-    ),
-    "find out why it does not share": (
-        "[troubleshooting by reason](troubleshooting.md)",
-        "[metrics](metrics.md)",
-    ),
-    "buy machines": ("[planner](planner.md)", "[its input](plan-input.md)"),
-    "look a word up": (
-        "[configuration](configuration.md)",
-        "[command line](command-line.md)",
-        "[HTTP API](http-api.md)",
-        "[glossary](glossary.md)",
-    ),
+    "Call the encoder from an application": ("[Python API](python-api.md)", "[HTTP API](http-api.md)"),
+    "Size a deployment": ("[Planner](planner.md)", "[Plan input](plan-input.md)"),
+    "Find a problem": ("[Troubleshooting](troubleshooting.md)", "[Metrics](metrics.md)"),
+    "Look up a setting": ("[Configuration](configuration.md)", "[Command line](command-line.md)"),
+    "Change cornplug": ("[Architecture](../ARCHITECTURE.md)", "[Decisions](decisions.md)"),
 }
 
 
@@ -81,7 +69,7 @@ def page() -> str:
     return _PAGE.format(
         demo=_demo(),
         notice=notice("`docs/demo.json`"),
-        guide=table(("you want to", "read"), ((want, ", ".join(pages)) for want, pages in _GUIDE.items())),
+        guide=table(("goal", "page"), ((want, ", ".join(pages)) for want, pages in _GUIDE.items())),
     )
 
 
@@ -91,7 +79,7 @@ def readme() -> str:
 
 
 def _demo() -> str:
-    """The table of a run, and what was measured where and when."""
+    """The table of a run, with its machine and date."""
     record = json.loads(_RECORD.read_text())
     rows = record["rows"]
     stock, cornplug = (sum(row[side] for row in rows) for side in ("stock_s", "cornplug_s"))
@@ -102,20 +90,19 @@ def _demo() -> str:
             for row in rows
         ),
     ).replace("| --- | --- | --- | --- |", "| --- | --: | --: | --: |")
-    saved = f"{(stock - cornplug) / stock:.0%} saved"
+    saved = f"{(stock - cornplug) / stock:.0%} less"
     return "\n".join(
         [
             shown,
             "",
-            f"Seconds to the first token, median of {record['rounds']}. Together {stock:.1f} s without",
-            f"cornplug and {cornplug:.1f} s with it: {saved}.",
-            f"Measured by `script/demo` on {_machine(record['machine'])}",
-            f"(commit {record['commit']}).",
+            f"Time to first token, median of {record['rounds']} rounds. All requests together took",
+            f"{stock:.1f} s without cornplug and {cornplug:.1f} s with it ({saved}).",
+            f"Measured by `script/demo` on {_machine(record['machine'])} (commit {record['commit']}).",
         ]
     )
 
 
 def _machine(machine: dict[str, Any]) -> str:
     vllm, day, load = machine["versions"]["vllm"], machine["date"].split()[0], machine["load_at_start"][0]
-    where = f"{machine['cores']} cores ({machine['cpu']}) without a GPU, at load {load:g}"
-    return f"{where},\nwith vLLM {vllm} and random weights, on {day}"
+    cores = f"{machine['cores']} cores ({machine['cpu']}) without a GPU, at load {load:g}"
+    return f"{cores}, with vLLM {vllm} and\nrandom weights, on {day}"

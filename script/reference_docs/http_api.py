@@ -20,11 +20,14 @@ _FASTAPI: Final = frozenset({"HTTPValidationError", "ValidationError"})
 """Schemas of FastAPI, which differ from release to release."""
 _INTRO: Final = """# HTTP API of the encoder service
 
+This page lists the HTTP endpoints of `cornplug encoder`. Python applications can use the
+[client](python-api.md) instead.
+
 {notice}
 
-`cornplug encoder` listens at `encoder.host` and `encoder.port` (127.0.0.1:8750). The complete document
-is at `/openapi.json` of the running service. Every error is an `ErrorAnswer`; its `reason` is explained in
-[troubleshooting](troubleshooting.md). [Who may ask](encoder-security.md) says when a key is required.
+The service listens on `encoder.host` and `encoder.port` (127.0.0.1:8750 by default) and serves its OpenAPI
+document at `/openapi.json`. Every error response is an `ErrorAnswer`. Look up its `reason` in
+[troubleshooting](troubleshooting.md). See [security](security.md#encoder-over-http) for keys and tenants.
 """
 
 

@@ -16,29 +16,34 @@ from .markdown import notice, table
 
 _INTRO: Final = """# Metrics
 
+This page lists every Prometheus metric of cornplug.
+
 {notice}
 
-Every series is a Prometheus counter, gauge or histogram. [Troubleshooting](troubleshooting.md) explains each
-value of `reason` and `outcome`, with its remedy. There are
-[boards and alert rules](operations.md#boards-and-alerts).
+[Troubleshooting](troubleshooting.md) explains each value of `reason` and `outcome`. [Operate](operate.md)
+describes the Grafana dashboards and alert rules.
 """
 _ENGINES: Final = """## Engines
 
-At vLLM's and SGLang's own `/metrics` (SGLang: with `--enable-metrics`).
+The engines export these at their own `/metrics`. SGLang needs `--enable-metrics`.
 """
 _SERVICE: Final = """## Encoder service
 
-At `/metrics` of its HTTP port. The `replica` series exist with `--replicas`.
-"""
-_ADMISSION: Final = """## Admission in front of vLLM
+The service exports these at `/metrics` of its HTTP port. The `replica` series exist only with `--replicas`.
 
-At vLLM's `/metrics`, with `--middleware cornplug.vllm_connector.admission.Admission`.
+It also sends OpenTelemetry traces, which join the caller's `traceparent`. Install `opentelemetry-sdk` and
+`opentelemetry-exporter-otlp`, and set `OTEL_EXPORTER_OTLP_ENDPOINT`.
+"""
+_ADMISSION: Final = """## Admission middleware in vLLM
+
+vLLM exports these at `/metrics` when it runs with
+`--middleware cornplug.vllm_connector.admission.Admission`.
 """
 
 
 _STORE: Final = """## Store
 
-At `/metrics` of the address in `store.metrics` (`cornplug serve-store --metrics`), where one is set.
+The store exports these at `/metrics` of the address in `store.metrics` (`cornplug serve-store --metrics`).
 """
 
 

@@ -18,24 +18,34 @@ _INTRO: Final = """# Plan input
 
 {notice}
 
-Every table and key of the file that [`cornplug plan`](planner.md) reads. `cornplug plan init` writes a
-first file. `cornplug plan schema` prints this page as a JSON schema (draft 2020-12), by which editors
-complete and check the file: save it as `plan.schema.json` and write `#:schema ./plan.schema.json` in its
-first line (Even Better TOML, Taplo).
+This page lists every table and key of the file that [`cornplug plan`](planner.md) reads. `cornplug plan init`
+writes a first file.
 
-Times are seconds, rates requests a second, money dollars an hour, memory GiB (2^30 bytes). Paths are relative
-to the file. A key whose default is "required" must be written. `[[NAME]]` may stand several times, `[NAME]`
-once in its table.
+To have your editor complete and check the file, save the output of `cornplug plan schema` as
+`plan.schema.json` and put this into the first line (for Even Better TOML or Taplo):
+
+```text
+#:schema ./plan.schema.json
+```
+
+- Times are in seconds, rates in requests per second, money in dollars per hour, memory in GiB (2^30
+  bytes).
+- Paths are relative to the file.
+- A key whose default is "required" must be present.
+- `[[NAME]]` may occur several times, and `[NAME]` once in its parent table.
 """
 _LENGTH_TEXT: Final = """## Lengths
 
-A length (tokens, items, units) is a whole number, a log-normal `{ mean = 600, cv = 1.0, max = 4000 }`, or a
-histogram `{ values = [100, 900], weights = [3, 1] }`.
+A length (tokens, items or units) is one of these:
+
+- a whole number
+- a log-normal distribution, `{ mean = 600, cv = 1.0, max = 4000 }`
+- a histogram, `{ values = [100, 900], weights = [3, 1] }`
 """
 _MODELS_TEXT: Final = """## Models known by hub id
 
-`cornplug plan init MODEL --gpus GPU,GPU` writes the shapes of these. It reads others from a checkpoint's
-folder or the local Hugging Face cache. Parameters are billions, the tower's among them.
+`cornplug plan init MODEL --gpus GPU,GPU` knows the shapes of these models. It reads other models from a
+checkpoint's folder or the local Hugging Face cache. Parameters are in billions and include the tower.
 """
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from cornplug.codec import ITEM_BYTES
@@ -28,36 +28,30 @@ from devkit.sglang_kinds import KINDS, ServerKind
 
 from .markdown import notice, table
 
-_INTRO: Final = """# Kinds of SGLang servers: shared, or why not
+_INTRO: Final = """# SGLang server flags and KV sharing
+
+This page lists which SGLang flags and models work with KV sharing.
 
 {notice}
 
 ## KV is shared
 
-Tests resolve the settings of a server with each of these flags (`tests/sglang_hooks/test_kinds.py`).
-`tests/integration/test_sglang_ranks.py` runs servers of several ranks on a CPU, and
-`tests/integration/test_sglang_kinds.py` those with several tokenizers, an fp8 KV cache,
-n-grams, a smaller model, EAGLE, and those of models whose windows lie in one pool.
-
 {shared}
 
-Sliding windows in a pool beside full attention (GPT-OSS, Mellum 2) are shared with other SGLang servers, in
-pages of less than 64 tokens with those of the same `--page-size`
-(`tests/integration/test_sglang_hybrids.py`).
+Models with sliding windows in a separate pool (GPT-OSS, Mellum 2) share KV with other SGLang servers. If
+`--page-size` is below 64, the servers need the same `--page-size`.
 
-## KV is not shared: the server runs with the settings of a stock one
+## KV is not shared
 
-Its log names the reason. Images can be shared all the same.
+With these settings and models the server keeps its stock KV configuration and logs the reason. It can still
+share embeddings.
 
 {excluded}
 
-Tests compare the settings of such servers with those of stock ones (`tests/sglang_hooks/test_kinds.py`,
-`tests/sglang_hooks/test_flags.py`).
+## The server does not start
 
-## The start fails, with an error that names both flags
-
-These own the KV's host side, as cornplug does. With `CORNPLUG_ENGINE_SHARE_KV=false` the server
-starts and shares embeddings.
+These flags also control the host side of the KV cache. Combined with cornplug they stop the server with an
+error that names both flags. To share only embeddings, set `CORNPLUG_ENGINE_SHARE_KV=false`.
 
 {rivals}
 """
@@ -71,11 +65,14 @@ def page() -> str:
         (f"`{flag}`", why.removesuffix(")")),
         (
             "two of `--pp-size`, `--disaggregation-mode`, `--speculative-algorithm`",
-            "no test runs them together",
+            "combinations are not tested",
         ),
     ]
     excluded += [
-        ("`--load-format`", f"shared are {_words(sorted(READS_SAFETENSORS))}: the others read other files"),
+        (
+            "`--load-format`",
+            f"only {_words(sorted(READS_SAFETENSORS))} are shared. Other formats read other files",
+        ),
         ("`--speculative-algorithm`", DRAFTS),
         ("`--speculative-algorithm NGRAM`", TREES),
         *((f"`EAGLE`, `STANDALONE` with `{each.flag}`", each.why) for each in DRAFT_SETTINGS),
@@ -83,20 +80,31 @@ def page() -> str:
         *(("`EAGLE`, `STANDALONE`", why) for why in BESIDE_DRAFT.values()),
         (
             "`--kv-cache-dtype`",
-            f"shared are {_words(ITEM_BYTES)} and, without scales in the checkpoint and not of MLA, "
-            f"{_words(sorted(QUANTISED))}: the others keep scales beside the values",
+            f"only {_words(ITEM_BYTES)} are shared and, without scales in the checkpoint and without MLA, "
+            f"{_words(sorted(QUANTISED))}. Other dtypes store scales separately",
         ),
         ("some models with sliding windows", WINDOWS),
-        ("`--speculative-algorithm`, fp8 KV", BESIDE_WINDOWS),
-        ("other hybrid models: chunks, states, sparse attention", f"{_words(HYBRID_FIELDS)} in config.json"),
-        ("models of SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
+        ("`--speculative-algorithm` or an fp8 KV cache, with sliding windows", BESIDE_WINDOWS),
+        (
+            "other hybrid models (chunked or sparse attention, states)",
+            f"{_words(HYBRID_FIELDS)} in config.json",
+        ),
+        ("models in SGLang's generic transformers backend", "SGLang has no prefix cache for their images"),
     ]
     return _INTRO.format(
         notice=notice("`cornplug/sglang_hooks/kv/exclusions.py`"),
-        shared=table(("kind", "flags", "remark"), [_row(kind) for kind in KINDS if not kind.excluded_by]),
-        excluded=table(("setting or model", "why"), excluded),
+        shared=table(("server", "flags", "remark"), [_row(kind) for kind in KINDS if not kind.excluded_by]),
+        excluded=table(("setting or model", "reason"), _merged(excluded)),
         rivals=table(("flag",), [(f"`{flag}`",) for _, _, flag in RIVALS]),
     )
+
+
+def _merged(rows: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Rows of (setting, reason), with one row for settings that have the same reason."""
+    settings: dict[str, list[str]] = {}
+    for setting, reason in rows:
+        settings.setdefault(reason, []).append(setting)
+    return ((", ".join(same), reason) for reason, same in settings.items())
 
 
 def _flag(each: ExcludedFlag) -> str:

@@ -21,20 +21,24 @@ COVERED: Final = ("cornplug", ":!cornplug/apps", ":!cornplug/planner", ":!cornpl
 """The code that runs in or beside an engine, as git pathspecs."""
 _INTRO: Final = f"""# Support matrix
 
-*Generated: `script/test-more` keeps the results of tests with real engines, their commits and dates in
-`docs/support-matrix.json`, and `script/docs` writes this page from them.*
+This page lists the engine releases and dtypes in which each feature was tested with a real engine.
 
-A cell names each dtype in which the tests of its line passed on that release, and the [beds](#beds) of vLLM
-on which they ran. "-": none ran there. "**fails**": one failed. "(old)": one of them last ran more than
-{OLD_AFTER} commits ago. Only commits to `cornplug/` count, without its folders `apps`, `planner` and
-`replay`.
+*Generated: `script/test-more` records test results in `docs/support-matrix.json`, and `script/docs` writes
+this page from that file.*
 
-An engine shares the media of a family only in a release and dtype that the first three tables name. In any
-other it computes them itself, as stock, and its log says so.
+| cell | meaning |
+|---|---|
+| a dtype, with [beds](#beds) | The tests passed in this dtype, in these vLLM configurations. |
+| - | No test ran. |
+| **fails** | A test failed. |
+| (old) | A test last ran more than {OLD_AFTER} commits ago. Only commits to engine-related code count. |
+
+An engine shares the media of a family only in the releases and dtypes of the first three tables. Otherwise it
+encodes the media itself and logs the reason.
 """
 _BEDS: Final = """## Beds
 
-A bed is a way to run vLLM without a GPU:
+A bed is a configuration of vLLM without a GPU:
 
 | bed | model runner | KV layout | processes | scheduling |
 |---|---|---|---|---|

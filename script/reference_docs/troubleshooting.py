@@ -10,14 +10,16 @@ from typing import Final, NamedTuple
 from .markdown import notice, table
 
 REASONS_FILE: Final = Path(__file__).parents[2] / "docs" / "reasons.toml"
-_INTRO: Final = """# Troubleshooting: why did it not share?
+_INTRO: Final = """# Troubleshooting
+
+This page is for operators whose engines do not share what they should.
 
 {notice}
 
-1. Run `cornplug doctor --model MODEL`. It checks the host, the store, the secret, the engines' versions and
-   the checkpoint, and names a remedy for each fault.
-2. Read the engine's log: a line that begins with `cornplug:` names a thing that is not shared, and why.
-3. Read the counters at the engine's `/metrics` ([all of them](metrics.md)):
+1. Run `cornplug doctor --model MODEL`. It checks the host, the store, the secret, the engine versions and the
+   checkpoint, and prints a remedy for each problem.
+2. Search the engine's log for lines that begin with `cornplug:`. They name what is not shared, and why.
+3. Read the counters at the engine's `/metrics` ([list](metrics.md)):
 
 ```text
 cornplug_hits_total{{app="chat",what="embedding",source="service_cached"}} 20
@@ -27,15 +29,15 @@ cornplug_saves_total{{app="chat",what="kv_page",outcome="stored"}} 12
 
 | counters | meaning |
 |---|---|
-| misses with `absent`, saves with `stored` | sharing works; no two requests had anything in common |
-| misses with another reason | the reason is below |
-| no hits, no misses, no saves | the engine shares nothing: read its log |
+| misses with `absent`, saves with `stored` | Sharing works, but no two requests have anything in common. |
+| misses with another reason | Look the reason up below. |
+| no hits, misses or saves | The engine does not share. Its log says why. |
 
-4. Two checkpoints that should share and do not: `cornplug fingerprint MODEL MODEL` prints which part differs.
-   Two requests: `cache_salt` keeps their entries apart.
+4. If two checkpoints should share and do not, run `cornplug fingerprint MODEL MODEL` to see which part
+   differs. If two requests should share and do not, check that they have the same `cache_salt`.
 
-The word in the first column is the label `reason` (or `outcome`) of a series, and the `reason` of an
-`ErrorAnswer` of the [HTTP API](http-api.md).
+The first column is the `reason` or `outcome` label of a metric, or the `reason` in an error response of the
+[HTTP API](http-api.md). "-" means that you need not do anything.
 """
 
 
@@ -51,9 +53,12 @@ def reasons() -> Mapping[str, Mapping[str, Remedy]]:
 
 
 def page() -> str:
-    """The text of docs/troubleshooting.md."""
+    """The text of docs/troubleshooting.md. Reasons with the same meaning and remedy share a row."""
     parts = [_INTRO.format(notice=notice("`docs/reasons.toml`"))]
     for title, rows in reasons().items():
-        lines = [(f"`{word}`", said.meaning, said.remedy) for word, said in rows.items()]
+        words: dict[Remedy, list[str]] = {}
+        for word, said in rows.items():
+            words.setdefault(said, []).append(f"`{word}`")
+        lines = [(", ".join(same), said.meaning, said.remedy) for said, same in words.items()]
         parts.append(f"## {title}\n\n{table(('reason', 'meaning', 'remedy'), lines)}\n")
     return "\n".join(parts)

@@ -40,14 +40,14 @@ def test_store_flags_outlive_a_plan_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "problem", "remedy"),
     [
-        (("--size", "1GiB"), "no flag '--size' for a launched store", "Known: --far"),
-        (("--fra", "file:///x"), "no flag '--fra'", "Did you mean '--far'?"),
-        (("--quarantine", "5"), "no flag '--quarantine'", "Did you mean '--quarantine-s'?"),
-        (("-h",), "no flag '-h'", "Known: --far"),
+        (("--size", "1GiB"), "flag '--size' is not allowed for a launched store", "Known: --far"),
+        (("--fra", "file:///x"), "flag '--fra' is not allowed", "Did you mean '--far'?"),
+        (("--quarantine", "5"), "flag '--quarantine' is not allowed", "Did you mean '--quarantine-s'?"),
+        (("-h",), "flag '-h' is not allowed", "Known: --far"),
         (("--far",), "expected one argument", "serve-store --help"),
-        (("9464",), "'9464' belongs to no flag", "serve-store --help"),
-        (("--disk-size", "much"), "'much' is no size: write 64GiB", "serve-store --help"),
-        (("--metrics", "here"), "'here' is no address", "127.0.0.1:9464"),
+        (("9464",), "'9464' does not belong to a flag", "serve-store --help"),
+        (("--disk-size", "much"), "'much' is not a size: write 64GiB", "serve-store --help"),
+        (("--metrics", "here"), "'here' is not an address", "127.0.0.1:9464"),
     ],
 )
 def test_store_flags_wrong_one_is_an_error_with_its_line(

@@ -117,7 +117,7 @@ def test_checkpoint_family_not_compared_there_is_not_shared(tmp_path: Path) -> N
     vllm = model("vllm", {"llava"}).tower_identity()
     assert vllm == model("sglang", {"llava", "gemma3"}).tower_identity()
     assert vllm.served_identity == vllm.identity
-    problem = "no test compares sglang's embeddings of 'llava' in float32"
+    problem = "not been tested with sglang's embeddings of 'llava' in float32"
     with pytest.raises(CheckpointError, match=problem) as caught:
         model("sglang", {"gemma3"}).tower_identity()
     assert caught.value.reason == "unproven_family"
@@ -236,7 +236,7 @@ def test_checkpoint_each_modality_has_its_preprocessors_identity(tmp_path: Path)
 
 
 def test_checkpoint_modality_that_family_lacks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="llava takes no video, only image") as caught:
+    with pytest.raises(CheckpointError, match="llava does not support video, only image") as caught:
         _write(tmp_path / "x").identity("float32", modality="video")
     assert caught.value.reason == "modality"
 
@@ -362,12 +362,12 @@ def _same_tensor_twice(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason", "says"),
     [
-        (_no_projector, "no_weights", "no projector"),
+        (_no_projector, "no_weights", "no tensors of its projector"),
         (_only_bin, "not_safetensors", "save_pretrained"),
         (_only_adapter, "no_weights", "LoRA adapter"),
-        (lambda folder: (folder / "model.safetensors").unlink(), "no_weights", "Finish the download"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no_weights", "Complete the download"),
         (_missing_shard, "missing_shard", "model-00002-of-00003.safetensors"),
-        (_escaping_shard, "bad_header", "no file name"),
+        (_escaping_shard, "bad_header", "not a file name"),
         (lambda f: (f / "model.safetensors.index.json").write_text("{"), "bad_header", "index.json"),
         (_same_tensor_twice, "duplicate_tensor", "same tensor"),
     ],

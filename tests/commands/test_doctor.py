@@ -87,7 +87,7 @@ def test_doctor_store_that_answers_shows_its_usage(settings: config.StoreConfig)
         (finding,) = doctor.store(settings)
     assert finding.status == "ok"
     assert "of 64 MiB used, 0 entries" in finding.what
-    assert f"{64 << 20} bytes, as store.size_bytes says" in finding.what
+    assert f"{64 << 20} bytes, as set by store.size_bytes" in finding.what
     assert "a quarter" in doctor.size_source(settings.model_copy(update={"size_bytes": None}), 1)
     assert "another" in doctor.size_source(settings, 1)
 
@@ -109,7 +109,7 @@ def test_doctor_folder_each_fault_has_a_finding(
     assert (open_.status, "0770" in open_.what) == ("fail", True)
     inner = settings.model_copy(update={"socket": short_path / "run" / "s.sock"})
     (absent,) = doctor.folder(inner)
-    assert (absent.status, "made on first use" in absent.what) == ("ok", True)
+    assert (absent.status, "created on first use" in absent.what) == ("ok", True)
     (short_path / "run").mkdir(mode=0o700)
     (movable,) = doctor.folder(inner)
     assert (movable.status, "chmod +t" in movable.remedy) == ("warn", True)

@@ -244,7 +244,7 @@ def test_launch_command_second_launcher_of_a_folder_is_refused(tmp_path: Path) -
         line = [sys.executable, "-m", "cornplug.cli", "launch", str(file), "--run-dir", str(run_dir)]
         done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
         assert done.returncode == 2
-        assert "--run-dir: another process serves" in done.stderr
+        assert "--run-dir: another process is listening on" in done.stderr
         assert answer(run_dir)["model"] == "org/a"
 
 

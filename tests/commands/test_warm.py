@@ -184,8 +184,8 @@ def test_warm_refused_line_is_named_and_loses_no_other(
     seen = capsys.readouterr()
     assert seen.err.splitlines()[0] == "line 2, prompt: HTTP 400: too long"
     assert seen.err.splitlines()[1].startswith("line 3: not JSON")
-    assert seen.err.splitlines()[2] == "line 4, prompt: neither a text nor a list of tokens"
-    assert "5, of which 3 are not done" in seen.out
+    assert seen.err.splitlines()[2] == "line 4, prompt: must be a string or a list of tokens"
+    assert "5, of which 3 failed" in seen.out
     assert left.read_text().splitlines() == ['{"prompt": "long"}', "{", '{"prompt": ""}']
     assert {body["prompt"] for _, body in api.bodies} == {"a", "b", "long"}
 
@@ -331,7 +331,7 @@ def test_warm_line_that_nothing_can_take_is_an_error(
     api: ApiStub, written: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["warm", str(written({"images": ["photo.png"]})), "--engine", api.url]) == 1
-    assert "line 1, images: wants an --encoder" in capsys.readouterr().err
+    assert "line 1, images: requires --encoder" in capsys.readouterr().err
 
 
 def test_warm_check_sends_nothing(written: Callable[..., Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -344,22 +344,22 @@ def test_warm_check_sends_nothing(written: Callable[..., Path], capsys: pytest.C
     ("line", "field", "problem"),
     [
         ("[1]", "", "not a JSON object"),
-        ("{}", "", "none of"),
-        ({"prompt": "a", "messages": []}, "prompt", "beside"),
-        ({"messages": "hello"}, "messages", "not a list"),
-        ({"messages": ["hello"]}, "messages[0]", "not an object"),
+        ("{}", "", "needs"),
+        ({"prompt": "a", "messages": []}, "prompt", "combined"),
+        ({"messages": "hello"}, "messages", "must be a list"),
+        ({"messages": ["hello"]}, "messages[0]", "must be an object"),
         ({"messages": [{"content": "x"}]}, "messages[0].role", "missing"),
-        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "neither"),
-        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]", "not an object"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "must be a string"),
+        ({"messages": [{"role": "user", "content": [3]}]}, "messages[0].content[0]", "must be an object"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].image_url",
-            "not a path",
+            "must be a path",
         ),
-        ({"images": ["data:image/png;base64,!"]}, "images[0]", "no base64"),
-        ({"images": "a.png"}, "images", "not a list"),
-        ({"images": ["https://example.org/a.png"]}, "images[0]", "bytes"),
-        ({"prompt": "a", "cache_salt": 3}, "cache_salt", "not a text"),
+        ({"images": ["data:image/png;base64,!"]}, "images[0]", "invalid base64"),
+        ({"images": "a.png"}, "images", "must be a list"),
+        ({"images": ["https://example.org/a.png"]}, "images[0]", "use a file"),
+        ({"prompt": "a", "cache_salt": 3}, "cache_salt", "must be a string"),
     ],
 )
 def test_read_faulty_line_names_its_field(

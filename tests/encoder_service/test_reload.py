@@ -177,7 +177,7 @@ def gone(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("change", "words"),
-    [(damaged, "damaged"), (other_family, "is a qwen2_vl now"), (other_shape, "shapes"), (gone, "local")],
+    [(damaged, "damaged"), (other_family, "is now a qwen2_vl"), (other_shape, "shapes"), (gone, "local")],
 )
 def test_reload_that_fails_serves_as_before(
     encoder: EncoderCore, pair: tuple[Path, Path], change: Any, words: str
@@ -290,7 +290,7 @@ def test_server_sighup_reloads_weights(short_path: Path, pair: tuple[Path, Path]
             assert client.describe(5)[0].epoch == 1
             damaged(pair[0])
             service.process.send_signal(signal.SIGHUP)
-            eventually(lambda: "served as before" in service.log.read_text())
+            eventually(lambda: "previous weights stay in use" in service.log.read_text())
             assert client.describe(5)[0].epoch == 1
     finally:
         service.end()

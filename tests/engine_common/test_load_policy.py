@@ -122,11 +122,13 @@ def test_load_rule_news_comes_once_a_minute() -> None:
     assert "20.00 GB/s" in said
     assert "20.0 ms" in said
     assert "25000 tokens/s" in said
-    assert "pays from 599 tokens on" in said or "pays from 598 tokens on" in said
+    assert (
+        "is faster than prefill from 599 tokens" in said or "is faster than prefill from 598 tokens" in said
+    )
     assert rule.news(131072) == ""
     clock.now += 61
     slow = measured(LoadRule("pays", clock), gb_s=1.5, notice_s=0.02, tokens_s=25_000)
-    assert "does not pay" in slow.news(131072)
+    assert "is not faster" in slow.news(131072)
 
 
 def test_fetch_rule_pays_when_fetch_is_quicker_than_encode() -> None:

@@ -41,7 +41,8 @@ def test_refusal_inside_range_is_empty() -> None:
 def test_refusal_outside_range_names_version_and_range() -> None:
     with mock.patch.object(importlib.metadata, "version", return_value="0.33.1"):
         assert TWO.refusal() == (
-            "vLLM 0.33.1 is outside the tested range >=0.32,<0.33; install a release of cornplug for it"
+            "vLLM 0.33.1 is outside the tested range >=0.32,<0.33; "
+            "install a release of cornplug that supports it"
         )
 
 

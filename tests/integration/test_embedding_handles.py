@@ -93,7 +93,7 @@ def refused(rig: Rig, part: Mapping[str, Any], message: str, **fields: Any) -> N
 def test_request_embedding_handle_not_accepted_is_400(rig: Rig) -> None:
     ref = rig.encode(4)
     good = ref.to_vllm_content_part()
-    refused(rig, ref.to_vllm_content_part(by_value=True), "by handle only")
+    refused(rig, ref.to_vllm_content_part(by_value=True), "only by handle")
     text = ref.handle
     assert text is not None
     forged = {"type": "image_embeds", "image_embeds": text[:-8] + "AAAAAAAA"}
@@ -103,9 +103,9 @@ def test_request_embedding_handle_not_accepted_is_400(rig: Rig) -> None:
         refused(rig, {"type": "image_embeds", "image_embeds": {"image_grid_thw": grid}}, "missing")
         turned = {**good["image_embeds"], "image_grid_thw": [1, grid[2], grid[1]]}
         if grid[1] != grid[2]:
-            refused(rig, {"type": "image_embeds", "image_embeds": turned}, "by handle only")
+            refused(rig, {"type": "image_embeds", "image_embeds": turned}, "only by handle")
     store = PoolStore(load({"store.socket": rig.store_socket}).store, autostart=False, connect_timeout_s=5)
     store.delete([ref.key], deadline_s=5)
     store.close()
-    refused(rig, good, "no more")
+    refused(rig, good, "no longer")
     assert len(rig.ask(rig.encode(4).to_vllm_content_part()).token_ids) == 8

@@ -105,7 +105,7 @@ def tower_bytes(model: Path) -> int:
 def test_engine_without_tower_answers_as_with_it_and_outlives_its_service(rig: Rig) -> None:
     log = rig.engine.log.read_text()
     told = re.search(
-        r"has not loaded .* \((\d+) bytes\): as much as the KV of (\d+) tokens, of (\d+) bytes", log
+        r"did not load .* \((\d+) bytes\)\. This is as much memory as KV of (\d+) tokens, at (\d+) bytes", log
     )
     assert told is not None
     size, tokens, each = map(int, told.groups())

@@ -481,4 +481,4 @@ def test_requests_rendered_elsewhere_share_text_and_count_images(
                     assert tokens(fresh, request) == known.token_ids
             assert loaded(fresh) >= 2 * PAGE
             assert count(fresh, "misses_total", what="embedding", reason="foreign_name") > 0
-            assert "media that another process rendered" in fresh.log.read_text()
+            assert "media from another process" in fresh.log.read_text()

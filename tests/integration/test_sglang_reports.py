@@ -62,7 +62,7 @@ ATTACHED: Final = {
         }
     ),
 }
-"""As docs/deployment.md has it."""
+"""As docs/operate.md has it."""
 
 
 def test_storage_attached_to_a_warm_server_shares_again(sockets: Path, tmp_path: Path) -> None:

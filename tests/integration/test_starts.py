@@ -68,7 +68,10 @@ NOT_SHARED = "cornplug: KV of this engine is not shared"
 LINES = {
     "no-images": Line(llava, ("--limit-mm-per-prompt", '{"image":0}')),
     "encoder-decoder": Line(
-        whisper, ("--max-model-len", "448"), says=f"{NOT_SHARED}: vLLM takes no KV connector", ask=_hears
+        whisper,
+        ("--max-model-len", "448"),
+        says=f"{NOT_SHARED}: vLLM does not support KV connectors",
+        ask=_hears,
     ),
     "language-model-only": Line(llava, ("--language-model-only",)),
     "no-profiling": Line(llava, ("--skip-mm-profiling",)),
@@ -86,7 +89,7 @@ LINES = {
             '{"kv_connector":"MultiConnector","kv_role":"kv_both","kv_connector_extra_config":'
             '{"connectors":[{"kv_connector":"CornplugConnector","kv_role":"kv_both"}]}}',
         ),
-        says="kv_load_failure_policy is set to 'recompute'",
+        says="set kv_load_failure_policy to 'recompute'",
     ),
 }
 

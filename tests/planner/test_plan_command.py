@@ -167,7 +167,7 @@ def test_plan_command_foreign_file_is_left(tmp_path: Path) -> None:
     from cornplug.errors import ConfigError
 
     (tmp_path / "report.html").write_text("somebody's")
-    with pytest.raises(ConfigError, match=r"report\.html is there"):
+    with pytest.raises(ConfigError, match=r"report\.html already exists"):
         plan_folder.write(plan(), tmp_path)
     assert (tmp_path / "report.html").read_text() == "somebody's"
     assert [p.name for p in tmp_path.iterdir()] == ["report.html"]

@@ -70,8 +70,8 @@ def test_replay_takes_percentages_and_draws(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--store", "many"], "no size"),
-        (["--store", "0%"], "no size"),
+        (["--store", "many"], "not a size"),
+        (["--store", "0%"], "not a size"),
         (["--store", "1GiB", "--format", "oracle"], "whole number"),
         (["--store", "1GiB", "--requests", "0"], "no request"),
     ],

@@ -249,7 +249,7 @@ REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
     ("hybrid model", [], {"attention_chunk_size": 64}),
     ("hybrid model", [], {"index_topk": 2048}),
     (
-        "KV cache quantised",
+        "quantised KV cache",
         [],
         {
             "quantization_config": {
@@ -260,7 +260,7 @@ REASONS: list[tuple[str, list[str], dict[str, Any]]] = [
         },
     ),
     (
-        "KV cache quantised",
+        "quantised KV cache",
         ["--kv-cache-dtype", "fp8_e4m3"],
         {
             "quantization_config": {
@@ -367,7 +367,7 @@ def test_hicache_config_fp8_kv_is_shared_but_for_latents(text: str, tmp_path: Pa
         record = given(latents, *args)
         hicache_config.settle(record)
     assert not resolving_view(record).enable_hierarchical_cache
-    assert f"--kv-cache-dtype {dtype} of latents" in str(warning.call_args)
+    assert f"--kv-cache-dtype {dtype} with MLA" in str(warning.call_args)
 
 
 def test_hicache_config_kv_of_four_bits_is_stock(text: str) -> None:
@@ -375,7 +375,7 @@ def test_hicache_config_kv_of_four_bits_is_stock(text: str) -> None:
     with mock.patch.object(compat.logger, "warning") as warning:
         hicache_config.settle(record)
     assert not resolving_view(record).enable_hierarchical_cache
-    assert "--kv-cache-dtype fp4_mx_block16: only" in str(warning.call_args)
+    assert "--kv-cache-dtype fp4_mx_block16: cornplug shares only" in str(warning.call_args)
 
 
 @pytest.mark.parametrize(
@@ -421,9 +421,9 @@ def test_exclusions_of_a_draft_name_its_setting(text: str, field: str, value: ob
 @pytest.mark.parametrize(
     ("make", "args", "why"),
     [
-        (checkpoints.qwen2_vl, ["--enable-multimodal"], "beside a model of images"),
-        (checkpoints.deepseek_v2, [], "beside a model of latents"),
-        (checkpoints.qwen2_text, ["--kv-cache-dtype", "fp8_e4m3"], "beside a model with an fp8 KV cache"),
+        (checkpoints.qwen2_vl, ["--enable-multimodal"], "with a multimodal model"),
+        (checkpoints.deepseek_v2, [], "with an MLA model"),
+        (checkpoints.qwen2_text, ["--kv-cache-dtype", "fp8_e4m3"], "with an fp8 KV cache"),
     ],
 )
 def test_hicache_config_draft_beside_other_models_is_stock(
@@ -462,7 +462,7 @@ def test_hicache_config_untested_beside_windows_of_their_own_is_stock(
     with mock.patch.object(compat.logger, "warning") as warning:
         hicache_config.settle(record)
     assert not resolving_view(record).enable_hierarchical_cache
-    assert "beside sliding windows in a pool of their own" in str(warning.call_args)
+    assert "with sliding windows in a separate pool" in str(warning.call_args)
 
 
 @pytest.mark.parametrize(
@@ -632,7 +632,7 @@ def test_sglang_launch_with_conflict_exits_with_error(zygote: Zygote, text: str)
     args = ["--model-path", text, "--device", "cpu", "--enable-cornplug", "--disable-radix-cache"]
     done = zygote.run(*args, module="sglang.launch_server")
     assert done.returncode == 1
-    assert "--disable-radix-cache: excludes --enable-cornplug" in done.stderr
+    assert "--disable-radix-cache: cannot be combined with --enable-cornplug" in done.stderr
 
 
 def test_sglang_help_lists_all_flags(zygote: Zygote) -> None:

@@ -79,7 +79,7 @@ def test_open_store_every_process_gets_the_store_of_the_setting(
 
 def test_open_store_backend_that_no_package_brings_is_an_error_naming_the_known(installed: None) -> None:
     config = StoreConfig(backend="mooncake:10.0.0.1")
-    with pytest.raises(ConfigError, match=r"store\.backend.*'mooncake'.*Known here: lent, pool"):
+    with pytest.raises(ConfigError, match=r"store\.backend.*'mooncake'.*Available stores: lent, pool"):
         open_store(config)
     (found,) = doctor.other_store(config)
-    assert (found.status, "Known here: lent, pool" in found.what) == ("fail", True)
+    assert (found.status, "Available stores: lent, pool" in found.what) == ("fail", True)

@@ -1,4 +1,4 @@
-"""vLLM parses the commands of docs/beside-dynamo-and-llm-d.md as a Dynamo worker does.
+"""vLLM parses the commands of docs/beside-other-systems.md as a Dynamo worker does.
 
 `args.py` of Dynamo's vLLM component takes vLLM's parser without help, parses vLLM's flags with it, and builds
 `AsyncEngineArgs` from the result.
@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-PAGE = Path(__file__).parents[2] / "docs" / "beside-dynamo-and-llm-d.md"
+PAGE = Path(__file__).parents[2] / "docs" / "beside-other-systems.md"
 OF_DYNAMO = ("--disaggregation-mode",)
 
 

@@ -116,7 +116,7 @@ def test_kv_connector_unknown_name_is_argparse_error(capsys: pytest.CaptureFixtu
                 "--kv-transfer-config",
                 '{"kv_connector": "CornplugConnector", "kv_role": "kv_both"}',
             ],
-            r"two ways to say one thing",
+            r"are mutually exclusive",
         ),
         (
             [
@@ -125,7 +125,7 @@ def test_kv_connector_unknown_name_is_argparse_error(capsys: pytest.CaptureFixtu
                 "--kv-transfer-config",
                 '{"kv_connector": "X", "kv_role": "kv_both"}',
             ],
-            r"two ways to say one thing",
+            r"are mutually exclusive",
         ),
         (
             [

@@ -223,4 +223,6 @@ def test_kv_impossible_backend_without_connector_is_named() -> None:
         model_config=SimpleNamespace(is_encoder_decoder=False),
         attention_config=SimpleNamespace(backend=backend),
     )
-    assert connector_config.kv_impossible(config) == "attention backend ROCM_ATTN takes no KV connector"
+    assert (
+        connector_config.kv_impossible(config) == "attention backend ROCM_ATTN does not support KV connectors"
+    )

@@ -1,11 +1,11 @@
-"""An application's OpenAI client: each request goes to the engine that answers it first, without a router.
+"""OpenAI client of an application. Without a router, it sends each request to the engine that responds first.
 
     openai.OpenAI ──> RoutedTransport ──> RoutedCall: the engine, whether to send again, the rest of a stream
                                             │         (no I/O, the same for AsyncRoutedTransport)
                                             ├─> EngineChooser: prefixes, queues and pauses of each engine
                                             └─> StreamContinuation: text so far, and the request for the rest
 
-`Application.client()` of `cornplug.apps` makes one. Nothing here is imported before.
+`Application.client()` of `cornplug.apps` creates a client, and only then imports this package.
 """
 
 from cornplug.apps.client.engine_choice import MissPrice

@@ -1,4 +1,4 @@
-"""Engines of one request class: from `routes.json` of `cornplug launch`, or from the caller's addresses."""
+"""Engines of one request class: from `routes.json` of `cornplug launch`, or from addresses."""
 
 from __future__ import annotations
 
@@ -17,38 +17,43 @@ from cornplug.private_paths import runtime_dir
 
 _FIELD = "routes"
 Addresses = Sequence[str] | Mapping[str, float]
-"""URLs of engines, each with its part of the requests where it is a mapping."""
+"""URLs of engines, or a mapping of URLs to each engine's share of the requests."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClassRoute:
-    """Where requests of one class go, and the fields that they carry."""
+    """Destination of the requests of one class, and the fields that they carry."""
 
     engines: Mapping[str, float]
-    """URL without a final slash -> weight."""
+    """URL without a trailing slash -> weight."""
     priority: int | None = None
     cache_salt: str | None = None
 
 
 Routes = Callable[[], ClassRoute]
-"""Gives the route of this moment."""
+"""Function that returns the current route."""
 
 
 def routes_of(
     app: str, classes: Sequence[str], source: Path | Addresses | None, request: str | None
 ) -> Routes:
-    """Routes of one request class of an application.
+    """Return the routes of one request class of an application.
 
     Args:
-        app: The application's name.
+        app: Name of the application.
         classes: Names of its request classes.
-        source: `routes.json` or its folder, or addresses; None: this user's only launch that has the class.
-        request: The class; None: the application's only one.
+        source: `routes.json` or its folder, or addresses. By default this user's only launch that has the
+            class.
+        request: Request class. By default the application's only class.
 
-    Raises ConfigError naming `request` or `routes`.
+    Raises ConfigError with the field `request` or `routes`.
     """
     if request is None and len(classes) != 1:
-        raise ConfigError("request", f"{app} has the classes {', '.join(classes)}", "Name one of them.")
+        raise ConfigError(
+            "request",
+            f"missing; {app} has the classes {', '.join(classes)}",
+            "Set it to one of these classes.",
+        )
     if request is not None and request not in classes:
         raise ConfigError("request", f"{app} has no class {request!r}", nearest(request, list(classes)))
     name = f"{app}/{request or classes[0]}"
@@ -61,7 +66,7 @@ def routes_of(
 
 
 class RoutesFile:
-    """The route of one class in a `routes.json`, read again when the file changes."""
+    """Route of one class in a `routes.json`, read again when the file changes."""
 
     def __init__(self, path: Path, name: str) -> None:
         self._path = path
@@ -71,7 +76,7 @@ class RoutesFile:
         self._route = self._read()
 
     def current(self) -> ClassRoute:
-        """The route of this moment; the last one while the file cannot be read."""
+        """Return the current route, or the last one while the file cannot be read."""
         with self._lock:
             try:
                 if self._stamp_now() != self._stamp:
@@ -89,7 +94,7 @@ class RoutesFile:
             stamp = self._stamp_now()
             table = msgspec.json.decode(self._path.read_bytes(), type=dict[str, dict[str, Any]])
         except (OSError, msgspec.DecodeError) as e:
-            remedy = "Give routes.json of a launch, or addresses of engines."
+            remedy = "Pass the routes.json of a launch, or addresses of engines."
             raise ConfigError(_FIELD, f"{self._path} cannot be read ({e})", remedy) from e
         if self._name not in table:
             raise ConfigError(
@@ -99,7 +104,7 @@ class RoutesFile:
         try:
             engines = {str(one["url"]): float(one["weight"]) for one in entry["to"]}
         except (KeyError, TypeError, ValueError) as e:
-            remedy = "Give the file that `cornplug launch` wrote."
+            remedy = "Pass a file written by `cornplug launch`."
             raise ConfigError(_FIELD, f"{self._path}: {self._name} has no addresses", remedy) from e
         self._stamp = stamp
         return ClassRoute(_engines(engines), entry.get("priority"), entry.get("cache_salt"))
@@ -113,7 +118,7 @@ def _engines(addresses: Addresses) -> Mapping[str, float]:
 
 
 def _launched(name: str) -> Path:
-    """The `routes.json` of this user's only launch that has the class."""
+    """Return the `routes.json` of this user's only launch that has the class."""
     found = []
     for path in sorted(runtime_dir().glob("plan-*/routes.json")):
         try:
@@ -124,5 +129,5 @@ def _launched(name: str) -> Path:
     if len(found) != 1:
         listed = ", ".join(map(str, found)) or f"none in {runtime_dir()}"
         problem = f"{len(found)} launches of this user have the class {name!r} ({listed})"
-        raise ConfigError(_FIELD, problem, "Give the run folder of one, or addresses of engines.")
+        raise ConfigError(_FIELD, problem, "Pass the run folder of one launch, or addresses of engines.")
     return found[0]

@@ -1,7 +1,7 @@
-"""The engine for a request: the one at which its prompt's KV is there soonest.
+"""Choice of the engine for a request: the engine at which the KV of its prompt is available first.
 
-Its price is the sum of three times: prefill of tokens that no engine has had, loading of those that another
-engine of the host has had (they share a store), and the queue in front of it.
+The price of an engine is the sum of three times: prefill of tokens that no engine has processed, loading of
+tokens that another engine on the same host has processed (they share a store), and its queue.
 """
 
 from __future__ import annotations
@@ -23,28 +23,32 @@ from cornplug.encoder_service.client.retry import CircuitBreakers
 from cornplug.errors import ConfigError
 
 _RUNNING_TOKENS: Final = 16.0
-"""Of prefill, as which a running request counts: its steps take that part of a new one's time."""
+"""Prefill tokens that a running request counts as. Its decode steps take that part of a new request's
+time."""
 _FIRST_GUESS_TOKENS: Final = 512.0
 _NEW_SHARE: Final = 0.1
-"""Weight of the newest request in the average of tokens that are computed for one."""
+"""Weight of the newest request in the moving average of computed tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MissPrice:
-    """Speeds by which a miss is weighed against a queue. `cornplug plan` and engine logs tell them."""
+    """Speeds used to compare a cache miss with a longer queue. `cornplug plan` and engine logs report
+    them."""
 
     prefill_tokens_per_s: float = 5_000.0
     load_tokens_per_s: float = 50_000.0
-    """From the host's store."""
+    """Tokens per second that are loaded from the host's store."""
 
     def __post_init__(self) -> None:
         for name in ("prefill_tokens_per_s", "load_tokens_per_s"):
             if not 0 < (value := getattr(self, name)) < float("inf"):
-                raise ConfigError(f"price.{name}", f"{value} is no speed", "Give tokens per second, above 0.")
+                raise ConfigError(
+                    f"price.{name}", f"{value} is not a valid speed", "Set tokens per second above 0."
+                )
 
 
 class EngineChooser:
-    """State of each engine as this client sees it, and the choice among them. Safe for threads."""
+    """State of each engine as this client sees it, and the choice among them. Thread-safe."""
 
     def __init__(
         self,
@@ -59,16 +63,16 @@ class EngineChooser:
         self._memory = PrefixMemory()
         self._circuits = CircuitBreakers((), uniform)
         self._sent: Counter[str] = Counter()
-        """Requests of this client under way."""
+        """Requests of this client in progress."""
         self._loads: Mapping[str, EngineLoad] = {}
         self._sent_then: Mapping[str, int] = {}
-        """`_sent` at the last reading of loads, which counts those requests."""
+        """`_sent` at the last reading of loads, which includes those requests."""
         self._typical_tokens = _FIRST_GUESS_TOKENS
 
     def take(self, engines: Mapping[str, float], prefix: PromptPrefix, now: float) -> str | None:
-        """The engine that a request is sent to now; None: each of them has failed or asked for a pause.
+        """Return the engine for a request, or None if every engine has failed or requested a pause.
 
-        Equal prices are decided by the conversation's digest and the weights, the same in every process.
+        Ties are decided by the conversation's digest and the weights, in the same way in every process.
         """
         with self._lock:
             self._circuits.watch(engines)
@@ -84,42 +88,43 @@ class EngineChooser:
             return chosen
 
     def take_first(self, engines: Mapping[str, float], prefix: PromptPrefix) -> str:
-        """The engine whose pause ends first, for a request that cannot wait so long."""
+        """Return the engine whose pause ends first, for a request that cannot wait that long."""
         with self._lock:
             chosen = min(engines, key=self._circuits.opens_at)
             self._note_sent(chosen, prefix)
             return chosen
 
     def opens_at(self, engines: Collection[str]) -> float:
-        """Time from which one of these engines may be asked."""
+        """Return the time from which one of these engines accepts requests."""
         with self._lock:
             self._circuits.watch(engines)
             return min(map(self._circuits.opens_at, engines))
 
     def ended(self, engine: str) -> None:
-        """A request that `take` gave to this engine is over."""
+        """Record that a request that `take` assigned to this engine is over."""
         with self._lock:
             self._sent[engine] -= 1
 
     def answered(self, engine: str, prefix: PromptPrefix) -> None:
-        """The engine took the request: it has its prompt from now on."""
+        """Record that the engine accepted the request, and now has its prompt."""
         with self._lock:
             self._circuits.answered(engine)
             self._memory.remember(engine, prefix.steps)
 
     def refused(self, engine: str, now: float, pause_s: float | None) -> None:
-        """The engine asked for a pause of so many seconds; None: it did not say how long."""
+        """Record that the engine requested a pause, None if it gave no duration."""
         with self._lock:
             self._circuits.refused(engine, now, pause_s)
 
     def failed(self, engine: str, now: float, *, sent: float) -> None:
-        """The engine gave no answer to the request of `sent`. A new process of it knows no prefix."""
+        """Record that the engine did not respond to the request sent at `sent`. If its process restarts,
+        it has no prefixes."""
         with self._lock:
             self._circuits.failed(engine, now, sent=sent)
             self._memory.forget(engine)
 
     def loaded(self, loads: Mapping[str, EngineLoad]) -> None:
-        """Take over a reading of loads; an engine that is not in it has an unknown one."""
+        """Store a reading of loads. The load of engines that are missing in it is unknown."""
         with self._lock:
             self._loads = loads
             self._sent_then = {engine: self._sent[engine] for engine in loads}
@@ -148,7 +153,7 @@ class EngineChooser:
         )
 
     def _queue_tokens(self, engine: str) -> float:
-        """Tokens of prefill in front of a new request."""
+        """Return the prefill tokens ahead of a new request."""
         load = self._loads.get(engine, EngineLoad(0.0, 0.0))
         since = max(self._sent[engine] - self._sent_then.get(engine, 0), 0)
         return (load.waiting + since) * max(self._typical_tokens, 1.0) + load.running * _RUNNING_TOKENS

@@ -1,4 +1,4 @@
-"""Queue lengths of engines, from their Prometheus metrics, at most once a second and beside all requests."""
+"""Queue lengths of engines, read from their Prometheus metrics in the background at most once per second."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ INTERVAL_S: Final = 1.0
 _TIMEOUT_S: Final = 1.0
 _MOST_BYTES: Final = 8 << 20
 _SAMPLE: Final = re.compile(rf"^({'|'.join(PRESENT)})(?:\{{.*\}})? (\S+)", re.MULTILINE)
-"""A line of one of the four gauges: a parser of all of a page's lines takes a hundred times as long."""
+"""Line of one of the four gauges. Parsing all lines of the response takes a hundred times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """Requests of all clients in one engine."""
+    """Number of requests of all clients in one engine."""
 
     waiting: float
     running: float
 
 
 def parse(page: str) -> EngineLoad | None:
-    """The load that a page of metrics tells; None: it has none of the gauges."""
+    """Return the load in a metrics response, or None if it has none of the gauges."""
     found = [(name, float(value)) for name, value in _SAMPLE.findall(page)]
     if not found:
         return None
@@ -42,7 +42,8 @@ Report = Callable[[Mapping[str, EngineLoad]], None]
 
 
 class LoadPoller:
-    """Reads the metrics of engines while requests come. An engine that does not answer has no load."""
+    """Reader of the engines' metrics while requests arrive. The load of an engine that does not respond is
+    unknown."""
 
     def __init__(self, report: Report, *, interval_s: float = INTERVAL_S) -> None:
         self._report = report
@@ -52,7 +53,7 @@ class LoadPoller:
         self._thread: threading.Thread | None = None
 
     def poke(self, engines: Collection[str]) -> None:
-        """Begin a reading in a thread if the last one is an interval old. Returns at once."""
+        """Start a reading in a thread if the last one is older than the interval. Returns immediately."""
         with self._lock:
             now = time.monotonic()
             busy = self._thread is not None and self._thread.is_alive()

@@ -1,8 +1,8 @@
-"""Fields with which a stream may go on at another engine: an allow list. Any other field rules it out.
+"""Allow list of fields with which a stream may continue on another engine. Any other field prevents it.
 
-A field is here if the text that follows depends on it only through prompt and text so far. Penalties and
-seeds count the tokens of one request, stop strings hold back text, formats and tools parse it from its
-beginning.
+A field is allowed if the remaining text depends on it only through the prompt and the text so far. Penalties
+and seeds depend on the tokens of one request, stop strings hold back text, and formats and tools parse the
+text from its beginning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _ends_with_a_question(messages: Any) -> bool:
-    """Not with an assistant's message, which a text so far would follow."""
+    """Return whether the last message is not the assistant's, which the text so far would follow."""
     if not isinstance(messages, list) or not messages or not isinstance(messages[-1], dict):
         return False
     return messages[-1].get("role") in _LAST_ROLES
@@ -76,12 +76,13 @@ _NEEDED: Final[Mapping[str, str]] = {CHAT: "messages", COMPLETIONS: "prompt"}
 
 
 def fields_of(path: str) -> frozenset[str]:
-    """Names on the list for requests of a path."""
+    """Return the allowed field names for requests to a path."""
     return frozenset(_FIELDS.get(path, ()))
 
 
 def may_continue(path: str, body: Mapping[str, Any]) -> bool:
-    """Whether a stream of this request may go on elsewhere: each field is on the list, with such a value."""
+    """Return whether a stream of this request may continue on another engine: every field and value is
+    allowed."""
     fields = _FIELDS.get(path)
     if fields is None or body.get("stream") is not True or _NEEDED[path] not in body:
         return False

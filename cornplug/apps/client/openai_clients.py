@@ -18,23 +18,23 @@ if TYPE_CHECKING:
     import openai
 
 _BASE_URL: Final = "http://routed.invalid/v1"
-"""Of the client: the transport puts an engine's address in its place."""
+"""Base URL of the client. The transport replaces it by an engine's address."""
 _NO_KEY: Final = "none"
-"""An `OPENAI_API_KEY` of the environment is for another service."""
+"""Placeholder key, because an `OPENAI_API_KEY` in the environment is for another service."""
 _TAKEN: Final = ("base_url", "http_client")
 
 
 def router_of(routes: Routes, price: MissPrice | None, retry_s: float) -> CallRouter:
-    """The router of one client. Raises ConfigError("retry_s")."""
+    """Return the router of one client. Raises ConfigError("retry_s")."""
     if not 0 <= retry_s < float("inf"):
-        raise ConfigError("retry_s", f"{retry_s} is no time", "Give seconds, 0 for no retry.")
+        raise ConfigError("retry_s", f"{retry_s} is not a valid time", "Set seconds, or 0 for no retries.")
     chooser = EngineChooser(price)
     poller = LoadPoller(chooser.loaded)
     return CallRouter(routes, chooser, retry_s=retry_s, poke=poller.poke)
 
 
 def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
-    """A client with these arguments of `openai.OpenAI`. Raises ConfigError."""
+    """Create a client with these arguments of `openai.OpenAI`. Raises ConfigError."""
     package = _package()
     http = httpx.Client(transport=RoutedTransport(router), trust_env=False, **_http(package, arguments))
     made: openai.OpenAI = package.OpenAI(http_client=http, **_defaults(arguments))
@@ -42,7 +42,7 @@ def sync_client(router: CallRouter, arguments: dict[str, Any]) -> openai.OpenAI:
 
 
 def async_client(router: CallRouter, arguments: dict[str, Any]) -> openai.AsyncOpenAI:
-    """As `sync_client`, of `openai.AsyncOpenAI`."""
+    """Create an `openai.AsyncOpenAI` client, as `sync_client` does."""
     package = _package()
     transport = AsyncRoutedTransport(router)
     http = httpx.AsyncClient(transport=transport, trust_env=False, **_http(package, arguments))
@@ -55,7 +55,7 @@ def _package() -> ModuleType:
         import openai
     except ModuleNotFoundError as e:
         raise ConfigError(
-            "client", f"it needs {e.name}, which is not installed", "Run: pip install 'cornplug[client]'"
+            "client", f"the package {e.name} is not installed", "Run: pip install 'cornplug[client]'"
         ) from e
     return openai
 
@@ -63,8 +63,10 @@ def _package() -> ModuleType:
 def _http(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
     for name in _TAKEN:
         if name in arguments:
-            raise ConfigError(name, "the client has its own", "Leave it out, and give addresses as `routes`.")
-    # The requests' own timeouts: openai sets them on each one, and takes this one for its default.
+            raise ConfigError(
+                name, "not supported by this client", "Remove it, and pass addresses as `routes`."
+            )
+    # openai sets the timeout of each request, and uses this value as its default.
     seconds = package.DEFAULT_TIMEOUT
     timeout = httpx.Timeout(
         connect=seconds.connect, read=seconds.read, write=seconds.write, pool=seconds.pool
@@ -73,5 +75,6 @@ def _http(package: ModuleType, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Without retries of openai's: those would repeat requests that must not be repeated."""
+    """Add defaults. Retries of openai are off, because they would repeat requests that must not be
+    repeated."""
     return {"api_key": _NO_KEY, "max_retries": 0, "base_url": _BASE_URL, **arguments}

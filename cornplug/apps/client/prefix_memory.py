@@ -1,4 +1,5 @@
-"""Prefixes that this client sent to each engine. Bounded: the longest unused goes first."""
+"""Prefixes that this client sent to each engine. Bounded; the least recently used prefixes are dropped
+first."""
 
 from __future__ import annotations
 
@@ -7,27 +8,27 @@ from collections.abc import Container, Sequence
 from typing import Final
 
 MOST_STEPS: Final = 65_536
-"""Of one engine: 8 million tokens, and about 8 MB of this process."""
+"""Maximum steps per engine: 8 million tokens, and about 8 MB of this process."""
 
 
 class PrefixMemory:
-    """Steps of prompts by engine. Not safe for threads: `EngineChooser` has the lock."""
+    """Steps of prompts by engine. Not thread-safe: `EngineChooser` holds the lock."""
 
     def __init__(self, most_steps: int = MOST_STEPS) -> None:
         self._most = most_steps
         self._steps: dict[str, OrderedDict[int, None]] = {}
 
     def engines(self) -> tuple[str, ...]:
-        """Engines that have had any step."""
+        """Return the engines that have received any step."""
         return tuple(self._steps)
 
     def keep(self, engines: Container[str]) -> None:
-        """Forget engines that are not among these: a launch has ended them."""
+        """Forget all other engines, which a launch has ended."""
         for engine in [one for one in self._steps if one not in engines]:
             del self._steps[engine]
 
     def known(self, engine: str, steps: Sequence[int]) -> int:
-        """Number of leading steps that this engine has had."""
+        """Return the number of leading steps that this engine has received."""
         found = self._steps.get(engine, ())
         for number, step in enumerate(steps):
             if step not in found:
@@ -35,9 +36,9 @@ class PrefixMemory:
         return len(steps)
 
     def remember(self, engine: str, steps: Sequence[int]) -> None:
-        """Note that this engine has these steps now."""
+        """Record that this engine now has these steps."""
         found = self._steps.setdefault(engine, OrderedDict())
-        # From the last one on: of a prompt, the end is forgotten before the beginning.
+        # In reverse order, so that the end of a prompt is forgotten before its beginning.
         for step in reversed(steps):
             found[step] = None
             found.move_to_end(step)
@@ -45,5 +46,5 @@ class PrefixMemory:
             found.popitem(last=False)
 
     def forget(self, engine: str) -> None:
-        """Note that this engine lost its memory: its process ended."""
+        """Record that this engine lost its memory, because its process ended."""
         self._steps.pop(engine, None)

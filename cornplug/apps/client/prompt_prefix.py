@@ -1,6 +1,7 @@
-"""A request's prompt as a chain of hashes, one a step of its bytes: it tells which engine may have its KV.
+"""Prompt of a request as a chain of hashes, one per step of bytes. It indicates which engine may have its KV.
 
-The hashes choose an engine only. An engine's own keys say which KV is right: a wrong guess costs time.
+The hashes only select an engine. The engine's own keys decide which KV is valid, so a wrong guess only costs
+time.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import xxhash
 
 STEP_BYTES: Final = 512
 STEP_TOKENS: Final = 128
-"""Of one step: four bytes of text a token."""
+"""Tokens of one step, with four bytes of text per token."""
 _MEDIUM_STEPS: Final = 2
-"""Steps that stand for one image, audio or video."""
+"""Number of steps that represent one image, audio clip or video."""
 _HEAD: Final = ("model", "cache_salt", "tools", "chat_template_kwargs")
 """Fields that change the first tokens of a prompt."""
 
@@ -27,17 +28,18 @@ class PromptPrefix:
 
     steps: tuple[int, ...]
     conversation: bytes
-    """Digest of the prompt up to the user's first message: the same in all turns of a conversation."""
+    """Digest of the prompt up to the user's first message, which is the same in all turns of a
+    conversation."""
     tokens: int
-    """Estimate for the whole prompt."""
+    """Estimated tokens of the whole prompt."""
 
 
 NO_PREFIX: Final = PromptPrefix((), b"", 0)
-"""Of a request without a prompt."""
+"""Prefix of a request without a prompt."""
 
 
 def prompt_prefix(body: Mapping[str, Any]) -> PromptPrefix:
-    """The prefix of a chat's or a completion's body."""
+    """Return the prefix of the body of a chat or completion request."""
     head = _bytes({name: body[name] for name in _HEAD if body.get(name) is not None})
     parts, first = [head], None
     messages = body.get("messages")
@@ -62,7 +64,7 @@ def _bytes(value: Any) -> bytes:
 
 
 def _short(value: Any) -> Any:
-    """With a digest of the length of `_MEDIUM_STEPS` in place of each medium."""
+    """Replace each medium by a digest with the length of `_MEDIUM_STEPS`."""
     if isinstance(value, str) and value.startswith("data:"):
         return xxhash.xxh3_128_hexdigest(value.encode()) * (_MEDIUM_STEPS * STEP_BYTES // 32)
     if isinstance(value, list):

@@ -1,16 +1,16 @@
-"""One request of a client: its next engine, and the consequences of answers and failures. No I/O.
+"""One request of a client: its next engine, and the handling of responses and failures. No I/O.
 
-    next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: the answer is the caller's
-                │                          │                         └──> False: ask next_step again
-                │                          └─> failed(error): ask next_step again
+    next_step() ──> httpx.Request: send it ──> takes(status, headers) ──> True: return it to the caller
+                │                          │                         └──> False: call next_step again
+                │                          └─> failed(error): call next_step again
                 ├─> RetryPause: wait
                 └─> raises the last engine's error, unchanged
 
-    forward(chunk), then ended(error) ──> last bytes of the stream, or None: ask next_step for the rest
+    forward(chunk), then ended(error) ──> last bytes of the stream, or None: call next_step for the rest
 
-A request is sent again only if no engine did it as far as the caller sees: its connection was refused; the
-engine answered 429 or 503; or the engine was lost before the first byte of its answer, and a second
-execution is harmless. After the loss of more than `MOST_LOSSES` engines it is given up: it may be the cause.
+A request is sent again only in three cases: its connection was refused, the engine returned status 429 or
+503, or the engine was lost before the first byte of its response and a second execution is harmless. It is
+given up after the loss of more than `MOST_LOSSES` engines, because it may be the cause.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from cornplug.encoder_service.client.retry_after import retry_after_s
 
 MOST_LOSSES: Final = 2
 _REPEATABLE: Final = frozenset({CHAT, COMPLETIONS, "/v1/embeddings"})
-"""Paths whose requests change nothing: a second execution costs time only."""
+"""Paths whose requests change nothing. A second execution only costs time."""
 _WITH_FIELDS: Final = frozenset({CHAT, COMPLETIONS})
-"""Paths whose bodies take `priority` and `cache_salt`, in both engines."""
+"""Paths whose bodies accept `priority` and `cache_salt`, in both engines."""
 _BUSY: Final = frozenset({429, 503})
 _REFUSED: Final = (httpx.ConnectError, httpx.ConnectTimeout)
 _LOST: Final = (httpx.ReadError, httpx.WriteError, httpx.CloseError, httpx.RemoteProtocolError)
 STREAM_ERRORS: Final = (httpx.TransportError, EngineFailedInStream, StreamDiverged)
-"""Errors that a transport gives to `RoutedCall.ended`."""
+"""Errors that a transport passes to `RoutedCall.ended`."""
 _NEW_HEADERS: Final = frozenset({b"host", b"content-length", b"transfer-encoding"})
 _LEAST_PAUSE_S: Final = 0.001
 
 
 class RoutedCall:
-    """A request on its way. Its methods are called one after the other, as the module says."""
+    """A request in progress. Its methods are called in the order that the module describes."""
 
     def __init__(
         self,
@@ -79,19 +79,19 @@ class RoutedCall:
             request.method == "POST" and self._path in _REPEATABLE
         )
         self.is_whole = self._repeatable and not (body or {}).get("stream")
-        """The transport reads the answer to its end before the caller has any of it."""
+        """Whether the transport reads the whole response before it returns anything to the caller."""
         self._engine: str | None = None
         self._sent_at = 0.0
         self._losses = 0
         self._forwarded = False
         self._error: Exception | None = None
-        """Of the engine asked last."""
+        """Error of the engine used last."""
         self._loss: Exception | None = None
-        """That ended a stream whose rest is asked for: the caller's error if there is none."""
+        """Error that interrupted the stream. It is raised to the caller if no engine continues the stream."""
         self._given_up = False
 
     def next_step(self) -> httpx.Request | RetryPause:
-        """The request to send to an engine, or a pause. Raises the last error if neither can help."""
+        """Return the request to send to an engine, or a pause. Raises the last error if neither can help."""
         now = self._chooser.clock()
         error = self._loss or self._error
         if error is not None and (self._given_up or now >= self._end):
@@ -110,9 +110,10 @@ class RoutedCall:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around the sending of one request: a transport's error is noted, and ends no more than the attempt.
+        """Context manager around sending one request. A transport error is recorded and ends only this
+        attempt.
 
-        Raises what else ends it, as a cancellation; the engine then has no more work with this call.
+        Other exceptions, such as a cancellation, are raised. The engine then has no more work for this call.
         """
         try:
             yield
@@ -123,7 +124,7 @@ class RoutedCall:
             raise
 
     def takes(self, status: int, headers: httpx.Headers) -> bool:
-        """Whether this answer is the caller's; otherwise close it."""
+        """Return whether this response goes to the caller. Otherwise close it."""
         engine, now = self._current(), self._chooser.clock()
         if status in _BUSY:
             self._chooser.refused(engine, now, retry_after_s(headers.get("retry-after")))
@@ -142,7 +143,7 @@ class RoutedCall:
         return True
 
     def failed(self, error: httpx.TransportError) -> None:
-        """No answer came."""
+        """Record that no response arrived."""
         self._error = error
         refused = isinstance(error, _REFUSED)
         lost = isinstance(error, _LOST)
@@ -153,18 +154,18 @@ class RoutedCall:
         self.closed()
 
     def forward(self, chunk: bytes) -> Iterator[bytes]:
-        """Bytes of the answer for the caller. Raises some of `STREAM_ERRORS`."""
+        """Yield bytes of the response for the caller. May raise any of `STREAM_ERRORS`."""
         for out in [chunk] if self._stream is None else self._stream.forward(chunk):
             self._forwarded = True
             yield out
 
     def ended(self, error: Exception | None) -> bytes | None:
-        """The caller's last bytes; None: `next_step` gives a request for the rest.
+        """Return the caller's last bytes, or None if `next_step` returns a request for the rest.
 
         Args:
-            error: One of `STREAM_ERRORS`; None: the engine ended its answer.
+            error: One of `STREAM_ERRORS`, or None if the engine ended its response.
 
-        Raises `error` if no engine can go on; of two losses the first.
+        Raises `error` if no engine can continue. After two losses, raises the first error.
         """
         stream = self._stream
         if error is not None:
@@ -185,13 +186,14 @@ class RoutedCall:
         raise final
 
     def closed(self) -> None:
-        """The engine has no more work with this call. May be called again."""
+        """Record that the engine has no more work for this call. May be called again."""
         if self._engine is not None:
             self._chooser.ended(self._engine)
             self._engine = None
 
     def _goes_on(self, error: Exception | None) -> bool:
-        """Whether the rest, or all if nothing was forwarded, is asked for; then this call is ready for it."""
+        """Return whether to request the rest, or everything if nothing was forwarded, and prepare the call
+        for it."""
         if self._losses > MOST_LOSSES or not isinstance(error, (*_LOST, EngineFailedInStream, type(None))):
             return False
         if self._stream is not None and self._stream.can_go_on:
@@ -227,7 +229,7 @@ class RoutedCall:
 
 
 class CallRouter:
-    """Makes the calls of one client. Safe for threads."""
+    """Factory of the calls of one client. Thread-safe."""
 
     def __init__(
         self,
@@ -243,7 +245,7 @@ class CallRouter:
         self._poke = poke
 
     def call(self, request: httpx.Request, content: bytes) -> RoutedCall:
-        """The call of one request with this body."""
+        """Return the call for a request with this body."""
         self._poke(self._routes().engines)
         return RoutedCall(self._chooser, self._routes, request, content, retry_s=self._retry_s)
 
@@ -256,6 +258,6 @@ def _object(content: bytes) -> dict[str, Any] | None:
 
 
 def _with_fields(body: dict[str, Any], route: ClassRoute) -> dict[str, Any]:
-    """With the class's priority and the tenant's salt, where the caller wrote none."""
+    """Add the class's priority and the tenant's salt, unless the caller set them."""
     fields = {"priority": route.priority, "cache_salt": route.cache_salt}
     return {name: value for name, value in fields.items() if value is not None} | body

@@ -1,11 +1,12 @@
-"""A stream that may go on at another engine: its text so far, and the request for the rest. No I/O.
+"""Stream that may continue on another engine: its text so far, and the request for the rest. No I/O.
 
-The caller sees one stream: events of the first engine as they came, then those of the next one with the
-first one's id. The rest is asked for from the end of the last event that does not end with white space: a
-chat template may strip that from a message. The engine then says it again, and it is not forwarded twice.
+The caller sees one stream: the events of the first engine, then those of the next engine with the first one's
+id. The rest is requested from the end of the last event that does not end with white space, because a chat
+template may strip white space from a message. The engine repeats the text after that point, and the repeated
+text is not forwarded twice.
 
-Where a limit of tokens or the usage needs the number of tokens that came, engines are asked for the usage in
-each event. It is taken out again unless the caller asked for it, too.
+If a token limit or the usage needs the number of tokens received, engines are asked for the usage in each
+event. It is removed again unless the caller asked for it too.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from cornplug.apps.client.stream_events import DONE, EventSplitter, data_of, eve
 
 _LIMITS: Final = ("max_tokens", "max_completion_tokens")
 _KEPT: Final = ("id", "object", "created", "model")
-"""Fields of the first stream's events that all later ones have."""
+"""Fields of the first stream's events that all later events copy."""
 
 
 class StreamDiverged(Exception):
-    """The text of the next engine is not the rest of this one."""
+    """The text of the next engine does not continue the stream."""
 
 
 class EngineFailedInStream(Exception):
-    """The engine ended the stream by an event of an error: `event`, for a caller without another engine."""
+    """The engine ended the stream with an error event: `event`, for a caller without another engine."""
 
     def __init__(self, event: bytes) -> None:
         super().__init__("the engine ended its stream with an error")
@@ -34,7 +35,7 @@ class EngineFailedInStream(Exception):
 
 
 class StreamContinuation:
-    """One stream for the caller, made of those of one engine after the other."""
+    """One stream for the caller, assembled from the streams of several engines."""
 
     def __init__(self, path: str, body: Mapping[str, Any]) -> None:
         self._is_chat = path == CHAT
@@ -44,30 +45,30 @@ class StreamContinuation:
         self._usage_in_all = self._usage_asked and bool(options.get("continuous_usage_stats"))
         self._limited = any(body.get(name) is not None for name in _LIMITS)
         self._counts = self._limited or self._usage_asked
-        """Whether the rest's limit or its usage needs the number of tokens that came."""
+        """Whether the remaining limit or the usage needs the number of tokens received."""
         self._events = EventSplitter()
         self._text = ""
         self._overlap = ""
-        """Text that was forwarded already and that the next engine says again."""
+        """Text that was already forwarded and that the next engine repeats."""
         self._tokens_before = 0
-        """Of the text by which this engine's request went on."""
+        """Tokens of the text from which this engine's request continued."""
         self._tokens: int | None = 0
-        """Of the whole text; None: the engine does not say."""
+        """Tokens of the whole text, None if the engine does not report them."""
         self._resume = (0, 0)
-        """Characters and tokens of the text from whose end the next engine goes on."""
+        """Characters and tokens of the text from whose end the next engine continues."""
         self._first: dict[str, Any] | None = None
         self._prompt_tokens: int | None = None
         self._usage_sent = False
         self._engines = 1
         self._strange = False
         self.finished = False
-        """An event with a finish reason was forwarded."""
+        """Whether an event with a finish reason was forwarded."""
         self.done = False
-        """The event that ends a stream was forwarded."""
+        """Whether the event that ends a stream was forwarded."""
 
     @classmethod
     def of(cls, path: str, body: Mapping[str, Any]) -> Self | None:
-        """The stream of a request; None if it must not go on elsewhere."""
+        """Return the stream of a request, or None if it must not continue on another engine."""
         return cls(path, body) if may_continue(path, body) else None
 
     @property
@@ -76,7 +77,7 @@ class StreamContinuation:
         return not (self._strange or self.done or self.finished) and self._next_limits() is not None
 
     def request(self) -> dict[str, Any]:
-        """The body to send: the caller's, or that for the rest of the text."""
+        """Return the body to send: the caller's, or the body for the rest of the text."""
         body = dict(self._body)
         if self._counts:
             body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
@@ -91,7 +92,7 @@ class StreamContinuation:
         return body
 
     def go_on(self) -> None:
-        """The engine was lost, and `request` goes to another one."""
+        """Record that the engine was lost and that `request` goes to another engine."""
         characters, self._tokens_before = self._resume
         self._tokens = self._tokens_before
         self._overlap = self._text[characters:]
@@ -100,11 +101,11 @@ class StreamContinuation:
             self._engines += 1
 
     def forward(self, chunk: bytes) -> Iterator[bytes]:
-        """Events for the caller. Raises StreamDiverged, EngineFailedInStream."""
+        """Yield events for the caller. Raises StreamDiverged, EngineFailedInStream."""
         return filter(None, map(self._forward_event, self._events.feed(chunk)))
 
     def end(self) -> bytes:
-        """The last bytes of a stream that ended, or whose engine was lost after its last token."""
+        """Return the last bytes of a stream that ended, or whose engine was lost after its last token."""
         if self.done or not self.finished:
             return self._events.take_rest()
         self.done = True
@@ -113,7 +114,7 @@ class StreamContinuation:
         return event_of({**self._first, "choices": [], "usage": self._usage_of(self._tokens)}) + DONE
 
     def _next_limits(self) -> dict[str, int] | None:
-        """Limits of tokens for the rest; None: there is no room, or the number that came is not known."""
+        """Return the token limits for the rest, or None if no tokens are left or their number is unknown."""
         if not self._limited:
             return {}
         if self._tokens is None:
@@ -129,7 +130,7 @@ class StreamContinuation:
             return event
         data = data_of(event)
         if data is None:
-            # A comment keeps a connection open; other data are unknown.
+            # A comment keeps a connection open. Other data are unknown.
             self._strange |= event.startswith(b"data:")
             return event
         if "error" in data:
@@ -178,7 +179,7 @@ class StreamContinuation:
         return event_of({**data, **(self._first or {})})
 
     def _text_of(self, choice: dict[str, Any]) -> str:
-        """The new text of an event. Reasoning and other parts cannot be given to another engine."""
+        """Return the new text of an event. Reasoning and other parts cannot be passed to another engine."""
         if not self._is_chat:
             return choice.get("text") or ""
         delta = choice.get("delta") or {}
@@ -213,6 +214,6 @@ class StreamContinuation:
 
 
 def _is_of_the_engine(error: Any) -> bool:
-    """Whether an error is a failure of the engine, as its own process that ended, not of the request."""
+    """Return whether an error is a failure of the engine, such as a dead process, not of the request."""
     code = error.get("code") if isinstance(error, dict) else None
     return isinstance(code, int) and code >= 500

@@ -1,4 +1,4 @@
-"""Server-sent events of an OpenAI stream: whole events out of chunks of bytes, and back."""
+"""Server-sent events of an OpenAI stream: splits chunks of bytes into events, and formats events."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _END: Final = re.compile(rb"\r?\n\r?\n")
 
 
 class EventSplitter:
-    """Cuts a stream of bytes after each event."""
+    """Splitter of a byte stream after each event."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, chunk: bytes) -> Iterator[bytes]:
-        """The events that are whole now, each with its empty line."""
+        """Yield the events that are now complete, each with its empty line."""
         self._rest += chunk
         begin = 0
         for end in _END.finditer(self._rest):
@@ -28,18 +28,18 @@ class EventSplitter:
         self._rest = self._rest[begin:]
 
     def take_rest(self) -> bytes:
-        """Bytes of an event that has not ended; they are no longer kept."""
+        """Remove and return the bytes of an incomplete event."""
         rest, self._rest = self._rest, b""
         return rest
 
 
 def is_done(event: bytes) -> bool:
-    """Whether this event says that the stream is complete."""
+    """Return whether this event marks the end of the stream."""
     return event.strip() == DONE.strip()
 
 
 def data_of(event: bytes) -> dict[str, Any] | None:
-    """The JSON object of an event; None for a comment, and for data that are none."""
+    """Return the JSON object of an event, or None for a comment or other data."""
     if not event.startswith(b"data:"):
         return None
     try:
@@ -49,5 +49,5 @@ def data_of(event: bytes) -> dict[str, Any] | None:
 
 
 def event_of(data: Mapping[str, Any]) -> bytes:
-    """The event of a JSON object, as vLLM and SGLang write it."""
+    """Return the event of a JSON object, as vLLM and SGLang write it."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"

@@ -1,4 +1,4 @@
-"""httpx transports that send each request to the engine that `RoutedCall` names, sync and async."""
+"""httpx transports, sync and async, that send each request to the engine chosen by `RoutedCall`."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _LIMITS: Final = httpx.Limits(max_connections=None, max_keepalive_connections=10
 
 
 class RoutedTransport(httpx.BaseTransport):
-    """For `httpx.Client`. The host of a request's URL is not used: `router` names the engine."""
+    """Transport for `httpx.Client`. It ignores the host of a request's URL, because `router` selects the
+    engine."""
 
     def __init__(self, router: CallRouter, engines: httpx.BaseTransport | None = None) -> None:
         self._router = router
         self._engines = engines or httpx.HTTPTransport(verify=tls_context(), limits=_LIMITS)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """The engine's answer. Raises the last engine's httpx.TransportError."""
+        """Return the engine's response. Raises the last engine's httpx.TransportError."""
         call = self._router.call(request, request.read())
         answer = self.answer(call)
         return answer if call.is_whole else _streamed(answer, _RoutedStream(self, call, answer))
 
     def answer(self, call: RoutedCall) -> httpx.Response:
-        """The next answer of a call that is the caller's; a whole one is read."""
+        """Return the next response of a call that goes to the caller. If it is whole, it has been read."""
         while True:
             step = call.next_step()
             if isinstance(step, RetryPause):
@@ -56,20 +57,20 @@ class RoutedTransport(httpx.BaseTransport):
 
 
 class AsyncRoutedTransport(httpx.AsyncBaseTransport):
-    """For `httpx.AsyncClient`, as `RoutedTransport`."""
+    """Transport for `httpx.AsyncClient`, as `RoutedTransport`."""
 
     def __init__(self, router: CallRouter, engines: httpx.AsyncBaseTransport | None = None) -> None:
         self._router = router
         self._engines = engines or httpx.AsyncHTTPTransport(verify=tls_context(), limits=_LIMITS)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """The engine's answer. Raises the last engine's httpx.TransportError."""
+        """Return the engine's response. Raises the last engine's httpx.TransportError."""
         call = self._router.call(request, await request.aread())
         answer = await self.answer(call)
         return answer if call.is_whole else _streamed(answer, _AsyncRoutedStream(self, call, answer))
 
     async def answer(self, call: RoutedCall) -> httpx.Response:
-        """The next answer of a call that is the caller's; a whole one is read."""
+        """Return the next response of a call that goes to the caller. If it is whole, it has been read."""
         while True:
             step = call.next_step()
             if isinstance(step, RetryPause):
@@ -93,7 +94,7 @@ class AsyncRoutedTransport(httpx.AsyncBaseTransport):
 
 
 class _RoutedStream(httpx.SyncByteStream):
-    """A stream's bytes, of one engine after the other."""
+    """Bytes of a stream, from one engine after another."""
 
     def __init__(self, transport: RoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
         self._transport = transport
@@ -125,7 +126,7 @@ class _RoutedStream(httpx.SyncByteStream):
 
 
 class _AsyncRoutedStream(httpx.AsyncByteStream):
-    """As `_RoutedStream`."""
+    """Async form of `_RoutedStream`."""
 
     def __init__(self, transport: AsyncRoutedTransport, call: RoutedCall, answer: httpx.Response) -> None:
         self._transport = transport
@@ -158,7 +159,7 @@ class _AsyncRoutedStream(httpx.AsyncByteStream):
 
 
 def _sync(answer: httpx.Response) -> httpx.SyncByteStream:
-    """The bytes as the engine sent them: the client decodes them."""
+    """Return the bytes as the engine sent them. The client decodes them."""
     assert isinstance(answer.stream, httpx.SyncByteStream)
     return answer.stream
 
@@ -178,6 +179,7 @@ def _whole(answer: httpx.Response, content: bytes) -> httpx.Response:
 
 
 def _streamed(answer: httpx.Response, stream: httpx.SyncByteStream | httpx.AsyncByteStream) -> httpx.Response:
-    """The same status and headers, but for the length: the first engine's answer may not be the whole."""
+    """Return a response with the same status and headers, except the length, because another engine may
+    continue it."""
     headers = [(k, v) for k, v in answer.headers.raw if k.lower() != b"content-length"]
     return httpx.Response(answer.status_code, headers=headers, stream=stream, extensions=answer.extensions)

@@ -1,7 +1,7 @@
-"""Model families: where tower and projector lie in a checkpoint, and the settings that shape them.
+"""Model families: names of tower and projector tensors in a checkpoint, and the settings that affect them.
 
-One module a family, found by its `FAMILY`; modules without one hold code that several share. `FAMILIES`:
-`model_type` of config.json -> the family.
+Each family is a module with a `FAMILY`. Other modules contain shared code. `FAMILIES` maps `model_type` of
+config.json to the family.
 """
 
 from __future__ import annotations

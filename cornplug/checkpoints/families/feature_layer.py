@@ -62,7 +62,7 @@ class LlavaCut:
         if kind not in _TOWERS:
             raise CheckpointError(
                 f"{config.get('model_type')} with a {kind!r} tower is not supported. "
-                f"Towers known: {', '.join(_TOWERS)}.",
+                f"Supported towers: {', '.join(_TOWERS)}.",
                 reason="unknown_family",
             )
         return {**_TOWERS[kind], **given, "model_type": kind}
@@ -135,8 +135,8 @@ def one_row_a_patch(cut: LlavaCut, config: Json) -> Spec:
     fits = "default" if spec["model_type"] == "clip_vision_model" else "full"
     if spec["feature_select"] != fits:
         raise CheckpointError(
-            f"vision_feature_select_strategy {spec['feature_select']!r} does not leave one row a patch of "
-            f"a {spec['model_type']}; want {fits!r}.",
+            f"vision_feature_select_strategy {spec['feature_select']!r} does not give one row per patch of "
+            f"a {spec['model_type']}; use {fits!r}.",
             reason="bad_config",
         )
     return spec

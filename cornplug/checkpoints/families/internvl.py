@@ -56,7 +56,7 @@ def _tower(config: Json) -> Spec:
         # vLLM reads neither field, so that engines would disagree.
         raise CheckpointError(
             f"internvl with vision_feature_layer and vision_feature_select_strategy {chosen} is not "
-            "supported; want (-1, 'default').",
+            "supported; use (-1, 'default').",
             reason="unknown_family",
         )
     vision = without_inert(_vision(config))

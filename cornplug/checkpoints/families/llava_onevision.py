@@ -48,7 +48,7 @@ def _projector(config: Json) -> Spec:
     most = re.fullmatch(r"anyres_max_([1-9]\d*)", ratio)
     if most is None:
         raise CheckpointError(
-            f"vision_aspect_ratio {ratio!r} is not supported; want anyres_max_N.", reason="bad_config"
+            f"vision_aspect_ratio {ratio!r} is not supported; use anyres_max_N.", reason="bad_config"
         )
     return tiled_projector(config, _PINPOINTS) | {"most_tiles": int(most[1])}
 

@@ -107,7 +107,7 @@ def _tower(config: Json) -> Spec:
     audio = config.get("audio_config") or {}
     if audio.get("model_type", "qwen2_audio_encoder") != "qwen2_audio_encoder":
         raise CheckpointError(
-            f"Qwen2-Audio with a {audio['model_type']!r} tower is not supported; want qwen2_audio_encoder.",
+            f"Qwen2-Audio with a {audio['model_type']!r} tower is not supported; use qwen2_audio_encoder.",
             reason="unknown_family",
         )
     return whisper_spec(audio, _QWEN2_AUDIO_DEFAULTS)

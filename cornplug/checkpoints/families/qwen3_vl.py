@@ -47,7 +47,7 @@ def _vision(config: Json) -> Spec:
     # vLLM picks a level's merger by its place in this list, SGLang by its place among the layers.
     if levels != sorted(set(levels)) or not all(0 <= layer < depth for layer in levels):
         raise CheckpointError(
-            f"deepstack_visual_indexes {levels} are no ascending layers of {depth}.", reason="bad_config"
+            f"deepstack_visual_indexes {levels} must be ascending layers below {depth}.", reason="bad_config"
         )
     return vision
 

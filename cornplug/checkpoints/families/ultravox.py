@@ -27,7 +27,7 @@ def _tower(config: Json) -> Spec:
     audio = config.get("audio_config") or {}
     if audio.get("model_type", "whisper") != "whisper":
         raise CheckpointError(
-            f"Ultravox with a {audio['model_type']!r} tower is not supported; want whisper.",
+            f"Ultravox with a {audio['model_type']!r} tower is not supported; use whisper.",
             reason="unknown_family",
         )
     return whisper_spec(audio)

@@ -1,6 +1,6 @@
 """Audit log: one JSON line for each reload and each refused access, in the logger "cornplug.audit".
 
-At most 10 refusals a second are written, after a burst of 100; the rest are counted.
+At most 10 refusals per second are logged, after a burst of 100. The rest are counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AUDITED: Final = frozenset(
         "forbidden_receiver",
     }
 )  # fmt: skip
-"""Reasons of refusals that concern the caller, not its request."""
+"""Reasons of refusals that concern the caller, not the request."""
 _BURST: Final = 100
 _PER_S: Final = 10.0
 _SHOWN: Final = 200
@@ -28,7 +28,7 @@ log = logging.getLogger("cornplug.audit")
 
 
 class AuditLog:
-    """Writes the lines of one service. For one event loop."""
+    """Writer of the audit log of one service. For one event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -71,5 +71,5 @@ def _who(request: HTTPConnection) -> dict[str, Any]:
 
 
 def _line(event: str, who: dict[str, Any], **about: Any) -> str:
-    # JSON escapes line ends and terminal codes: a caller's text stays inside its field.
+    # JSON escapes line breaks and terminal codes, so a caller's text stays inside its field.
     return json.dumps({"event": event, **who, **about})

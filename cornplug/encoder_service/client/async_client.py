@@ -1,4 +1,4 @@
-"""The asyncio client of one or several encoder services, torch-free.
+"""asyncio client of one or several encoder services. Does not need torch.
 
     medium ──MediaPayload──> ranking by content ──> RetrySequence ──> POST ──> EmbeddingRef
                                     └─ next service <── CircuitBreakers <──┘ down, busy, bad response
@@ -34,30 +34,30 @@ from cornplug.qos import APP_HEADER, CLASS_HEADER
 from cornplug.store.base import Store
 
 CONCURRENCY: Final = 32
-"""Largest number of items of one `encode_many` in flight."""
+"""Maximum number of items of one `encode_many` in flight."""
 
 Services = str | Sequence[str] | Mapping[str, float]
-"""A URL, several, or {url: weight}."""
+"""One URL, several URLs, or {url: weight}."""
 T = TypeVar("T")
 
 
 class AsyncEncoderClient:
-    """Embeddings of media, over HTTP. For one event loop; `close` it, or use it in `async with`.
+    """Client for embeddings of media over HTTP. For one event loop; `close` it, or use it in `async with`.
 
     Args:
-        services: one URL, several, or {url: weight}. Each medium has its own order of them, so that
-            a repeated medium goes to the service that has it cached. None: `encoder.urls`, else
+        services: One URL, several URLs, or {url: weight}. Each medium is hashed to a preferred service, so
+            that a repeated medium goes to the service that has it cached. By default `encoder.urls`, or else
             `encoder.host` and `encoder.port`.
-        store: a store to read embeddings from, verified, that the service published there.
-            None: this host's store if one answers, for services of this host found by configuration.
-        deadline_s: longest wait for one embedding, retries included; None: `encoder.deadline_s`.
-        api_key: sent as `Authorization: Bearer`.
-        app: the app that the service counts and classifies the requests by; None: the service's default.
-        service_class: the class of service to ask for; None: that of the key or app.
-        decoding: the engine that will use the embeddings (`wire.decodings`): images are decoded as it decodes
-            them. None: the service's default, the newest vLLM that cornplug supports.
-        transport: how to reach the services, for tests and proxies (httpx's own seam). Proxies that the
-            environment names (`http_proxy`) are not used.
+        store: Store from which embeddings that the service saved are read and verified. By default this
+            host's store if it responds, for services on this host that come from the configuration.
+        deadline_s: Maximum wait for one embedding including retries. By default `encoder.deadline_s`.
+        api_key: Key that is sent as `Authorization: Bearer`.
+        app: App that the service uses to count and classify requests. By default the service's default.
+        service_class: Class of service to request. By default the class of the key or app.
+        decoding: Engine that will use the embeddings (`wire.decodings`), which determines how images are
+            decoded. By default the newest vLLM that cornplug supports.
+        transport: httpx transport for tests and proxies. Proxies from the environment (`http_proxy`) are not
+            used.
     """
 
     def __init__(
@@ -108,11 +108,11 @@ class AsyncEncoderClient:
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
-        """The embedding of one medium: a path, the bytes of a file, or a PIL image.
+        """Return the embedding of one medium: a path, the bytes of a file, or a PIL image.
 
         Raises EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
-        "encoder_backoff": all were down a moment ago), EncoderRefused (the service's reason and
-        message), MediaError("not_found", "unprocessable").
+        "encoder_backoff" if all services failed recently), EncoderRefused (the service's reason and message),
+        MediaError("not_found", "unprocessable").
         """
         given = {"image": image, "video": video, "audio": audio}
         item: Any = {modality: medium for modality, medium in given.items() if medium is not None}
@@ -121,8 +121,8 @@ class AsyncEncoderClient:
     async def encode_item(
         self, item: Item, *, model: str, cache_salt: str | None = None, deadline_s: float | None = None
     ) -> EmbeddingRef:
-        """As `encode`, for an image or {"image" | "video" | "audio": medium}."""
-        # A PIL image is packed as PNG: a tenth of a second for a large one.
+        """Return the embedding of an image or of {"image" | "video" | "audio": medium}, as `encode` does."""
+        # A PIL image is encoded as PNG, which takes 0.1 s for a large image.
         medium = await asyncio.to_thread(MediaPayload.of, item)
         return await self.single(
             medium, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
@@ -131,7 +131,7 @@ class AsyncEncoderClient:
     async def single(
         self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
-        """As `encode`, for a medium that is read and packed."""
+        """Return the embedding of a medium that is already read and packed, as `encode` does."""
 
         async def send(url: str, timeout_s: float) -> EmbeddingRef:
             return await self._encode_at(url, timeout_s, medium, model, cache_salt)
@@ -147,11 +147,12 @@ class AsyncEncoderClient:
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> AsyncIterator[Result]:
-        """(index, reference or error) of each item as it finishes, in any order.
+        """Yield (index, reference or error) of each item as it finishes, in any order.
 
-        Items of the same first service share a request; items that it did not answer are retried one by
-        one. `deadline_s` counts for each item from when it is taken; at most `concurrency` items are in
-        flight. Items are taken as others finish, so a generator of millions costs no memory.
+        Items with the same preferred service share a request. Items that this request did not return are
+        retried one by one. `deadline_s` counts for each item from the time it is taken from the iterable. At
+        most `concurrency` items are in flight, and items are taken as others finish, so a generator of
+        millions of items uses little memory.
         """
         waiting = iter(enumerate(items))
         ended: asyncio.Queue[Result] = asyncio.Queue()
@@ -159,7 +160,7 @@ class AsyncEncoderClient:
         windows: set[asyncio.Task[None]] = set()
         try:
             while True:
-                # At least half of them at once, so that they share requests.
+                # Take at least half of the items together, so that they share requests.
                 if under_way <= concurrency // 2:
                     entries = list(itertools.islice(waiting, concurrency - under_way))
                     if entries:
@@ -183,14 +184,14 @@ class AsyncEncoderClient:
     def window(
         self, put: Callable[[Result], None], *, model: str, cache_salt: str | None, deadline_s: float | None
     ) -> EncodeManyBatch:
-        """A batch of items to send together; `put` gets each result."""
+        """Return a batch of items to send together. `put` gets each result."""
         return EncodeManyBatch(
             self, put, model=model, cache_salt=cache_salt, deadline_s=deadline_s or self._deadline_s
         )
 
     async def models(self) -> list[dict[str, Any]]:
-        """The models of the first service that answers: name, family, identity and fingerprints (hex), dtype,
-        hidden_size."""
+        """Return the models of the first service that responds: name, family, identity and fingerprints
+        (hex), dtype, hidden_size."""
 
         async def send(url: str, timeout_s: float) -> list[dict[str, Any]]:
             return responses.models(
@@ -200,7 +201,7 @@ class AsyncEncoderClient:
         return await self._attempt(b"", send, None)
 
     async def close(self) -> None:
-        """End the connections. References stay valid: each holds its own copy of the bytes."""
+        """Close the connections. References stay valid, because each holds its own copy of the bytes."""
         await self._http.aclose()
         if self._own_store is not None:
             self._own_store.close()
@@ -216,7 +217,7 @@ class AsyncEncoderClient:
     async def _attempt(
         self, content: bytes, send: Callable[[str, float], Awaitable[T]], deadline_s: float | None
     ) -> T:
-        """The result of `send(url, timeout_s)` at the first service where it succeeds."""
+        """Return the result of `send(url, timeout_s)` at the first service where it succeeds."""
         order = rendezvous.ranking(content, self._services)
         attempts = RetrySequence(
             order,
@@ -237,11 +238,11 @@ class AsyncEncoderClient:
             except RemoteFailure as failed:
                 last = failed.refusal
             except EncoderUnavailable as e:
-                # An earlier error says more than a timeout of the last try, which had little time left.
+                # An earlier error is more informative than a timeout of the last, short attempt.
                 if last is None or e.reason != "encoder_timeout":
                     last = e
         raise last or EncoderUnavailable(
-            f"{', '.join(order)} failed a moment ago, or asked to be left alone", reason="encoder_backoff"
+            f"{', '.join(order)} failed recently or requested a pause", reason="encoder_backoff"
         )
 
     async def _try(self, step: SendAttempt, send: Callable[[str, float], Awaitable[T]]) -> T:
@@ -265,7 +266,7 @@ class AsyncEncoderClient:
         self, url: str, timeout_s: float, medium: MediaPayload, model: str, cache_salt: str | None
     ) -> EmbeddingRef:
         store = self._stores[url]
-        # Without a store, or if the entry was evicted before it was read, the bytes come with the answer.
+        # Without a store, or if the entry was evicted before it was read, the response contains the bytes.
         for source in [store, None] if store is not None else [None]:
             answer = await http_transport.exchange(
                 self._http,
@@ -275,24 +276,24 @@ class AsyncEncoderClient:
                 data=http_transport.form(model, cache_salt, timeout_s, inline=source is None),
                 files={medium.modality: (medium.name, medium.data)},
             )
-            # The store answers in microseconds, within its own deadline: not worth a thread.
+            # The store responds in microseconds, within its own deadline, so no thread is needed.
             ref = responses.embedding(answer, source)
             if ref is not None:
                 return ref
-        raise EncoderUnavailable(f"{url} answered without the data", reason="encoder_bad_response")
+        raise EncoderUnavailable(f"{url} sent a response without the data", reason="encoder_bad_response")
 
     def first(self, medium: MediaPayload) -> str:
-        """The first service in the order for a medium."""
+        """Return the preferred service for a medium."""
         return rendezvous.ranking(medium.content, self._services)[0]
 
     def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
-        """The embedding of an answer from `url`, see `responses.embedding`."""
+        """Return the embedding in a response from `url`, see `responses.embedding`."""
         return responses.embedding(answer, self._stores[url])
 
     def stream(
         self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-        """As `http_transport.stream`."""
+        """Stream responses, as `http_transport.stream` does."""
         fields = http_transport.form(model, cache_salt, timeout_s, inline=self._stores[url] is None)
         return http_transport.stream(self._http, url, media, fields, timeout_s)
 
@@ -300,7 +301,7 @@ class AsyncEncoderClient:
 def _unavailable(url: str, e: Exception) -> EncoderUnavailable:
     late = isinstance(e, TimeoutError | httpx.TimeoutException) and not isinstance(e, httpx.ConnectTimeout)
     return EncoderUnavailable(
-        f"no answer from {url} in time" if late
+        f"no response from {url} in time" if late
         else f"no encoder service at {url}: {e!r}; start one with: cornplug encoder --model ...",
         reason="encoder_timeout" if late else "encoder_down",
     )  # fmt: skip

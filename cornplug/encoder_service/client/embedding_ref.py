@@ -1,4 +1,4 @@
-"""A client's reference to an embedding: its key, and a verified copy of its bytes."""
+"""Reference to an embedding in a client: its key, and a verified copy of its bytes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORE_DEADLINE_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EmbeddingRef:
-    """One embedding, shape (rows, hidden_size), read-only.
+    """One embedding of shape (rows, hidden_size), read-only.
 
     It holds its own verified copy of the bytes, and stays valid when the store or the service ends.
     """
@@ -32,17 +32,18 @@ class EmbeddingRef:
     key: bytes
     shape: tuple[int, ...]
     dtype: str
-    """torch's name without "torch."."""
+    """Name of the dtype in torch, without "torch."."""
     origin: str
-    """"computed" for this request, "coalesced" with another one, or "cached"."""
+    """Origin: "computed" for this request, "coalesced" with another request, or "cached"."""
     service_time_s: float
-    """Seconds from receipt to answer in the service."""
+    """Seconds from receipt to reply in the service."""
     handle: str | None = None
-    """Signed by the service: stands for the image in a request to an engine, see `wire.embedding_handle`."""
+    """Handle signed by the service. It replaces the image in a request to an engine, see
+    `wire.embedding_handle`."""
     data: memoryview = field(repr=False)
     """The bytes, read-only."""
     in_store: bool = False
-    """Whether the bytes were read from this host's store; else they came with the answer."""
+    """Whether the bytes were read from this host's store. Otherwise they were in the response."""
 
     @classmethod
     def inline(
@@ -56,7 +57,7 @@ class EmbeddingRef:
         data: bytes,
         handle: str | None = None,
     ) -> EmbeddingRef:
-        """A reference to bytes that came with the answer. Raises ValueError if they do not fill the shape."""
+        """Create a reference to bytes from a response. Raises ValueError if they do not fill the shape."""
         _check_size(dtype, shape, len(data))
         return cls(
             key=key,
@@ -69,14 +70,14 @@ class EmbeddingRef:
         )
 
     def numpy(self) -> npt.NDArray[np.generic]:
-        """A read-only array. bfloat16, which numpy lacks, is widened to float32, exactly."""
+        """Return a read-only array. bfloat16, which numpy lacks, is widened to float32 without loss."""
         if self.dtype == "bfloat16":
             narrow = np.frombuffer(self.data, dtype="<u2").astype(np.uint32)
             return (narrow << 16).view(np.float32).reshape(self.shape)
         return np.frombuffer(self.data, dtype=np.dtype(self.dtype)).reshape(self.shape)
 
     def tensor(self) -> torch.Tensor:
-        """A new tensor, on CPU: a copy, as torch has no read-only tensors."""
+        """Return a new CPU tensor. It is a copy, because torch has no read-only tensors."""
         # Not an import statement: this module must load where there is no torch.
         torch = importlib.import_module("torch")
 
@@ -84,7 +85,8 @@ class EmbeddingRef:
         return flat.reshape(self.shape)
 
     def to_vllm_content_part(self, *, by_value: bool = False) -> dict[str, object]:
-        """A content part for vLLM's OpenAI API, in place of the image. See `openai_parts.vllm_part`."""
+        """Return a content part for vLLM's OpenAI API, in place of the image. See
+        `openai_parts.vllm_part`."""
         return openai_parts.vllm_part(self, by_value=by_value)
 
 
@@ -97,11 +99,11 @@ def from_store(
     handle: str | None = None,
     deadline_s: float = STORE_DEADLINE_S,
 ) -> EmbeddingRef | None:
-    """A reference to a verified copy of a stored embedding; None if the store lacks or has evicted it.
+    """Return a reference to a verified copy of a stored embedding, or None if the store does not have it.
 
-    A copy, as a lease cannot last as long as an array: it expires, it ends with the connection, and a
-    list of references would pin the store's memory. A store that does not answer and a damaged entry
-    give None too: the caller then asks the service for the bytes.
+    It is a copy, because a lease expires or ends with the connection, and a list of references would pin the
+    store's memory. If the store does not respond or the entry is damaged, the result is None too, and the
+    caller requests the bytes from the service.
     """
     try:
         found = get_payload(store, key, deadline_s=deadline_s, recall_s=deadline_s)

@@ -24,7 +24,7 @@ from cornplug.errors import CornplugError, EncoderError, EncoderRefused, Encoder
 
 ITEMS: Final = 16
 BYTES: Final = 16 << 20
-"""Limits of one request: a service takes 64 items and 64 MiB."""
+"""Limits of one request. A service accepts 64 items and 64 MiB."""
 _TOO_MUCH: Final = frozenset({"too_large", "too_many_items"})
 """Reasons that concern a request, not its items."""
 
@@ -32,28 +32,28 @@ Result = tuple[int, EmbeddingRef | CornplugError]
 
 
 class ItemSender(Protocol):
-    """The client's half: sends media and reads answers."""
+    """Interface of the client: sends media and reads responses."""
 
     circuits: CircuitBreakers
 
     def first(self, medium: MediaPayload) -> str:
-        """The first service in the order for a medium."""
+        """Return the preferred service for a medium."""
         ...
 
     async def single(
         self, medium: MediaPayload, *, model: str, cache_salt: str | None, deadline_s: float
     ) -> EmbeddingRef:
-        """The embedding of one medium, with retries and fail-over."""
+        """Return the embedding of one medium, with retries and failover."""
         ...
 
     def stream(
         self, url: str, media: Sequence[MediaPayload], *, model: str, cache_salt: str | None, timeout_s: float
     ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-        """(position, answer) of each medium, as they come."""
+        """Yield (position, response) of each medium, as they arrive."""
         ...
 
     def embedding(self, url: str, answer: HttpAnswer) -> EmbeddingRef | None:
-        """The answer's embedding; None if it is in neither the answer nor the store."""
+        """Return the embedding, or None if it is in neither the response nor the store."""
         ...
 
 
@@ -77,7 +77,7 @@ class EncodeManyBatch:
         self._left: set[int] = set()
 
     async def run(self, entries: Sequence[tuple[int, Item]]) -> None:
-        """Send the items; ends by the deadline. In every case each item gets one result."""
+        """Send the items. Ends by the deadline, and always returns one result for each item."""
         self._left = {index for index, _ in entries}
         try:
             made = await asyncio.gather(*(self._outgoing(index, item) for index, item in entries))

@@ -1,4 +1,4 @@
-"""The engines' client of the encoder service: this host's, or those of other hosts."""
+"""Client for engines: of the encoder service on this host, or of services on other hosts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cornplug.private_paths import is_own_secret
 
 
 class EngineEncoder(Protocol):
-    """What `SocketEncoder` and `RemoteEncoder` have in common; their docstrings are the contract."""
+    """Common interface of `SocketEncoder` and `RemoteEncoder`. Their docstrings are the contract."""
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]: ...
 
@@ -30,29 +30,29 @@ class EngineEncoder(Protocol):
 
 
 def check_remote(config: Config) -> None:
-    """Raises ConfigError where `encoder.engine_urls` cannot work: no package to seal with, or the default
-    secret, which each host makes by chance."""
+    """Raise ConfigError if `encoder.engine_urls` cannot work: the package for sealing is missing, or the
+    secret is this host's own."""
     if not config.encoder.engine_urls:
         return
     if is_own_secret(config.store.secret_file):
         raise ConfigError(
             "store.secret_file",
-            "an encoder service on another host and this engine share one secret, and this host has a secret "
-            "of its own",
-            "Give both hosts the same file of 32 bytes, and name it: CORNPLUG_STORE_SECRET_FILE.",
+            "this host has its own secret, but an encoder service on another host and this engine must share "
+            "one",
+            "Copy one file of 32 bytes to both hosts, and set CORNPLUG_STORE_SECRET_FILE to its path.",
         )
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(
             "encoder.engine_urls",
-            "requests to other hosts are sealed, and the package cryptography is missing",
+            "requests to other hosts are sealed, but the package cryptography is missing",
             "Run: pip install 'cornplug[remote]'",
         )
 
 
 def engine_encoder(config: Config, secret: bytes) -> EngineEncoder:
-    """The client that the settings name: of `encoder.engine_urls`, else of `encoder.socket`.
+    """Return the client that the settings select: of `encoder.engine_urls`, or else of `encoder.socket`.
 
-    Raises ConfigError as `check_remote`.
+    Raises ConfigError as `check_remote` does.
     """
     if not config.encoder.engine_urls:
         return SocketEncoder(config.encoder.socket, secret)

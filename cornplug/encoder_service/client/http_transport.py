@@ -1,4 +1,4 @@
-"""One request to one encoder service and its answer, over httpx."""
+"""One request to one encoder service and its response, over httpx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.encoder_service.client.trace_headers import trace_headers
 from cornplug.errors import EncoderUnavailable
 
 _CONNECT_S: Final = 1.0
-"""A host that takes longer to accept a connection is down."""
+"""A host that takes longer to accept a connection counts as down."""
 _MAX_ANSWER_BYTES: Final = 1 << 30
 
 
@@ -28,7 +28,7 @@ async def exchange(
     headers: Mapping[str, str] | None = None,
     **body: Any,
 ) -> HttpAnswer:
-    """The whole answer. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
+    """Return the whole response. Raises httpx.HTTPError, EncoderUnavailable("encoder_bad_response")."""
     headers = {**trace_headers(), **(headers or {})}
     async with http.stream(method, url, timeout=_timeout(timeout_s), headers=headers, **body) as response:
         return await _whole(url, response)
@@ -41,8 +41,8 @@ async def stream(
     fields: Mapping[str, str],
     timeout_s: float,
 ) -> AsyncGenerator[tuple[int, HttpAnswer], None]:
-    """(position, answer) of several media in one request, as they come. Raises as `responses.check`,
-    and EncoderUnavailable("encoder_bad_response") for a truncated answer."""
+    """Yield (position, response) of several media in one request, as they arrive. Raises as
+    `responses.check` does, and EncoderUnavailable("encoder_bad_response") for a truncated response."""
     files = [(medium.modality, (medium.name, medium.data)) for medium in media]
     headers = {**trace_headers(), "accept": MIXED}
     target = f"{url}/v1/encode"
@@ -56,11 +56,11 @@ async def stream(
             for head, body in parts.feed(chunk):
                 yield part_answer(target, head, body)
         if not parts.ended:
-            raise EncoderUnavailable(f"{url} ended too early", reason="encoder_bad_response")
+            raise EncoderUnavailable(f"{url} sent a truncated response", reason="encoder_bad_response")
 
 
 def form(model: str, cache_salt: str | None, deadline_s: float, *, inline: bool) -> dict[str, str]:
-    """The form's fields beside the media."""
+    """Return the form's fields other than the media."""
     fields = {"model": model, "deadline_s": f"{deadline_s:g}", "inline": "true" if inline else "false"}
     return fields if cache_salt is None else {**fields, "cache_salt": cache_salt}
 
@@ -71,7 +71,9 @@ async def _whole(url: str, response: httpx.Response) -> HttpAnswer:
         chunks.append(chunk)
         size += len(chunk)
         if size > _MAX_ANSWER_BYTES:
-            raise EncoderUnavailable(f"{url} does not stop answering", reason="encoder_bad_response")
+            raise EncoderUnavailable(
+                f"{url} sent a response that is too large", reason="encoder_bad_response"
+            )
     headers = {name.lower(): value for name, value in response.headers.items()}
     return HttpAnswer(url=url, status=response.status_code, headers=headers, body=b"".join(chunks))
 

@@ -29,16 +29,15 @@ class MediaPayload:
     name: str
     data: bytes = field(repr=False)
     content: bytes
-    """SHA-256 of the bytes; of a PIL image the digest of its pixels, as a PNG's bytes depend on the
-    encoder. It ranks the services and is not sent."""
+    """SHA-256 of the bytes, or the digest of the pixels of a PIL image, because a PNG's bytes depend on
+    the encoder. It ranks the services and is not sent."""
 
     @classmethod
     def of(cls, item: Item) -> Self:
-        """The payload of an item: a path is read, a PIL image is packed as PNG, lossless.
+        """Return the payload of an item. A path is read, and a PIL image is encoded as PNG without loss.
 
-        Raises MediaError("not_found") for a path that cannot be read, "unprocessable" for a PIL
-        image in a mode that PNG lacks or in place of a video or audio, "bad_input" for an item that
-        does not name exactly one medium.
+        Raises MediaError: "not_found" for a path that cannot be read, "unprocessable" for a PIL image in a
+        mode that PNG lacks or as a video or audio, "bad_input" for an item without exactly one medium.
         """
         modality: Modality
         medium: Medium
@@ -47,7 +46,7 @@ class MediaPayload:
         else:
             if len(item) != 1:
                 raise MediaError(
-                    f'an item has one of "image", "video" and "audio", this has {sorted(item) or "none"}',
+                    f'an item needs one of "image", "video" and "audio", this has {sorted(item) or "none"}',
                     reason="bad_input",
                 )
             ((modality, medium),) = item.items()
@@ -70,6 +69,8 @@ class MediaPayload:
         try:
             image.save(out, "PNG", compress_level=1)
         except OSError as e:
-            raise MediaError(f"convert it to RGB first: {e}", reason="unprocessable") from e
+            raise MediaError(
+                f"cannot encode the image as PNG; convert it to RGB first: {e}", reason="unprocessable"
+            ) from e
         content = pixels_digest(image.mode, image.width, image.height, image.tobytes())
         return cls(modality=modality, name="image.png", data=out.getvalue(), content=content)

@@ -1,4 +1,4 @@
-"""`multipart/mixed` as the encoder service streams it, read part by part as the bytes come."""
+"""Reader for `multipart/mixed` as the encoder service streams it, part by part as bytes arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END: Final = b"\r\n\r\n"
 
 
 class MultipartReader:
-    """Parser of an answer's bytes. Each part has a content-length, so the boundary is never searched for."""
+    """Parser of a response's bytes. Each part has a content-length, so the boundary is never searched for."""
 
     def __init__(self, content_type: str) -> None:
         """Raises EncoderUnavailable("encoder_bad_response") for another content type."""
@@ -24,10 +24,10 @@ class MultipartReader:
         self._held = bytearray()
         self._head: dict[str, str] | None = None
         self.ended = False
-        """Whether the last delimiter has come."""
+        """Whether the last delimiter has arrived."""
 
     def feed(self, data: bytes) -> list[tuple[dict[str, str], bytes]]:
-        """(headers with names in lower case, body) of every part that is complete now.
+        """Return (headers with names in lower case, body) of every part that is now complete.
 
         Raises EncoderUnavailable("encoder_bad_response").
         """
@@ -46,18 +46,18 @@ class MultipartReader:
         return found
 
     def _read_head(self) -> bool:
-        """Whether a head or the last delimiter was read."""
+        """Return whether the headers of a part or the last delimiter was read."""
         if self._held.startswith(self._delimiter + b"--"):
             self.ended = True
             return True
         at = self._held.find(_END)
         if at < 0:
             if len(self._held) > _MAX_HEAD_BYTES:
-                raise _bad_response("a part's head does not end")
+                raise _bad_response("the headers of a part are too long")
             return False
         first, *lines = bytes(self._held[:at]).split(b"\r\n")
         if first != self._delimiter:
-            raise _bad_response("no delimiter where a part begins")
+            raise _bad_response("a part does not start with the delimiter")
         pairs = (line.decode("latin-1").partition(":") for line in lines)
         self._head = {name.strip().lower(): value.strip() for name, _, value in pairs}
         del self._held[: at + len(_END)]
@@ -72,4 +72,4 @@ def _length(head: dict[str, str]) -> int:
 
 
 def _bad_response(why: str) -> EncoderUnavailable:
-    return EncoderUnavailable(f"not an answer of an encoder service: {why}", reason="encoder_bad_response")
+    return EncoderUnavailable(f"not a response of an encoder service: {why}", reason="encoder_bad_response")

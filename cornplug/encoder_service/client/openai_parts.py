@@ -1,4 +1,4 @@
-"""An embedding in a request to an engine, instead of the image that it was computed from. Torch-free.
+"""Embedding in a request to an engine, in place of the image that it was computed from. Does not need torch.
 
     by handle   vLLM 0.32 with cornplug's connector: a few hundred bytes; the engine reads its store
     by value    any vLLM 0.32 with --enable-mm-embeds: the rows themselves, as .npy in base64
@@ -24,27 +24,27 @@ if TYPE_CHECKING:
     from cornplug.encoder_service.client.embedding_ref import EmbeddingRef
 
 _VLLM: Final[Mapping[str, bool]] = {"llava": False, "qwen2_vl": True, "qwen2_5_vl": True}
-"""Families whose model takes `image_embeds` in vLLM 0.32 -> whether it wants their grid as well."""
+"""Family whose model accepts `image_embeds` in vLLM 0.32 -> whether it also needs the grid."""
 
 
 def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
-    """A content part of a chat message for vLLM 0.32, in the place of an `image_url` part.
+    """Return a content part of a chat message for vLLM 0.32, in place of an `image_url` part.
 
-    By handle the engine must share the service's `store.secret_file` and store, the request's
-    `cache_salt` must be the salt that the image was encoded with, and the entry must still be in the
-    store: otherwise the request fails with a 400, as there are no pixels to fall back to.
+    By handle, the engine must share the service's `store.secret_file` and store, the request's `cache_salt`
+    must be the salt that the image was encoded with, and the entry must still be in the store. Otherwise the
+    request fails with status 400, because there are no pixels to fall back to.
 
-    Raises EncoderRefused("no_handle") if the service gave none, ("unsupported") if vLLM's model takes no
+    Raises EncoderRefused: "no_handle" if the service returned none, "unsupported" if vLLM's model accepts no
     embeddings.
     """
     if ref.handle is None:
-        raise EncoderRefused("the service gave no embedding handle", reason="no_handle")
+        raise EncoderRefused("the service returned no embedding handle", reason="no_handle")
     handle = EmbeddingHandle.read(ref.handle)
     wants_grid = _VLLM.get(handle.family)
     if wants_grid is None or handle.modality != "image":
         raise EncoderRefused(
-            f"vLLM 0.32 takes no embedding for {handle.family} and {handle.modality}; it does for images "
-            f"of {', '.join(_VLLM)}. Send the medium itself",
+            f"vLLM 0.32 does not accept embeddings for {handle.family} and {handle.modality}, only for "
+            f"images of {', '.join(_VLLM)}. Send the medium itself",
             reason="unsupported",
         )
     rows = _npy(ref) if by_value else ref.handle
@@ -57,7 +57,7 @@ def vllm_part(ref: EmbeddingRef, *, by_value: bool = False) -> dict[str, Any]:
 
 
 def _npy(ref: EmbeddingRef) -> str:
-    """numpy knows no bfloat16: that travels as float32, exactly, in twice the bytes."""
+    """Encode the rows as .npy. numpy has no bfloat16, so it is widened to float32, without loss."""
     out = io.BytesIO()
     np.save(out, ref.numpy(), allow_pickle=False)
     return base64.b64encode(out.getvalue()).decode()

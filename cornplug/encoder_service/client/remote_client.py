@@ -57,36 +57,36 @@ _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _PROBE_S: Final = 2.0
 _LEFT_OUT_S: Final = 0.5
 _MOST_LEFT_OUT_S: Final = 5.0
-"""A full service may ask for more; by then another look costs little."""
+"""Maximum pause. A full service may request a longer one, but by then another attempt costs little."""
 _MARGIN_S: Final = 5.0
 _PART_OF_TIMEOUT: Final = 0.9
-"""Deadline of a medium at a service, as a part of the time for which its answer is awaited."""
+"""Deadline of a medium at a service, as a fraction of the client's timeout."""
 _KEEPALIVE_S: Final = 2.0
-"""Less than uvicorn's 5 s: an idle connection that the service ends just then would look like its death."""
+"""Shorter than uvicorn's 5 s, because an idle connection that the service closes would look like a crash."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _Service:
-    """One service as this client sees it. Touched by the thread; others read `error` and `proved`."""
+    """One service as this client sees it. Written by the thread; others read `error` and `proved`."""
 
     url: str
     error: EncoderError | None = None
-    """Why it is left out; None while it is asked."""
+    """Reason why the service is skipped, or None while it is used."""
     proved: bool = False
     since: float = -math.inf
-    """Time of the last change to asked, by the monotonic clock."""
+    """Time since which the service is used, on the monotonic clock."""
     pause_s: float = 0.0
     failed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class RemoteEncoder:
-    """A client of one or several services' HTTP ports. Thread-safe; `close` it, or use it in `with`.
+    """Client of the HTTP ports of one or several services. Thread-safe; `close` it, or use it in `with`.
 
     Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
-    "encoder_version", "encoder_untrusted": no holder of `secret` answers) or EncoderRefused (the service's
-    reason). While all services are left out they fail at once.
+    "encoder_version", "encoder_untrusted" if no holder of `secret` responds) or with EncoderRefused (the
+    service's reason). While all services are skipped they fail immediately.
     """
 
     def __init__(self, urls: Sequence[str] | Mapping[str, float], secret: bytes) -> None:
@@ -104,16 +104,16 @@ class RemoteEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request. Returns at once."""
+        """Send one request. Returns immediately."""
         size = sum(len(tensor.data) for tensor in request.inputs.values())
         order = rendezvous.ranking(request.key, self._weights)
         # `_ask` answers an EncodeRequest with an EncodeReply only.
         return cast("Future[EncodeReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def submit_medium(self, request: MediumRequest) -> Future[MediumReply]:
-        """Send one medium, or its URL, to be decoded by the service. Returns at once.
+        """Send one medium, or its URL, to be decoded by the service. Returns immediately.
 
-        The future fails as those of `submit`, and with EncoderRefused for a medium that no service takes (the
+        The future fails as for `submit`, and with EncoderRefused for a medium that no service accepts (the
         reason of `status_codes.is_of_medium`).
         """
         named = hashlib.sha256(request.data or request.url.encode()).digest()
@@ -122,22 +122,23 @@ class RemoteEncoder:
         return cast("Future[MediumReply]", self._enqueue(request, order, request.deadline_s, size))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
-        """The models of the first service that answers; waits up to `deadline_s`. Raises EncoderError."""
+        """Return the models of the first service that responds. Waits up to `deadline_s`. Raises
+        EncoderError."""
         future = self._enqueue(DescribeRequest(), list(self._services), deadline_s, 0)
         return cast(DescribeReply, future.result(deadline_s + _MARGIN_S)).models
 
     @property
     def connected(self) -> bool:
-        """Whether a service has proved itself and is asked."""
+        """Whether a service has proved itself and is used."""
         return any(service.proved and service.error is None for service in self._services.values())
 
     @property
     def refusal(self) -> EncoderError | None:
-        """The error that a request would get at once; None if it would be sent."""
+        """Error that a request would get immediately, or None if it would be sent."""
         if self._closed:
-            return EncoderUnavailable("this client was closed; no service is asked", reason="encoder_down")
+            return EncoderUnavailable("this client was closed", reason="encoder_down")
         if self._unanswered_bytes > MAX_OUTBOX_BYTES:
-            return EncoderUnavailable("the services answer too slowly", reason="encoder_timeout")
+            return EncoderUnavailable("the services respond too slowly", reason="encoder_timeout")
         errors = [service.error for service in self._services.values()]
         return None if None in errors else copy_of(errors[0])
 
@@ -212,13 +213,13 @@ class RemoteEncoder:
             future.set_result(task.result())
             return
         if not isinstance(error, EncoderError):
-            log.error("asking for an embedding failed", exc_info=error)
+            log.error("requesting an embedding failed", exc_info=error)
             error = EncoderUnavailable(f"the client failed: {error}", reason="encoder_bad_response")
         future.set_exception(error)
 
     async def _ask(self, request: HttpRequest, order: Sequence[_Service], end: float) -> _Reply:
-        """The answer of the first service that gives one. Raises the last service's EncoderError."""
-        last: EncoderError = EncoderUnavailable("no time left to ask", reason="encoder_timeout")
+        """Return the first reply of a service. Raises the last service's EncoderError."""
+        last: EncoderError = EncoderUnavailable("no time left for a request", reason="encoder_timeout")
         asked = [s for s in order if s.error is None or isinstance(request, DescribeRequest)]
         if not asked and order[0].error is not None:
             raise copy_of(order[0].error)
@@ -231,7 +232,7 @@ class RemoteEncoder:
             try:
                 timeout_s = left_s / 2 if spare else left_s
                 if isinstance(request, MediumRequest):
-                    # The service refuses a medium that waits too long before this side gives it up.
+                    # The service should refuse a medium that waits too long before this client gives up.
                     request = msgspec.structs.replace(request, deadline_s=_PART_OF_TIMEOUT * timeout_s)
                 return await self._exchange(service.url, request, timeout_s)
             except EncoderRefused as e:
@@ -249,7 +250,7 @@ class RemoteEncoder:
         raise last
 
     def _leave_out(self, service: _Service, error: EncoderError, sent: float, pause_s: float) -> None:
-        # Requests that were under way together fail together, some of them after it is up again.
+        # Concurrent requests fail together, some of them after the service is up again.
         if sent >= service.since and service.error is None:
             service.error, service.pause_s = error, pause_s
             service.failed.set()
@@ -271,7 +272,7 @@ class RemoteEncoder:
             await asyncio.sleep(service.pause_s)
 
     async def _exchange(self, url: str, request: HttpRequest, timeout_s: float) -> _Reply:
-        """One service's answer. Raises EncoderError."""
+        """Return one service's reply. Raises EncoderError."""
         seal = EngineSeal.new(self._secret)
         try:
             async with asyncio.timeout(timeout_s):
@@ -283,7 +284,7 @@ class RemoteEncoder:
         except httpx.ConnectTimeout as e:
             raise down(url, e) from e
         except (TimeoutError, httpx.TimeoutException) as e:
-            raise EncoderUnavailable(f"no answer from {url} in time", reason="encoder_timeout") from e
+            raise EncoderUnavailable(f"no reply from {url} in time", reason="encoder_timeout") from e
         except httpx.HTTPError as e:
             raise down(url, e) from e
         if answer.status != 200:
@@ -291,15 +292,13 @@ class RemoteEncoder:
         try:
             reply = self._decode(seal.open_answer(answer.body))
         except SealBroken as e:
-            raise EncoderUnavailable(f"{url}: the answer is {e}", reason="encoder_untrusted") from e
+            raise EncoderUnavailable(f"{url}: the reply is {e}", reason="encoder_untrusted") from e
         except (msgspec.MsgspecError, RecursionError) as e:
-            raise EncoderUnavailable(
-                f"{url}: no message of the protocol: {e}", reason="encoder_bad_response"
-            ) from e
+            raise EncoderUnavailable(f"{url}: invalid message: {e}", reason="encoder_bad_response") from e
         if isinstance(reply, EncodeRefusal | MediumRefusal):
-            # What is wrong with a medium, the client is told, who need not know of the service.
+            # Errors of the medium go to the client, which need not know the service.
             said = reply.message if is_of_medium(reply.reason) else f"{url}: {reply.message}"
             raise EncoderRefused(said, reason=reply.reason, retry_after_s=reply.retry_after_s)
         if not isinstance(reply, _ANSWERS[type(request)]):
-            raise EncoderUnavailable(f"{url} answered another question", reason="encoder_bad_response")
+            raise EncoderUnavailable(f"{url} sent a reply of another type", reason="encoder_bad_response")
         return reply

@@ -1,4 +1,4 @@
-"""Errors of services on other hosts, from answers that no seal vouches for and from failed connections."""
+"""Errors of services on other hosts, from unsealed responses and failed connections."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class _ErrorBody(msgspec.Struct):
 
 
 def down(url: str, why: Exception) -> EncoderUnavailable:
-    """The error for a service that could not be reached, or ended the connection."""
+    """Return the error for a service that could not be reached, or that closed the connection."""
     return EncoderUnavailable(
-        f"no service answers at {url} ({str(why) or type(why).__name__}); start one there with: cornplug "
+        f"no service responds at {url} ({str(why) or type(why).__name__}); start one there with: cornplug "
         "encoder --model ... --host ADDRESS",
         reason="encoder_down",
     )
 
 
 def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
-    """The error of an unsealed answer. Whoever forges one makes the engine encode, and no more."""
+    """Return the error for an unsealed response. A forged one only makes the engine run its own tower."""
     said, retry_after_s = "", None
     with contextlib.suppress(msgspec.MsgspecError, RecursionError):
         detail = msgspec.json.decode(answer.body, type=_ErrorBody).error
@@ -40,7 +40,8 @@ def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
             return EncoderUnavailable(text, reason="encoder_untrusted")
         case 404 | 405 | 415:
             return EncoderUnavailable(
-                f"{text}; it takes no engines over HTTP: give it this release and cornplug[remote]",
+                f"{text}; the service does not accept engines over HTTP; install this release and "
+                "cornplug[remote] there",
                 reason="encoder_version",
             )
         case 413:
@@ -55,7 +56,8 @@ def refusal_of(url: str, answer: HttpAnswer) -> EncoderError:
 
 
 def copy_of(error: EncoderError | None) -> EncoderError:
-    """The same error for one caller: an exception that is raised twice collects tracebacks."""
+    """Return a copy of the error for one caller, because an exception that is raised twice collects
+    tracebacks."""
     if isinstance(error, EncoderRefused):
         return EncoderRefused(str(error), reason=error.reason, retry_after_s=error.retry_after_s)
     return EncoderUnavailable(str(error), reason="encoder_down" if error is None else error.reason)

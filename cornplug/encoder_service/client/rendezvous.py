@@ -19,33 +19,36 @@ _SPAN: Final = float(1 << 53)
 
 
 def services(urls: str | Sequence[str] | Mapping[str, float]) -> dict[str, float]:
-    """URL -> weight, with normalised URLs, so that all clients compute the same order.
+    """Return URL -> weight, with normalised URLs, so that all clients compute the same order.
 
-    Raises ConfigError("encoder.urls") for an empty list, another scheme than http and https, and a weight
+    Raises ConfigError("encoder.urls") for an empty list, a scheme other than http and https, and a weight
     that is not positive and finite.
     """
     weighted = (
         urls if isinstance(urls, Mapping) else dict.fromkeys([urls] if isinstance(urls, str) else urls, 1.0)
     )
     if not weighted:
-        raise ConfigError("encoder.urls", "no service is named", 'Give one, as "http://host:8750".')
+        raise ConfigError("encoder.urls", "no service is set", 'Set a URL such as "http://host:8750".')
     made: dict[str, float] = {}
     for url, weight in weighted.items():
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError("encoder.urls", f"{url!r} is no http URL", 'Write it as "http://host:8750".')
+            raise ConfigError(
+                "encoder.urls", f"{url!r} is not an http URL", 'Write a URL such as "http://host:8750".'
+            )
         if not (weight > 0 and math.isfinite(weight)):
-            raise ConfigError("encoder.urls", f"{url} has the weight {weight}", "Give a number above 0.")
+            raise ConfigError(
+                "encoder.urls", f"{url} has the invalid weight {weight}", "Set a number above 0."
+            )
         made[url.rstrip("/")] = float(weight)
     return made
 
 
 def ranking(content: bytes, services: Mapping[str, float]) -> list[str]:
-    """All services in the order for `content` (a digest).
+    """Return all services in the order for `content` (a digest).
 
-    Each service is first for a share of contents proportional to its weight. The score is -w / ln(u)
-    with u uniform in (0, 1) from SHA-256 (Schindelhauer and Schomaker, "Weighted distributed
-    hash tables", 2005).
+    Each service is first for a share of contents proportional to its weight. The score is -w / ln(u) with u
+    uniform in (0, 1) from SHA-256 (Schindelhauer and Schomaker, "Weighted distributed hash tables", 2005).
     """
 
     def score(url: str) -> float:

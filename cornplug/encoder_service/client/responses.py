@@ -1,4 +1,4 @@
-"""Parsing of a service's HTTP answers: embedding, list of models, or the error to raise."""
+"""Parsing of a service's HTTP responses: embedding, list of models, or the error to raise."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from cornplug.store.base import Store
 
 RAW: Final = "application/octet-stream"
 _BUSY: Final = frozenset({429, 503})
-"""Full, class over its share, or draining: another service may take the request, or this one later."""
+"""Overloaded, class over its share, or draining. Another service may accept the request, or this one
+later."""
 _FAILED: Final = frozenset({500, 504})
-"""Failed or too late; another service may succeed."""
+"""Failed or too late. Another service may succeed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +32,7 @@ class HttpAnswer:
 
 
 class RetryLater(Exception):
-    """The service is alive and asks for a pause: `refusal` is the error for the caller."""
+    """The service is alive and requests a pause. `refusal` is the error for the caller."""
 
     def __init__(self, refusal: EncoderRefused, retry_after_s: float | None) -> None:
         super().__init__(str(refusal))
@@ -40,7 +41,7 @@ class RetryLater(Exception):
 
 
 class RemoteFailure(Exception):
-    """The service is alive and failed at this request: `refusal` is the error for the caller."""
+    """The service is alive and failed on this request. `refusal` is the error for the caller."""
 
     def __init__(self, refusal: EncoderRefused) -> None:
         super().__init__(str(refusal))
@@ -48,9 +49,9 @@ class RemoteFailure(Exception):
 
 
 def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
-    """The answer's embedding; None if its bytes are neither in the answer nor in the store.
+    """Return the embedding, or None if its bytes are neither in the response nor in the store.
 
-    Raises EncoderUnavailable("encoder_bad_response"), and as `check`.
+    Raises EncoderUnavailable("encoder_bad_response"), and as `check` does.
     """
     check(answer)
     try:
@@ -79,7 +80,7 @@ def embedding(answer: HttpAnswer, store: Store | None) -> EmbeddingRef | None:
 
 
 def models(answer: HttpAnswer) -> list[dict[str, Any]]:
-    """The rows of `/v1/models`. Raises as `embedding`."""
+    """Return the rows of `/v1/models`. Raises as `embedding` does."""
     check(answer)
     try:
         return list(msgspec.json.decode(answer.body)["models"])
@@ -88,7 +89,7 @@ def models(answer: HttpAnswer) -> list[dict[str, Any]]:
 
 
 def check(answer: HttpAnswer) -> None:
-    """Raises for every status but 200: RetryLater (429, 503, or with a Retry-After), RemoteFailure (500,
+    """Raise for every status except 200: RetryLater (429, 503, or with a Retry-After), RemoteFailure (500,
     504), EncoderRefused (the service's reason and message), EncoderUnavailable("encoder_bad_response")."""
     if answer.status == 200:
         return
@@ -109,7 +110,7 @@ def check(answer: HttpAnswer) -> None:
 
 
 def status_in(body: bytes) -> int:
-    """The HTTP status that corresponds to the JSON of a streamed part."""
+    """Return the HTTP status that corresponds to the JSON of a streamed part."""
     try:
         error = msgspec.json.decode(body).get("error")
         return 200 if error is None else status_of(str(error["reason"]))
@@ -118,4 +119,4 @@ def status_in(body: bytes) -> int:
 
 
 def _bad_response(answer: HttpAnswer, why: str) -> EncoderUnavailable:
-    return EncoderUnavailable(f"{answer.url} is no encoder service: {why}", reason="encoder_bad_response")
+    return EncoderUnavailable(f"{answer.url} is not an encoder service: {why}", reason="encoder_bad_response")

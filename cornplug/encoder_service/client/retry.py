@@ -4,8 +4,8 @@
                             ├─> RetryPause(seconds)         ──> the client sleeps
                             └─> None                        ──> the client raises its last error
 
-An embedding's key is a digest of its content, so a retry yields the same embedding: every attempt may be
-repeated, at any service.
+An embedding's key is a digest of its content, so a retry returns the same embedding. Every attempt may be
+repeated at any service.
 """
 
 from __future__ import annotations
@@ -16,23 +16,24 @@ from dataclasses import dataclass
 from typing import Final
 
 ROUNDS: Final = 4
-"""Largest number of passes of one request through its services."""
+"""Maximum number of passes of one request through its services."""
 BASE_S: Final = 0.1
 CAP_S: Final = 2.0
-"""Back-off after the n-th failure in a row: uniform below min(CAP_S, BASE_S * 2^n), "full jitter"."""
+"""Maximum backoff. The backoff after the n-th consecutive failure is uniform below min(CAP_S, BASE_S *
+2^n), "full jitter"."""
 BUSY_S: Final = 0.5
 """Mean pause after a refusal without a Retry-After."""
 RETRY_AFTER_CAP_S: Final = 60.0
 _LEAST_S: Final = 0.005
-"""No attempt is made with less time left."""
+"""Minimum time left for an attempt."""
 
 Random = Callable[[], float]
-"""Uniform in [0, 1)."""
+"""Function that returns a uniform value in [0, 1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class SendAttempt:
-    """Send to `url`; the attempt fails without an answer after `timeout_s`."""
+    """Send to `url`. The attempt fails if there is no response after `timeout_s`."""
 
     url: str
     timeout_s: float
@@ -50,9 +51,9 @@ class _Circuit:
     failures: int = 0
     failed_at: float = -math.inf
     down_until: float = 0.0
-    """End of the pause after a missing answer. Any answer clears it."""
+    """End of the pause after a missing response. Any response clears it."""
     busy_until: float = 0.0
-    """End of the pause that the service asked for. Only time clears it."""
+    """End of the pause that the service requested. It ends only with time."""
 
     @property
     def opens_at(self) -> float:
@@ -60,9 +61,9 @@ class _Circuit:
 
 
 class CircuitBreakers:
-    """Health of each service, as one client sees it. Times are of the caller's clock, in seconds.
+    """Health of each service, as one client sees it. Times are on the caller's clock, in seconds.
 
-    A service that fails gets one attempt per back-off from all requests together.
+    A failed service gets one attempt per backoff interval from all requests together.
     """
 
     def __init__(self, urls: Iterable[str], random: Random) -> None:
@@ -70,46 +71,47 @@ class CircuitBreakers:
         self._random = random
 
     def watch(self, urls: Iterable[str]) -> None:
-        """Add services that are not known yet; the others keep their state."""
+        """Add services that are not known yet. Other services keep their state."""
         for url in urls:
             self._circuits.setdefault(url, _Circuit())
 
     def is_open(self, url: str, now: float) -> bool:
-        """Whether this service may not be asked now."""
+        """Return whether this service must not be used now."""
         return now < self._circuits[url].opens_at
 
     def opens_at(self, url: str) -> float:
-        """Time from which the service may be asked again."""
+        """Return the time from which the service may be used again."""
         return self._circuits[url].opens_at
 
     def take(self, url: str, now: float) -> bool:
-        """Whether to ask this service now. After a failure, the first attempt is the probe."""
+        """Return whether to use this service now. After a failure, the first attempt is a probe."""
         if self.is_open(url, now):
             return False
         circuit = self._circuits[url]
         if circuit.failures:
-            # Until the probe is answered the others go elsewhere. It may die unheard: hence a time.
+            # Until the probe returns, other requests use other services. The time limit is for a lost probe.
             circuit.down_until = now + _ceiling(circuit.failures)
         return True
 
     def answered(self, url: str) -> None:
-        """The service gave an answer of any status."""
+        """Record that the service responded with any status."""
         circuit = self._circuits[url]
         circuit.failures, circuit.down_until = 0, 0.0
 
     def failed(self, url: str, now: float, *, sent: float) -> None:
-        """The service gave no valid answer to the request sent at `sent`."""
+        """Record that the service gave no valid response to the request sent at `sent`."""
         circuit = self._circuits[url]
         if sent < circuit.failed_at:
             # Only the first failure of a burst counts.
             return
         circuit.failed_at = now
-        # At least a half: a jitter of nothing would let each request of a burst try a dead service.
+        # At least half, because with a jitter of 0 each request of a burst would try a dead service.
         circuit.down_until = now + _ceiling(circuit.failures) * (0.5 + self._random() / 2)
         circuit.failures += 1
 
     def refused(self, url: str, now: float, retry_after_s: float | None) -> None:
-        """The service is busy or draining; `retry_after_s` is its Retry-After, None without one."""
+        """Record that the service is busy or draining. `retry_after_s` is its Retry-After, None without
+        one."""
         self.answered(url)
         pause = BUSY_S * (0.5 + self._random()) if retry_after_s is None else retry_after_s
         circuit = self._circuits[url]
@@ -117,10 +119,10 @@ class CircuitBreakers:
 
 
 class RetrySequence:
-    """The attempts of one request at its services.
+    """Attempts of one request at its services.
 
-    An attempt gets half of the time left while another service may still be asked, so that a service that
-    hangs with open connections fails no request.
+    An attempt gets half of the remaining time while another service is available, so that a service that
+    hangs with open connections does not fail requests.
     """
 
     def __init__(
@@ -138,12 +140,12 @@ class RetrySequence:
         self._random = random
         self._round = 0
         self._position = 0
-        # Where all were down before, one wait and one try is enough: the caller learns it soon.
+        # If all services were down before, wait and try only once, so that the caller learns it soon.
         down = all(circuits.is_open(url, now) for url in order)
         self._rounds = min(2, ROUNDS) if down else ROUNDS
 
     def next(self, now: float) -> SendAttempt | RetryPause | None:
-        """The next step; None: give up."""
+        """Return the next step, or None to give up."""
         left = self._end - now
         if left < _LEAST_S:
             return None

@@ -1,4 +1,4 @@
-"""The header Retry-After (RFC 9110, section 10.2.3): seconds, or an HTTP date."""
+"""Parser for the Retry-After header (RFC 9110, section 10.2.3): seconds, or an HTTP date."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients of the encoder service, torch-free: apps by HTTP, engines by socket.
+"""Clients of the encoder service that do not need torch: HTTP for applications, a socket for engines.
 
 from cornplug import EncoderClient
 ref = EncoderClient().encode("photo.jpg", model="llava-hf/llava-1.5-7b-hf")
@@ -35,10 +35,10 @@ T = TypeVar("T")
 
 
 class EncoderClient:
-    """The blocking form of `AsyncEncoderClient`: the same arguments, answers and errors.
+    """Blocking form of `AsyncEncoderClient`, with the same arguments, results and errors.
 
     Thread-safe; `close` it, or use it in `with`. The asyncio client runs in a separate thread, so that it
-    works in a notebook, too. Not for use after a fork.
+    also works in a notebook. It cannot be used after a fork.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class EncoderClient:
         cache_salt: str | None = None,
         deadline_s: float | None = None,
     ) -> EmbeddingRef:
-        """As `AsyncEncoderClient.encode`."""
+        """Return the embedding of one medium, as `AsyncEncoderClient.encode` does."""
         return self._run(
             self._client.encode(
                 image, model=model, video=video, audio=audio, cache_salt=cache_salt, deadline_s=deadline_s
@@ -96,14 +96,15 @@ class EncoderClient:
         deadline_s: float | None = None,
         concurrency: int = CONCURRENCY,
     ) -> Iterator[Result]:
-        """As `AsyncEncoderClient.encode_many`. Closing the iterator cancels the items in flight."""
+        """Yield results as `AsyncEncoderClient.encode_many` does. Closing the iterator cancels the items
+        in flight."""
         waiting = iter(enumerate(items))
         ended: queue.SimpleQueue[Result] = queue.SimpleQueue()
         under_way = 0
         windows: list[Future[None]] = []
         try:
             while True:
-                # Taken in the caller's thread: a generator may itself use this client.
+                # Taken in the caller's thread, because a generator may itself use this client.
                 if under_way <= concurrency // 2:
                     entries = list(itertools.islice(waiting, concurrency - under_way))
                     if entries:
@@ -114,7 +115,7 @@ class EncoderClient:
                         under_way += len(entries)
                 if not under_way:
                     return
-                # A window ends by its deadline, and gives every item its result.
+                # A window ends by its deadline, and returns a result for every item.
                 yield ended.get()
                 under_way -= 1
         finally:
@@ -122,11 +123,11 @@ class EncoderClient:
                 future.cancel()
 
     def models(self) -> list[dict[str, Any]]:
-        """As `AsyncEncoderClient.models`."""
+        """Return the models, as `AsyncEncoderClient.models` does."""
         return self._run(self._client.models())
 
     def close(self) -> None:
-        """As `AsyncEncoderClient.close`. Calls of other threads fail with "closed"."""
+        """Close the client. Calls of other threads fail with "closed"."""
         with self._lock:
             if self._ended or self._pid != os.getpid():
                 return
@@ -153,7 +154,7 @@ class EncoderClient:
         self._loop.stop()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of `work`, which ends by its own deadlines."""
+        """Return the result of `work`, which ends by its own deadlines."""
         future = self._start(work)
         try:
             return _result(future)
@@ -166,7 +167,7 @@ class EncoderClient:
             if self._ended or self._pid != os.getpid():
                 work.close()
                 raise EncoderUnavailable(
-                    "this client was closed, or made before a fork: make another", reason="closed"
+                    "this client was closed, or created before a fork; create a new client", reason="closed"
                 )
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 

@@ -1,4 +1,4 @@
-"""The caller's trace, as HTTP headers, where opentelemetry-api is installed."""
+"""Trace of the caller as HTTP headers, if opentelemetry-api is installed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 
 def trace_headers() -> dict[str, str]:
-    """Headers of the current span: `traceparent` and those of the app's propagators; empty without a span."""
+    """Return headers of the current span: `traceparent` and those of the app's propagators. Empty without
+    a span."""
     headers: dict[str, str] = {}
     inject = _inject()
     if inject is not None:

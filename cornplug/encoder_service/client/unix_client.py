@@ -1,7 +1,7 @@
-"""The engines' client of the service: one connection, in a separate thread. Torch-free.
+"""Client for engines: one connection to the encoder service, in a separate thread. Does not need torch.
 
-The caller never blocks: it gets a future that is done by the request's deadline, even if the service hangs
-or dies.
+The caller never blocks. It gets a future that is done by the request's deadline, even if the service hangs or
+dies.
 
     submit ──> outbox ──> [thread: select] ──> service
     future <── pending by id <──────────────── replies in any order
@@ -47,18 +47,18 @@ from cornplug.local_socket import FrameBuffer, frame
 _BACKOFF_S: Final = (0.1, 0.2, 0.5, 1.0)
 _MARGIN_S: Final = 5.0
 MAX_OUTBOX_BYTES: Final = 512 << 20
-"""Unsent bytes beyond which a request fails at once: a stopped service must not fill memory."""
+"""Unsent bytes beyond which requests fail immediately, so that a stopped service cannot fill memory."""
 
 Result = EncodeReply | DescribeReply
 
 
 class SocketEncoder:
-    """A client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
+    """Client of the service's unix socket. Thread-safe; `close` it, or use it in `with`.
 
-    Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout",
-    "encoder_bad_response", "encoder_version", "encoder_untrusted": the listener is of another user or
-    without `secret`) or EncoderRefused (the service's reason).
-    Without a service they fail at once, and the thread tries to connect every second.
+    Futures fail with EncoderUnavailable ("encoder_down", "encoder_timeout", "encoder_bad_response",
+    "encoder_version", "encoder_untrusted" if the listener belongs to another user or does not have `secret`)
+    or with EncoderRefused (the service's reason). Without a service they fail immediately, and the thread
+    tries to connect every second.
     """
 
     def __init__(self, path: Path, secret: bytes) -> None:
@@ -72,7 +72,7 @@ class SocketEncoder:
         self._last_id = 0
         self._socket: socket.socket | None = None
         self._refusing: EncoderUnavailable | None = None
-        """The error of the last attempt to connect: requests fail with it until an attempt succeeds."""
+        """Error of the last attempt to connect. Requests fail with it until an attempt succeeds."""
         self._closed = False
         self._decode = msgspec.msgpack.Decoder(Reply).decode
         self._encode = msgspec.msgpack.Encoder().encode
@@ -83,12 +83,12 @@ class SocketEncoder:
         self._thread.start()
 
     def submit(self, request: EncodeRequest) -> Future[EncodeReply]:
-        """Send one request, with a new `id`. Returns at once."""
+        """Send one request with a new `id`. Returns immediately."""
         # `_reply` completes the future of an EncodeRequest with an EncodeReply only.
         return cast("Future[EncodeReply]", self._enqueue(request, request.deadline_s))
 
     def describe(self, deadline_s: float) -> tuple[ServedModel, ...]:
-        """The served models; waits up to `deadline_s`. Raises EncoderUnavailable."""
+        """Return the served models. Waits up to `deadline_s`. Raises EncoderUnavailable."""
         # The thread ends the future by its deadline; the margin is for a machine under load.
         described = cast(
             DescribeReply, self._enqueue(DescribeRequest(), deadline_s).result(deadline_s + _MARGIN_S)
@@ -97,12 +97,12 @@ class SocketEncoder:
 
     @property
     def connected(self) -> bool:
-        """Whether there is a connection now."""
+        """Whether there is a connection."""
         return self._socket is not None
 
     @property
     def refusal(self) -> EncoderError | None:
-        """The error that a request would get at once; None if it would be sent."""
+        """Error that a request would get immediately, or None if it would be sent."""
         with self._lock:
             return self._problem()
 
@@ -145,11 +145,13 @@ class SocketEncoder:
 
     def _problem(self) -> EncoderError | None:
         if self._closed:
-            return self._down("no service answers")
+            return self._down("no service responds")
         if self._refusing is not None:
             return EncoderUnavailable(str(self._refusing), reason=self._refusing.reason)
         if self._frames.unsent_bytes > MAX_OUTBOX_BYTES:
-            return EncoderUnavailable(f"the service at {self._path} reads nothing", reason="encoder_timeout")
+            return EncoderUnavailable(
+                f"the service at {self._path} does not read its socket", reason="encoder_timeout"
+            )
         return None
 
     def _down(self, why: str) -> EncoderUnavailable:
@@ -183,7 +185,7 @@ class SocketEncoder:
             if error.reason != "encoder_down":
                 # A service that sent a bad response would repeat it: no tight loop.
                 self._sleep(_BACKOFF_S[-1])
-        self._fail_all(self._down("this client was closed; no service is asked"), refuse=True)
+        self._fail_all(self._down("this client was closed"), refuse=True)
         self._woken.close()
         self._waker.close()
 
@@ -201,12 +203,12 @@ class SocketEncoder:
             return self._untrusted(e)
         except OSError:
             sock.close()
-            return self._down("no service answers")
+            return self._down("no service responds")
         sock.setblocking(False)
         return sock
 
     def _converse(self, sock: socket.socket, asking: EngineHandshake) -> EncoderUnavailable:
-        """Send and receive until the connection ends; the error that ended it."""
+        """Send and receive until the connection ends. Returns the error that ended it."""
         give_up_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         with selectors.DefaultSelector() as selector:
             selector.register(self._woken, selectors.EVENT_READ)
@@ -237,13 +239,13 @@ class SocketEncoder:
                         return self._untrusted(e)
                     except (ProtocolError, msgspec.MsgspecError, RecursionError) as e:
                         return EncoderUnavailable(
-                            f"{self._path} does not speak the encoder's protocol: {e}",
+                            f"{self._path} does not use the encoder's protocol: {e}",
                             reason="encoder_bad_response",
                         )
                     except OSError as e:
-                        return self._down(f"the service went away ({e.strerror or e})")
+                        return self._down(f"the service disconnected ({e.strerror or e})")
                 self._expire()
-        return self._down("this client was closed; no service is asked")
+        return self._down("this client was closed")
 
     def _take(self, sock: socket.socket, asking: EngineHandshake, body: bytes) -> None:
         if self._socket is not None:
@@ -265,9 +267,9 @@ class SocketEncoder:
         with self._lock:
             found = self._pending.pop(reply.id, None)
             if found is None and not 0 < reply.id <= self._last_id:
-                raise ProtocolError(f"an answer to request {reply.id}, which was never made")
+                raise ProtocolError(f"reply to unknown request id {reply.id}")
         if found is None:
-            return  # It came too late, and was told so.
+            return  # The reply is late; the future has already failed.
         if isinstance(reply, EncodeRefusal):
             _fail(found[0], EncoderRefused(reply.message, reason=reply.reason))
         else:
@@ -294,7 +296,7 @@ class SocketEncoder:
         for future in expired:
             _fail(
                 future,
-                EncoderUnavailable(f"no answer from {self._path} in time", reason="encoder_timeout"),
+                EncoderUnavailable(f"no reply from {self._path} in time", reason="encoder_timeout"),
             )
 
     def _fail_all(self, error: EncoderUnavailable, *, refuse: bool) -> None:

@@ -35,7 +35,7 @@ from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 
 _POLL_S: Final = 0.05
-"""How often a lane whose executor is down looks for another one."""
+"""Interval at which a lane whose executor is down looks for another executor."""
 _MAX_PUBLISHERS: Final = 4
 
 log = logging.getLogger(__name__)
@@ -43,14 +43,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobPayload:
-    """An `EncodeJob`'s model and tower input."""
+    """Model and tower input of an `EncodeJob`."""
 
     model: LoadedModel
     item: TowerItem
 
 
 class BatchDispatcher:
-    """The threads between batcher and answers. The caller closes the executors."""
+    """Threads between batcher and replies. The caller closes the executors."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class BatchDispatcher:
         *,
         urgent_lanes: bool,
     ) -> None:
-        """`urgent_lanes`: one more lane for each executor, for jobs of better classes than all that run."""
+        """`urgent_lanes` adds a lane to each executor for jobs of better classes than all running jobs."""
         self._shares_features = shares_features
         self._batcher = batcher
         self._executors = tuple(executors)
@@ -98,11 +98,11 @@ class BatchDispatcher:
             lane.start()
 
     def alive(self) -> bool:
-        """Whether every lane runs and an executor is ready."""
+        """Return whether every lane runs and an executor is ready."""
         return all(lane.is_alive() for lane in self._lanes) and self.ready()
 
     def ready(self) -> bool:
-        """Whether any executor would take a batch."""
+        """Return whether any executor would accept a batch."""
         return any(executor.ready() for executor in self._executors)
 
     def close(self, deadline_s: float) -> bool:
@@ -146,7 +146,8 @@ class BatchDispatcher:
             self._run(deferred, executor, urgent=urgent)
 
     def _defer_duplicates(self, batch: Sequence[EncodeJob[JobPayload]]) -> list[EncodeJob[JobPayload]]:
-        """The jobs whose features no other executor computes now; the rest is deferred until it has."""
+        """Return the jobs whose features no other executor is computing. The rest is deferred until it has
+        finished."""
         owned: list[EncodeJob[JobPayload]] = []
         with self._lock:
             running = frozenset(self._deferred)
@@ -304,7 +305,7 @@ class BatchDispatcher:
             self._fail([job], error)
 
     def _fail(self, batch: Sequence[EncodeJob[JobPayload]], error: BaseException) -> None:
-        """Refuse the requests of a batch that a thread failed on."""
+        """Refuse the requests of a batch after a thread failed."""
         log.error("encoding failed", exc_info=error)
         lost = isinstance(error, ReplicaLost)
         self._refuse(batch, str(error) if lost else A_FAULT, 1.0 if lost else None)

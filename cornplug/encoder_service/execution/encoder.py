@@ -179,7 +179,7 @@ class EncoderCore:
         if model is None:
             names = ", ".join(m.name for m in self.registry.served())
             self._replies.refuse(
-                pending, "unknown_model", f"no model of that identity is served; served: {names}"
+                pending, "unknown_model", f"no served model has this identity; served models: {names}"
             )
             return pending.future
         if not self._dispatcher.ready():
@@ -297,10 +297,10 @@ class EncoderCore:
         if pending.future.cancelled():
             return
         if len(request.key) != identity.DIGEST_BYTES:
-            problem = f"key: {len(request.key)} bytes, want {identity.DIGEST_BYTES}"
+            problem = f"key: must have {identity.DIGEST_BYTES} bytes, not {len(request.key)}"
             return self._replies.refuse(pending, "bad_input", problem)
         if not 1 <= len(request.app) <= _APP_MAX:
-            return self._replies.refuse(pending, "bad_input", f"app: want 1 to {_APP_MAX} characters")
+            return self._replies.refuse(pending, "bad_input", f"app: must have 1 to {_APP_MAX} characters")
         if self._answer_from_store(pending, model):
             return self._admission.record_cache_outcome(hit=True)
         try:

@@ -19,27 +19,27 @@ from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import TowerPass, TowerTurn
 
 _LONG_TOKENS: Final = 16_384
-"""A batch of more tokens waits for its kernels after each layer on a GPU."""
+"""On a GPU, batches with more tokens wait for their kernels after each layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodeBatch:
-    """One batch: the tower once at most, then each projector once."""
+    """One batch, which runs the tower at most once, then each projector once."""
 
     items: tuple[TowerItem, ...]
-    """Distinct media of one tower."""
+    """Distinct media for one tower."""
     features: tuple[torch.Tensor | None, ...]
-    """For each item its cached features, on the CPU; None: the tower runs for it."""
+    """Cached features of each item, on the CPU. None if the tower runs for it."""
     wanted: tuple[tuple[LoadedModel, int], ...]
-    """The embeddings to make: a model, and the index of an item. All models have one tower."""
+    """Embeddings to compute: a model, and the index of an item. All models share one tower."""
     keep: bool
-    """Whether `BatchResult.features` is wanted."""
+    """Whether to return `BatchResult.features`."""
     urgent: bool = False
-    """Whether it overtakes a running batch between two layers. One such batch runs at a time."""
+    """Whether the batch may overtake a running batch between two layers. One such batch runs at a time."""
     share: float = 0.0
-    """Part of the time that this batch keeps beside urgent ones."""
+    """Fraction of the time that this batch keeps while urgent batches run."""
     abandoned: Callable[[], bool] = bool
-    """Whether nobody waits for it any more; it ends between two layers then."""
+    """Return whether no request waits for the batch any more. It then ends between two layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,25 +47,26 @@ class BatchResult:
     """The tensors of a batch: contiguous, on the CPU, once `BatchExecutor.run` returns it."""
 
     features: dict[int, torch.Tensor]
-    """By index, of the items that the tower ran for; empty unless `EncodeBatch.keep`."""
+    """Features by index of the items that the tower ran for. Empty unless `EncodeBatch.keep` is set."""
     embeddings: tuple[torch.Tensor, ...]
-    """In the order of `EncodeBatch.wanted`."""
+    """Embeddings in the order of `EncodeBatch.wanted`."""
     paused_s: float = 0.0
-    """Seconds for which urgent batches computed meanwhile."""
+    """Seconds during which urgent batches ran instead."""
 
 
 class BatchExecutor(Protocol):
-    """Computes batches on one device. Thread-safe."""
+    """Executor of batches on one device. Thread-safe."""
 
     @property
     def lanes(self) -> int:
-        """Batches to hand over at once: 2 where the inputs of one are copied while another runs."""
+        """Number of batches to hand over together: 2 if the inputs of one batch are copied while another
+        runs."""
 
     def ready(self) -> bool:
-        """Whether `run` would begin at once, or after the running batch."""
+        """Return whether `run` would start immediately, or after the running batch."""
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Wait until `ready`, for `timeout_s` at most; its value."""
+        """Wait at most `timeout_s` until `ready`, and return its value."""
 
     def run(self, batch: EncodeBatch) -> BatchResult:
         """Compute.
@@ -75,13 +76,13 @@ class BatchExecutor(Protocol):
         """
 
     def load(self, models: Sequence[LoadedModel]) -> None:
-        """Load more models. Raises CheckpointError; then nothing has changed."""
+        """Load more models. If it raises CheckpointError, nothing has changed."""
 
     def drop(self, models: Sequence[LoadedModel]) -> None:
-        """Free the memory of models that no batch will want any more."""
+        """Free the memory of models that no batch will use any more."""
 
     def close(self) -> None:
-        """End it. Running batches may be lost."""
+        """Close the executor. Running batches may be lost."""
 
 
 class InProcessExecutor:

@@ -55,4 +55,4 @@ class RequestReplies:
     def refuse_late(self, pending: PendingRequest) -> None:
         """Tell one request that its deadline passed before a tower began with it."""
         self._admission.answered(pending, time.monotonic() - pending.received_s)
-        self.refuse(pending, "too_late", f"not begun within {pending.request.deadline_s:g} s")
+        self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")

@@ -48,7 +48,7 @@ class WeightReloader:
         if name is not None and self._registry.by_name(name) is None:
             raise EncoderRefused(f"model: {name!r} is not served", reason="unknown_model")
         if not self._reloading.acquire(blocking=False):
-            raise EncoderRefused("another reload is going on", reason="overloaded")
+            raise EncoderRefused("another reload is in progress", reason="overloaded")
         try:
             return self._reload([name] if name is not None else [m.name for m in self._registry.served()])
         finally:

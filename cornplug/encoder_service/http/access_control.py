@@ -1,11 +1,11 @@
-"""ASGI middleware before all others: access by key, Host, Origin and content type.
+"""Outermost ASGI middleware: access checks by key, Host, Origin and content type.
 
-key      with `encoder.require_key`, required for all paths but /health and /ready
-engine   at /v1/engine a proof of the secret, in the place of a key, before a byte of the body is read
-Host     must be a name of this service: another one comes from DNS rebinding
-Origin   POST requests come from programs or from this service's page, not from pages of other sites
-content  JSON; /v1/encode takes forms too, /v1/engine bytes. A page of another site cannot send JSON or bytes
-         without CORS
+key      Required for all paths except /health and /ready if `encoder.require_key` is set.
+engine   /v1/engine requires a proof of the secret instead of a key. It is checked before the body is read.
+Host     Must be a name of this service, which prevents DNS rebinding.
+Origin   POST requests must come from programs or this service's page, not from pages of other sites.
+content  JSON; also forms at /v1/encode and bytes at /v1/engine. A page of another site cannot send JSON or
+         bytes without CORS.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ async def json_only(request: Request) -> None:
         return
     if kind != "application/json" and not (forms and kind == "multipart/form-data"):
         also = "multipart/form-data or " if forms else ""
-        raise EncoderRefused(f"content-type {kind[:200]!r}: send {also}application/json", reason="media_type")
+        raise EncoderRefused(
+            f"content-type: {kind[:200]!r} is not supported; send {also}application/json", reason="media_type"
+        )
 
 
 class AccessControlMiddleware:
-    """Answers refusals as JSON, counts and audits them."""
+    """Middleware that replies to refused requests with JSON, and counts and audits them."""
 
     def __init__(
         self,
@@ -104,17 +106,21 @@ class AccessControlMiddleware:
     def _objection(self, method: str, headers: Headers) -> EncoderRefused | None:
         if not self._has_key(headers):
             if self._require_key:
-                return EncoderRefused("authorization: want Bearer and a key", reason="unauthorized")
+                return EncoderRefused(
+                    "authorization: a key is required; send 'Bearer KEY'", reason="unauthorized"
+                )
             if (host := self._foreign(headers)) is not None:
                 return EncoderRefused(
-                    f"host: {host[:200]!r} is no name of this service; add it to encoder.names (--names), "
-                    "or ask with a key",
+                    f"host: {host[:200]!r} is not a name of this service; add it to encoder.names (--names), "
+                    "or send a key",
                     reason="forbidden_host",
                 )
         if method in _READING:
             return None
         if _from_other_site(headers):
-            return EncoderRefused("origin: pages of other sites may not ask here", reason="forbidden_origin")
+            return EncoderRefused(
+                "origin: requests from pages of other sites are not allowed", reason="forbidden_origin"
+            )
         return None
 
     def _has_key(self, headers: Headers) -> bool:
@@ -125,7 +131,7 @@ class AccessControlMiddleware:
         return self._classes.knows(said) or admin
 
     def _foreign(self, headers: Headers) -> str | None:
-        """The first Host header that is no name of this service; browsers always send one."""
+        """Return the first Host header that is not a name of this service. Browsers always send one."""
         for said in headers.getlist("host"):
             name = _name(said)
             if name not in self._names and not _is_address(name):
@@ -134,7 +140,7 @@ class AccessControlMiddleware:
 
 
 def _from_other_site(headers: Headers) -> bool:
-    """Whether a browser sent the request for a page of another site."""
+    """Return whether a browser sent the request for a page of another site."""
     if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
         return True
     origin = headers.get("origin")
@@ -142,7 +148,7 @@ def _from_other_site(headers: Headers) -> bool:
 
 
 def _name(host: str) -> str:
-    """A Host header's name in lower case, without port, brackets and trailing dot."""
+    """Return the name in a Host header in lower case, without port, brackets and trailing dot."""
     name = host.strip().lower()
     if name.startswith("["):
         return name[1:].partition("]")[0]

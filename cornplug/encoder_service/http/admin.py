@@ -1,7 +1,7 @@
-"""`POST /v1/reload`: serve the weights that are on disk now. For the operator only.
+"""`POST /v1/reload`: load the weights that are on disk now. Only the operator may use it.
 
-Without `encoder.admin_key`, callers on this host are the operator; with it, callers that send the key. JSON
-only, so that no web page in a browser on this host can send the request.
+Without `encoder.admin_key`, callers on this host are the operator. With it, callers that send the key are.
+Only JSON is accepted, so that a web page in a browser on this host cannot send the request.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class ReloadBody(pydantic.BaseModel):
-    """The model to reload; None: all models."""
+    """Name of the model to reload, or null for all models."""
 
     model_config = pydantic.ConfigDict(extra="forbid")
     model: str | None = pydantic.Field(default=None, max_length=1024)
 
 
 def router(encoder: EncoderCore, models: ModelsRoute, config: EncoderConfig, audit: AuditLog) -> APIRouter:
-    """The operator's routes."""
+    """Return the operator's routes."""
     routes = APIRouter()
     key = config.admin_key.get_secret_value()
 
     @routes.post("/v1/reload", responses=openapi.RELOAD, openapi_extra=openapi.json_body(ReloadBody))
     async def reload(request: Request) -> ModelList:
-        """The models whose weights or settings have changed, as they are served now."""
+        """Reload changed weights from disk and return the models that changed."""
         _allow(request, key)
         name = await _model(request)
-        # On a thread, as loading is long: served requests do not wait for it.
+        # On a thread, so that requests do not wait while weights load.
         try:
             changed = await asyncio.to_thread(encoder.reload, name)
         except CheckpointError as e:
             audit.did("reload", request, model=name, failed=str(e))
-            raise EncoderRefused(f"{e} Everything is served as before.", reason="not_reloaded") from e
+            raise EncoderRefused(f"{e} The previous weights stay in use.", reason="not_reloaded") from e
         audit.did("reload", request, model=name, changed=[model.name for model in changed])
         return await asyncio.to_thread(models.of, changed)
 
@@ -54,19 +54,20 @@ def router(encoder: EncoderCore, models: ModelsRoute, config: EncoderConfig, aud
 
 
 def _allow(request: Request, key: str) -> None:
-    """Raises EncoderRefused("forbidden")."""
+    """Check that the caller is the operator. Raises EncoderRefused("forbidden")."""
     if key:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), key.encode()):
             raise EncoderRefused(
-                "authorization: want the operator's key (encoder.admin_key)", reason="forbidden"
+                "authorization: the operator's key (encoder.admin_key) is required", reason="forbidden"
             )
         return
-    # Requests that a proxy on this host forwards come from this host, too.
+    # Requests that a proxy on this host forwards also come from this host.
     passed_on = any(name in request.headers for name in _FORWARDED)
     if passed_on or request.client is None or not _is_here(request.client.host):
         raise EncoderRefused(
-            "only from this host; set encoder.admin_key to allow others who have it", reason="forbidden"
+            "only callers on this host may reload; set encoder.admin_key to allow callers with that key",
+            reason="forbidden",
         )
 
 

@@ -1,13 +1,13 @@
-"""The HTTP API: media in, embeddings out. The service computes every digest and key itself.
+"""The HTTP API, which turns media into embeddings. The service computes every digest and key itself.
 
-    POST /v1/encode   one medium, or several answered as each finishes: see `requests`, `responses`
-    POST /v1/engine   engines of other hosts that have the secret, sealed: see `engines`
-    POST /v1/reload   for the operator, see `admin`
+    POST /v1/encode   one medium, or several with a result as each finishes: see `requests`, `responses`
+    POST /v1/engine   sealed requests from engines of other hosts that have the secret: see `engines`
+    POST /v1/reload   for the operator: see `admin`
     GET  /v1/models   GET /health   GET /ready   GET /metrics   GET /openapi.json
-    GET  /            a page of live figures, see `dashboard`   GET /v1/status
-    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`, see `epd_server`
+    GET  /            status page: see `dashboard`   GET /v1/status
+    POST /encode ...  SGLang's language-only servers, with `encoder.sglang`: see `epd_server`
 
-Clients send no ids. Media are fetched from hosts that the operator allows only, see `url_fetcher`.
+Clients send no ids. Media are fetched only from hosts that the operator allows, see `url_fetcher`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from cornplug.errors import EncoderRefused, MediaError
 def create_app(
     encoder: EncoderCore, config: EncoderConfig, *, secret: bytes, gate: DrainState | None = None
 ) -> FastAPI:
-    """The ASGI application over an encoder, with the limits of `config`. Closing `gate` drains it."""
+    """Create the ASGI application of an encoder, with the limits of `config`. Closing `gate` drains it."""
     gate = gate or DrainState()
     preparer = MediaPreparer(
         encoder.registry,
@@ -61,7 +61,7 @@ def create_app(
         limits=MediumLimits.of(config),
         remembered_files=config.remembered_files,
     )
-    # For JSON, base64 and headers; longer work is done after admission.
+    # For JSON, base64 and headers. Longer work is done after admission.
     threads = ThreadPoolExecutor(config.prepare_threads, "cornplug-read")
     parser = BodyParser(threads)
     door = MediaIntake(encoder, threads, config)
@@ -75,7 +75,7 @@ def create_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        # Before the port answers, so that the first media need not wait for processes to start.
+        # Before the port is open, so that the first media need not wait for processes to start.
         await asyncio.to_thread(encoder.start_decoding)
         async with (
             parts.running() if config.sglang else contextlib.nullcontext(),
@@ -84,7 +84,7 @@ def create_app(
         ):
             yield
 
-    # FastAPI's own pages load third-party scripts, onto the origin that may reload.
+    # FastAPI's own pages load third-party scripts, which could call /v1/reload from this origin.
     app = FastAPI(
         title="cornplug encoder",
         version=__version__,
@@ -106,12 +106,12 @@ def create_app(
         read_s=config.body_deadline_s,
         count=encoder.meters.refused,
     )
-    # A part that is being encoded waits for its receivers to register there.
+    # A part that is being encoded waits for its receivers to register at this path.
     app.add_middleware(
         DrainMiddleware, gate=gate, still=("/scheduler_receive_url",), count=encoder.meters.refused
     )
     app.add_middleware(TraceRequests, tracing=encoder.observer.tracing)
-    # The last one is the first to see a request.
+    # The middleware that is added last sees requests first.
     app.add_middleware(
         AccessControlMiddleware,
         config=config,
@@ -124,10 +124,10 @@ def create_app(
 
     @app.post("/v1/encode", response_model=EncodeAnswer, responses=openapi.ENCODE, openapi_extra=openapi.BODY)
     async def encode(request: Request) -> Response:
-        """Embeddings of one medium, or of several as each finishes."""
+        """Return the embedding of one medium, or of several media as each finishes."""
         return await encodes(request)
 
-    # Without the package there is no such path: an engine's client says which extra brings it.
+    # Without the package the path does not exist. An engine's client reports which extra is missing.
     if importlib.util.find_spec("cryptography") is not None:
         route = EngineRoute(encoder, door, threads, parser, encodes)
 
@@ -137,25 +137,27 @@ def create_app(
 
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """The served models, with the fingerprints of their parts."""
+        """Return the served models, with the fingerprints of their parts."""
         return served.listed()
 
     @app.get("/health", response_model=Status, responses={503: {"model": Status}})
     @app.get("/sglang/{model:path}/health", include_in_schema=False)
     async def health() -> Response:
-        """Alive: 503 asks for a restart."""
+        """Liveness check. Status 503 means that the service should be restarted."""
         up = encoder.healthy()
         return JSONResponse({"status": "ok" if up else "down"}, status_code=200 if up else 503)
 
     @app.get("/ready", response_model=Status, responses=openapi.NOT_READY)
     async def ready() -> Response:
-        """Serving: towers are loaded before the port answers. 503 asks to send requests elsewhere."""
+        """Readiness check. Status 503 means that requests should go to another service."""
         if gate.closed:
             return refused(CLOSED)
         if not encoder.healthy():
-            return refused(FailedMedium(reason="down", message="no tower can run; see the service's log"))
+            return refused(
+                FailedMedium(reason="down", message="no tower can run; see the log of the service")
+            )
         if not encoder.decoding_ready():
-            problem = "no medium that came lately was decoded; see the service's log"
+            problem = "no recent medium could be decoded; see the log of the service"
             return refused(FailedMedium(reason="stuck", message=problem))
         return JSONResponse({"status": "ok"})
 
@@ -168,7 +170,7 @@ def create_app(
 
 
 def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
-    """Answer every exception as an `ErrorAnswer`."""
+    """Convert every exception into an `ErrorAnswer`."""
 
     @app.exception_handler(EncoderRefused)
     @app.exception_handler(MediaError)
@@ -179,7 +181,7 @@ def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
 
     @app.exception_handler(ClientDisconnect)
     async def gone(_: Request, e: ClientDisconnect) -> Response:
-        return Response(status_code=499)  # the client has gone
+        return Response(status_code=499)  # the client has disconnected
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, e: HTTPException) -> Response:
@@ -191,5 +193,5 @@ def _answer_errors(app: FastAPI, encoder: EncoderCore, audit: AuditLog) -> None:
 
     @app.exception_handler(Exception)
     async def fault(_: Request, e: Exception) -> Response:
-        # Starlette raises it again after this answer, so that the server's log has it.
+        # Starlette raises the exception again after this reply, so that the server logs it.
         return refused(FailedMedium(reason="internal", message=A_FAULT))

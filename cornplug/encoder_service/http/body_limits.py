@@ -27,24 +27,24 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import QosClasses
 
 MAX_FRAMES: Final = 4096
-"""Images that one video may be sent as; a comma stands between two of them."""
+"""Maximum number of images, separated by commas, that one video may be sent as."""
 _FORM_OVERHEAD_BYTES: Final = 64 << 10
 _SMALL_BYTES: Final = 64 << 10
-"""Largest body of a route that takes no media."""
+"""Maximum body of a route without media."""
 _MIN_MEDIA: Final = 256
-"""Media of one request of SGLang's servers (`sglang.wire.EncodePart`)."""
+"""Number of media in one request of SGLang's servers (`sglang.wire.EncodePart`)."""
 _QUOTES_A_MEDIUM: Final = 32
-"""A medium has at most five fields; names and values of them have four quotation marks each."""
+"""A medium has at most five fields, each with four quotation marks for name and value."""
 _BRACKETS_A_MEDIUM: Final = 4
 _ENGINES_SHARE: Final = 0.25
 _CLASSES_SHARE: Final = 0.5
 
 
 class JsonShape:
-    """Counts quotation marks, brackets and commas of one JSON text, wherever they stand, as it comes.
+    """Counter of quotation marks, brackets and commas in one JSON text, fed in pieces.
 
-    They bound the number and depth of its values. `add` raises EncoderRefused("too_many_items") once there
-    are more of them than a request of `media` media can have.
+    They bound the number and depth of its values. `add` raises EncoderRefused("too_many_items") if there are
+    more than a request with `media` media can have.
     """
 
     def __init__(self, media: int) -> None:
@@ -63,14 +63,14 @@ class JsonShape:
             left -= sum(map(piece.count, marks))
             if left < 0:
                 raise EncoderRefused(
-                    f"body: more values than a request of {self._media} media has; send several requests",
+                    f"body: more values than a request with {self._media} media can have; split the request",
                     reason="too_many_items",
                 )
             self._left[marks] = left
 
 
 def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
-    """The bytes of bodies under way, with room for one body of each class whatever the others hold."""
+    """Return the budget for bytes of incoming bodies. It always has capacity for one body of each class."""
     return ByteBudget(
         {qos: _CLASSES_SHARE * qos.share for qos in classes.all()} | {ENGINES: _ENGINES_SHARE},
         max(config.max_held_bytes, 4 * (config.max_body_bytes + _FORM_OVERHEAD_BYTES)),
@@ -79,7 +79,8 @@ def body_budget(classes: QosClasses, config: EncoderConfig) -> ByteBudget:
 
 
 class BodyGuard:
-    """Limits in bytes, seconds and values. A refused request gets a JSON answer, and its connection ends."""
+    """Middleware that limits bytes, seconds and values. A refused request gets a JSON reply, and its
+    connection is closed."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class BodyGuard:
         async def counted() -> Message:
             nonlocal seen, whole
             if whole:
-                # Only to notice a disconnect, which may come at any time before the answer.
+                # Only detects a disconnect, which may happen at any time before the reply.
                 return await receive()
             try:
                 async with asyncio.timeout_at(end):
@@ -147,15 +148,15 @@ class BodyGuard:
 
 
 def _takes_media(path: str) -> bool:
-    """/v1/encode, /v1/engine, and SGLang's /encode and /sglang/MODEL/encode."""
+    """Return whether the path is /v1/encode, /v1/engine, or SGLang's /encode and /sglang/MODEL/encode."""
     return path.endswith("/encode") or path == engine_seal.PATH
 
 
 def _is_opaque(path: str, headers: Headers) -> bool:
-    """Whether the body is a form or sealed, and not text that is parsed as JSON."""
+    """Return whether the body is a form or sealed, not text that is parsed as JSON."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind == "multipart/form-data" or path == engine_seal.PATH
 
 
 def _too_large(max_bytes: int) -> EncoderRefused:
-    return EncoderRefused(f"body: at most {max_bytes} bytes are accepted", reason="too_large")
+    return EncoderRefused(f"body: larger than the limit of {max_bytes} bytes", reason="too_large")

@@ -1,7 +1,7 @@
-"""Parsing of request bodies, off the event loop.
+"""Parsing of request bodies off the event loop.
 
-A parser of tens of megabytes holds the interpreter's lock for tenths of a second. Large bodies of one class
-are parsed one after another, so that the event loop and the small bodies get their turn in between.
+Parsing tens of megabytes holds the GIL for tenths of a second. Large bodies of one class are therefore parsed
+one after another, so that the event loop and small bodies get their turn in between.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LARGE_BYTES: Final = 256 << 10
 
 
 class BodyParser:
-    """Parses on `threads`. For one event loop."""
+    """Parser of bodies on `threads`. For one event loop."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads

@@ -1,4 +1,4 @@
-"""Work that ends with its client: uvicorn cancels nothing when a client hangs up."""
+"""Cancellation of work when the client disconnects, which uvicorn does not do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ResultT = TypeVar("ResultT")
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, ResultT]) -> ResultT:
-    """The work's result. Raises ClientDisconnect as soon as the client has gone."""
+    """Return the result of the work. Raises ClientDisconnect as soon as the client disconnects."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_gone(request))
     try:

@@ -1,7 +1,7 @@
 """`GET /v1/status`, and the page at `/` that shows it.
 
-The page is three kinds of static files, without a build step and without anything from elsewhere. It
-shows names that clients chose, as text nodes only, under a content security policy without inline scripts.
+The page consists of static files, without a build step and without external resources. It shows names that
+clients chose only as text nodes, under a content security policy without inline scripts.
 """
 
 from __future__ import annotations
@@ -45,33 +45,35 @@ _HEADERS: Final = {
 
 
 class SampleRow(pydantic.BaseModel):
-    """Counts of the `seconds` up to `at_s` (Unix time); queue lengths are of the end."""
+    """Counts of the `seconds` before `at_s` (Unix time). Queue lengths are those at the end."""
 
     seq: int
     at_s: float
     seconds: float
     answers: dict[str, int] = pydantic.Field(examples=[{"computed": 3, "coalesced": 1, "cached": 5}])
-    refusals: dict[str, int] = pydantic.Field(description="By class.")
-    queue: dict[str, int] = pydantic.Field(description="Requests that no batch has taken, by class.")
-    waiting: int = pydantic.Field(description="Requests admitted and not answered.")
+    refusals: dict[str, int] = pydantic.Field(description="Refusals by class.")
+    queue: dict[str, int] = pydantic.Field(description="Requests waiting for a batch, by class.")
+    waiting: int = pydantic.Field(description="Requests admitted and not yet answered.")
     batches: int
     media: int = pydantic.Field(description="Media computed by a tower.")
     tokens: int = pydantic.Field(description="Tokens computed by a tower.")
-    busy_s: float = pydantic.Field(description="Seconds of the batches that ended.")
-    p50_s: float | None = pydantic.Field(description="Median of receipt to answer; null without answers.")
+    busy_s: float = pydantic.Field(description="Compute seconds of the batches that ended.")
+    p50_s: float | None = pydantic.Field(
+        description="Median seconds from receipt to reply, null without replies."
+    )
     p95_s: float | None
     store_failures: int
 
 
 class AppRow(pydantic.BaseModel):
-    """Answers to one app since the start."""
+    """Number of results sent to one app since the start."""
 
     app: str
     answers: int
 
 
 class RefusalRow(pydantic.BaseModel):
-    """Refusals since the start."""
+    """Number of refusals since the start."""
 
     qos: str
     reason: str
@@ -84,27 +86,31 @@ class ExecutorsView(pydantic.BaseModel):
 
 
 class Overview(pydantic.BaseModel):
-    """The service now, and its last fifteen minutes."""
+    """Current state of the service, and its last fifteen minutes."""
 
-    instance: str = pydantic.Field(description="A new one after each restart: counts begin at 0.")
+    instance: str = pydantic.Field(
+        description="Random id that changes at each restart, when counts restart at 0."
+    )
     version: str
     state: State
-    now_s: float = pydantic.Field(description="Unix time of this answer.")
+    now_s: float = pydantic.Field(description="Unix time of this response.")
     uptime_s: float
-    period_s: float = pydantic.Field(description="Time between two samples.")
+    period_s: float = pydantic.Field(description="Seconds between two samples.")
     classes: list[str]
     executors: ExecutorsView
-    store: bool = pydantic.Field(description="Whether embeddings are published in a store of the host.")
+    store: bool = pydantic.Field(description="Whether embeddings are saved in a store of the host.")
     models: list[ModelRow]
-    predicted_s: dict[str, float] = pydantic.Field(description="Until a medium would be answered, by class.")
-    answers: dict[str, int] = pydantic.Field(description="Since the start, by origin.")
-    apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} that were answered most.")
+    predicted_s: dict[str, float] = pydantic.Field(
+        description="Predicted seconds until a new medium is answered, by class."
+    )
+    answers: dict[str, int] = pydantic.Field(description="Results since the start, by origin.")
+    apps: list[AppRow] = pydantic.Field(description=f"The {APPS_SHOWN} apps with the most results.")
     refusals: list[RefusalRow]
     samples: list[SampleRow]
 
 
 class StatusReport:
-    """Makes overviews of one service. For one event loop."""
+    """Overviews of one service. For one event loop."""
 
     def __init__(
         self, encoder: EncoderCore, history: ServiceHistory, gate: DrainState, models: ModelsRoute
@@ -117,7 +123,7 @@ class StatusReport:
         self._began_s = time.monotonic()
 
     def overview(self, since: int) -> dict[str, Any]:
-        """An `Overview` with the samples after number `since`."""
+        """Return an `Overview` with the samples after number `since`."""
         encoder, meters = self._encoder, self._encoder.meters
         alive, total = meters.executors()
         answers = totals(meters.answers)
@@ -154,15 +160,15 @@ class StatusReport:
 
 
 def router(report: StatusReport) -> APIRouter:
-    """`/v1/status` and the page."""
+    """Return `/v1/status` and the page."""
     routes = APIRouter()
     files = {name: (_PAGE / name).read_bytes() for name in _TYPES}
 
     @routes.get("/v1/status", response_model=Overview)
     async def status(
-        since: Annotated[int, Query(ge=0, description="Samples after this number.")] = 0,
+        since: Annotated[int, Query(ge=0, description="Return samples after this number.")] = 0,
     ) -> Response:
-        """The service now and its last fifteen minutes, as the page at `/` shows them."""
+        """Current state of the service and its last fifteen minutes, as shown by the page at `/`."""
         body = msgspec.json.encode(report.overview(since))
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 

@@ -1,4 +1,4 @@
-"""Graceful drain: counts HTTP requests in flight, and refuses new ones when the service is to stop."""
+"""Graceful drain: counts HTTP requests in flight, and refuses new requests when the service stops."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cornplug.encoder_service.http.responses import FailedMedium, refused
 
 CLOSED: Final = FailedMedium(
-    reason="draining", message="the service is stopping; ask another one", retry_after_s=1.0
+    reason="draining", message="the service is stopping; use another service", retry_after_s=1.0
 )
 
 
 class DrainState:
-    """Requests in flight, for one event loop. Requests begun before `close` may finish, streams included."""
+    """Requests in flight, for one event loop. Requests that started before `close` may finish, streams
+    included."""
 
     def __init__(self) -> None:
         self._in_flight = 0
@@ -31,7 +32,7 @@ class DrainState:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Context manager around one request, until the last byte of its answer."""
+        """Context manager around one request, until the last byte of its reply."""
         self._in_flight += 1
         self._idle.clear()
         try:
@@ -46,7 +47,7 @@ class DrainState:
         self._closed = True
 
     async def idle(self, deadline_s: float) -> bool:
-        """Wait until no request is in flight. False if the deadline passed first."""
+        """Wait until no request is in flight. Returns False if the deadline passes first."""
         try:
             await asyncio.wait_for(self._idle.wait(), deadline_s)
         except TimeoutError:
@@ -55,9 +56,9 @@ class DrainState:
 
 
 class DrainMiddleware:
-    """ASGI middleware: POST requests count as in flight, or are refused after `close`.
+    """ASGI middleware that counts POST requests as in flight, or refuses them after `close`.
 
-    `still`: suffixes of paths that requests in flight depend on, so they are admitted to the end.
+    `still` are suffixes of paths that requests in flight depend on, so they are admitted until the end.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""`POST /v1/encode`, and media of engines without a tower: fetch, prepare and submit each medium.
+"""`POST /v1/encode`, and media from engines without a tower: fetch, prepare and submit each medium.
 
 Work is cancelled when its client disconnects.
 
@@ -48,16 +48,16 @@ from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import QosCaller
 
 _AT_ONCE: Final = 2
-"""Media of one request that are prepared at a time: sixty-four of one do not delay one of another."""
+"""Maximum items of one request prepared concurrently, so a large request cannot starve small requests."""
 _MARGIN_S: Final = 1.0
-"""Grace after the deadline for work that began in time."""
+"""Grace period after the deadline for work that started in time."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _HttpRequest:
-    """One request in flight, with its caller, and its deadline by the monotonic clock."""
+    """One request in flight, with its caller and its deadline on the monotonic clock."""
 
     asked: ParsedRequest
     caller: QosCaller
@@ -68,7 +68,7 @@ class _HttpRequest:
 
 
 class EncodeRoute:
-    """`POST /v1/encode`, for one event loop."""
+    """Route `POST /v1/encode`. For one event loop."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class EncodeRoute:
         *,
         secret: bytes,
     ) -> None:
-        """`held` counts media that are fetched, beside the bodies that come."""
+        """`held` counts fetched media, in addition to request bodies."""
         self._held = held
         self._encoder = encoder
         self._door = door
@@ -96,8 +96,8 @@ class EncodeRoute:
         await self._fetcher.close()
 
     async def __call__(self, request: Request) -> Response:
-        """The answer to a request. Raises EncoderRefused and MediaError for errors of the whole request, and
-        ClientDisconnect."""
+        """Return the reply to a request. Raises EncoderRefused and MediaError for errors of the whole
+        request, and ClientDisconnect."""
         caller = self._encoder.classes.of_headers(request.headers)
         asked = await requests.read(request, self._parser, caller.qos, max_items=self._config.max_items)
         if self._encoder.registry.by_name(asked.model) is None:
@@ -123,20 +123,20 @@ class EncodeRoute:
         return responses.StreamedEncodings(_chain(held, outcomes), accept)
 
     async def of_engine(self, asked: MediumRequest) -> MediumReply | MediumRefusal:
-        """The answer to an engine that has proved the secret: it is believed which tenant it asks for."""
+        """Return the reply to an engine that has proved the secret. Its tenant is trusted."""
         loaded = self._encoder.registry.by_identity(asked.identity)
         if loaded is None:
             served = ", ".join(model.name for model in self._encoder.registry.served())
             return MediumRefusal(
                 reason="unknown_model",
-                message=f"no tower of identity {asked.identity.hex()[:12]} here, but those of {served}",
+                message=f"no tower has the identity {asked.identity.hex()[:12]}; this service has {served}",
             )
         decoding = decodings.known(asked.decoding)
         if decoding is None:
-            # Not the medium's fault: another service may have the rule.
+            # The medium is valid: another service may know the decoding.
             return MediumRefusal(
                 reason="unknown_model",
-                message=f"images are not decoded as {asked.decoding[:100]} does here; update cornplug",
+                message=f"unknown image decoding {asked.decoding[:100]}; update this service",
             )
         source = RequestMedium(
             modality=asked.modality, field=f"{asked.modality}_url", content=asked.url or asked.data
@@ -160,11 +160,11 @@ class EncodeRoute:
                 reason=outcome.reason, message=outcome.message, retry_after_s=outcome.retry_after_s
             )
         if outcome.handle is None or outcome.answer.tensor is None:
-            return MediumRefusal(reason="overloaded", message="the model was reloaded meanwhile")
+            return MediumRefusal(reason="overloaded", message="the model was reloaded during the request")
         return MediumReply(handle=outcome.handle, tensor=outcome.answer.tensor, decoding=decoding)
 
     async def _outcomes(self, job: _HttpRequest) -> AsyncGenerator[tuple[int, Outcome], None]:
-        """(index, outcome) of each medium as it finishes. Closing the generator cancels the others."""
+        """Yield (index, outcome) of each medium as it finishes. Closing the generator cancels the rest."""
         tasks = {
             asyncio.create_task(self._outcome(job, source)): index
             for index, source in enumerate(job.asked.sources)
@@ -186,9 +186,7 @@ class EncodeRoute:
         except (EncoderRefused, MediaError) as e:
             failed = FailedMedium.of(e)
         except TimeoutError:
-            failed = FailedMedium(
-                reason="too_late", message=f"{source.field}: not answered inside the deadline"
-            )
+            failed = FailedMedium(reason="too_late", message=f"{source.field}: no result before the deadline")
         # Refusals before the encoder saw the medium are counted here.
         self._encoder.meters.refused(failed.reason, job.caller.qos.name)
         return failed
@@ -240,7 +238,7 @@ class EncodeRoute:
     ) -> PreprocessedMedium:
         left = job.end - time.monotonic()
         if left <= 0:
-            raise EncoderRefused(f"{source.field}: its turn came after the deadline", reason="too_late")
+            raise EncoderRefused(f"{source.field}: the deadline passed before its turn", reason="too_late")
         with self._held.share(job.caller.qos) as held:
             fetched = None
             if (url := source.url()) is not None:
@@ -286,20 +284,20 @@ def _decoding(name: str) -> Decoding:
     found = decodings.known(name)
     if found is None:
         raise EncoderRefused(
-            f"{decodings.HEADER}: {name[:100]!r}, want one of {', '.join(decodings.DECODINGS)}",
+            f"{decodings.HEADER}: {name[:100]!r} is unknown; use one of {', '.join(decodings.DECODINGS)}",
             reason="bad_input",
         )
     return found
 
 
 def _without_pixels(prepared: PreprocessedMedium) -> PreprocessedMedium:
-    """The medium without its pixels: while it waits for a tower, only the encoder holds its inputs."""
+    """Return the medium without its pixels. While it waits for a tower, only the encoder holds its inputs."""
     kept = {name: tensor for name, tensor in prepared.inputs.items() if name.endswith("_grid_thw")}
     return replace(prepared, inputs=kept)
 
 
 async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[int, Outcome]]:
-    """The outcomes up to the first success, or up to two refusals that differ."""
+    """Return the outcomes up to the first success, or up to two refusals that differ."""
     held: list[tuple[int, Outcome]] = []
     async for index, outcome in outcomes:
         held.append((index, outcome))
@@ -309,7 +307,7 @@ async def _opening(outcomes: AsyncIterator[tuple[int, Outcome]]) -> list[tuple[i
 
 
 def _all_alike(held: list[tuple[int, Outcome]], expected: int) -> FailedMedium | None:
-    """The refusal that all media share, which becomes the status; None if there is none."""
+    """Return the refusal that all media share, which becomes the status, or None."""
     failed = [outcome for _, outcome in held if isinstance(outcome, FailedMedium)]
     if len(failed) < expected or len({f.reason for f in failed}) > 1:
         return None
@@ -327,9 +325,10 @@ async def _chain(
 
 
 def _result(task: asyncio.Task[Outcome]) -> Outcome:
-    """A task's outcome; an unexpected exception refuses its medium as "internal", as in `EncoderCore`."""
+    """Return a task's outcome. An unexpected exception becomes the refusal "internal", as in
+    `EncoderCore`."""
     error = task.exception()
     if error is None:
         return task.result()
-    log.error("preparing failed", exc_info=error)
+    log.error("preparing a medium failed", exc_info=error)
     return FailedMedium(reason="internal", message=A_FAULT)

@@ -1,4 +1,4 @@
-"""Names by which middleware and routes recognise engines of other hosts that have proved the secret."""
+"""Names that identify engines of other hosts which have proved that they have the secret."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from typing import Final
 from cornplug.qos import ServiceClass
 
 SEAL: Final = "cornplug.engine_seal"
-"""Key of a request's ASGI scope: its seal, once its proof was checked."""
+"""Key of a request's ASGI scope for its seal, set after the proof was checked."""
 ENGINES: Final = ServiceClass(name="/v1/engine")
-"""The class of such engines until their sealed body is open and names the app."""
+"""Class of such engines until the sealed body is open and contains the app."""

@@ -1,8 +1,9 @@
-"""`POST /v1/engine`: engines of other hosts that have the secret, as those of this host at the unix socket.
+"""`POST /v1/engine`: requests of engines on other hosts that have the secret, like the unix socket for this
+host.
 
-Body and answer are sealed messages of `wire/messages.py`; `access_control` has checked the proof in the head.
-The service trusts the embedding keys of such engines, and answers with the rows: its store is not theirs.
-Engines without a tower send the medium itself, and get the handle with the rows.
+Request and reply are sealed messages of `wire/messages.py`. `access_control` has checked the proof in the
+headers. The service trusts the embedding keys of these engines and returns the rows, because they use another
+store. Engines without a tower send the medium itself and get the handle with the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from cornplug.errors import EncoderRefused
 
 
 class EngineRoute:
-    """The route, for one event loop."""
+    """Route for engines of other hosts. For one event loop."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class EngineRoute:
         self._decode = msgspec.msgpack.Decoder(messages.HttpRequest).decode
 
     async def __call__(self, request: Request) -> Response:
-        """The sealed answer. Raises EncoderRefused for a body that is not sealed, and ClientDisconnect."""
+        """Return the sealed reply. Raises EncoderRefused if the body is not sealed, and ClientDisconnect."""
         seal: EngineSeal = request.scope[SEAL]
         asked = await self._parser.parse(request, partial(self._read, seal), ENGINES)
         reply: messages.HttpReply | None = None
@@ -73,13 +74,13 @@ class EngineRoute:
         qos = self._encoder.classes.of_app(request.app)
         deadline_s = self._door.deadline_s(qos, request.deadline_s)
         request = msgspec.structs.replace(request, deadline_s=deadline_s)
-        # Cancelled with this task, so that no tower runs for an engine that has gone.
+        # Cancelled with this task, so that no tower runs for an engine that has disconnected.
         answer = await asyncio.wrap_future(self._encoder.submit(request, inline=True))
-        # In this host's store, that is: the engine puts the rows into its own.
+        # `stored` refers to this host's store. The engine saves the rows in its own store.
         return msgspec.structs.replace(answer, stored=False) if isinstance(answer, EncodeReply) else answer
 
     def _read(self, seal: EngineSeal, body: bytes) -> messages.HttpRequest | EncodeRefusal | None:
-        """The message; None for one of another version, whose answer is empty."""
+        """Decode the message. Returns None for another protocol version, which gets an empty reply."""
         try:
             message = seal.open_request(body)
         except SealBroken as e:

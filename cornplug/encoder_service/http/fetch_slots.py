@@ -1,8 +1,7 @@
-"""Slots for fetches of URLs, with a part for each class, and a bounded queue of each class.
+"""Slots for URL fetches, with a share for each class and a bounded queue per class.
 
-A class may take unreserved slots and its own, which are its share of all: a slow host that one class asks for
-holds up no other class. Waiting costs a request its own time only, and never a host's: the time of a fetch
-begins with its slot.
+A class may use unreserved slots and its own slots, which are its share of the total. A slow host that one
+class uses therefore does not delay other classes. The time limit of a fetch starts when it gets its slot.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 _OLD: Final = 0.9
-"""Weight of the past in the mean time of a fetch."""
+"""Weight of the past in the moving average of fetch times."""
 _MIN_RETRY_S: Final = 0.1
 
 
 class FetchSlot:
-    """One slot. It stays taken until all that `keep_until` was given has ended, cancelled or not."""
+    """One slot. It stays occupied until everything passed to `keep_until` has ended, cancelled or not."""
 
     def __init__(self) -> None:
         self._until: list[asyncio.Future[Any]] = []
@@ -42,11 +41,11 @@ class FetchSlot:
 
 
 class FetchSlots:
-    """For one event loop."""
+    """Slots of all classes. For one event loop."""
 
     def __init__(self, classes: Sequence[ServiceClass], slots: int, *, max_waiting: int) -> None:
-        """`max_waiting`: fetches that may wait, each class its share of them."""
-        # However small its share, a class has a slot and a place in the queue.
+        """`max_waiting` is the number of fetches that may wait, divided among the classes by their shares."""
+        # Every class has at least one slot and one position in the queue.
         self._reserved: Mapping[ServiceClass, int] = {q: max(1, math.floor(q.share * slots)) for q in classes}
         self._slots = max(slots, sum(self._reserved.values()))
         self._max_waiting = {q: max(1, math.floor(q.share * max_waiting)) for q in classes}
@@ -61,7 +60,7 @@ class FetchSlots:
     async def taken(self, qos: ServiceClass, field: str, *, deadline_s: float) -> AsyncIterator[FetchSlot]:
         """Context manager around one fetch. Waits for a slot.
 
-        Raises EncoderRefused("fetches_full") where too many wait already, or none is free in time.
+        Raises EncoderRefused("fetches_full") if the queue is full, or if no slot becomes free in time.
         """
         await self._take(qos, field, deadline_s)
         slot = FetchSlot()
@@ -85,9 +84,12 @@ class FetchSlots:
             return
         expected_s = self._mean_s * (len(queue) + 1) / self._reserved[qos]
         if len(queue) >= self._max_waiting[qos]:
-            raise _full(f"{field}: {len(queue)} other URLs wait to be fetched", expected_s / 2)
+            raise _full(f"{field}: the queue for fetches is full with {len(queue)} URLs", expected_s / 2)
         if expected_s > deadline_s:
-            raise _full(f"{field}: its fetch would begin in {expected_s:.3g} s", expected_s - deadline_s)
+            raise _full(
+                f"{field}: the fetch would start in {expected_s:.3g} s, after the deadline",
+                expected_s - deadline_s,
+            )
         turn = asyncio.get_running_loop().create_future()
         queue.append(turn)
         try:
@@ -95,11 +97,11 @@ class FetchSlots:
                 await turn
         except BaseException as e:
             if turn.done() and not turn.cancelled():
-                self._give_back(qos)  # it was given a slot in this very moment
+                self._give_back(qos)  # It got a slot just now.
             else:
                 queue.remove(turn)
             if isinstance(e, TimeoutError):
-                problem = f"{field}: its fetch did not begin within {deadline_s:.3g} s"
+                problem = f"{field}: the fetch did not start within {deadline_s:.3g} s"
                 raise _full(problem, expected_s) from None
             raise
 
@@ -109,7 +111,7 @@ class FetchSlots:
 
     def _give_back(self, qos: ServiceClass) -> None:
         self._held[qos] -= 1
-        # The best class first. Whoever is passed over has slots of its own, which come back.
+        # Highest-ranked class first. Classes that are skipped have reserved slots, which become free later.
         for waiting, queue in self._queues.items():
             while queue and self._is_free(waiting):
                 self._held[waiting] += 1

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP protocol, with a deadline for request heads and a limit of connections: uvicorn waits
-without limit, and accepts connections until the process has no descriptor left.
+"""uvicorn's HTTP protocol with a deadline for request headers and a limit on connections.
 
-Bodies have their deadline in `body_limits`; between requests uvicorn's keep-alive timeout applies.
+uvicorn waits indefinitely, and accepts connections until the process has no file descriptors left.
+`body_limits` sets a deadline for bodies, and uvicorn's keep-alive timeout applies between requests.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Any, ClassVar, Final
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 HEAD_S: Final = 10.0
-"""A connection without a complete request head is closed after HEAD_S to twice HEAD_S."""
+"""A connection without complete request headers is closed after HEAD_S to twice HEAD_S."""
 BACKLOG: Final = 128
-"""Connections waiting to be accepted; all may be accepted before the first is closed again."""
+"""Connections waiting to be accepted. All may be accepted before the first is closed again."""
 _MOST: Final = 4096
 _FOR_OTHERS: Final = 512
-"""Descriptors kept for engines, replicas, files, fetches, and connections that are being closed."""
+"""File descriptors reserved for engines, replicas, files, fetches, and connections that are being closed."""
 _LEAST: Final = 64
 
 
 def raise_descriptors() -> None:
-    """Raise the soft limit of descriptors to the hard limit, at most 65,536."""
+    """Raise the soft limit of file descriptors to the hard limit, at most 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -31,17 +31,17 @@ def raise_descriptors() -> None:
 
 
 def connections_allowed() -> int:
-    """HTTP connections that this process has descriptors for."""
+    """Return the number of HTTP connections that this process has file descriptors for."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MOST if soft == resource.RLIM_INFINITY else max(_LEAST, min(_MOST, soft - _FOR_OTHERS))
 
 
 class HeadTimeoutProtocol(AutoHTTPProtocol):
-    """One connection. Checks every `HEAD_S` whether a request has begun since the last check."""
+    """One connection. Every `HEAD_S` it checks whether a request has started since the last check."""
 
     most: ClassVar[int] = _MOST
     others: ClassVar[dict[HeadTimeoutProtocol, None]] = {}
-    """All connections of this server, the oldest first."""
+    """All connections of this server, oldest first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -66,8 +66,8 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
         self._look = self.loop.call_later(HEAD_S, self._tick)
 
     def _evicted(self) -> HeadTimeoutProtocol:
-        """The connection to close for this one: the oldest idle one, else the oldest with an incomplete
-        request; this one if all others wait for answers."""
+        """Return the connection to close for this one: the oldest idle connection, or else the oldest with
+        an incomplete request. Returns this connection if all others wait for replies."""
         begun = None
         for one in self.others:
             cycle: Any = one.cycle
@@ -81,5 +81,5 @@ class HeadTimeoutProtocol(AutoHTTPProtocol):
 
 
 def limited(most: int) -> type[HeadTimeoutProtocol]:
-    """The protocol of one server with at most `most` connections."""
+    """Return the protocol class of one server with at most `most` connections."""
     return type("Limited", (HeadTimeoutProtocol,), {"most": most, "others": {}})

@@ -25,20 +25,21 @@ class ModalityRow(pydantic.BaseModel):
     name: Modality
     identity: str
     tower_fp: str
-    """Fingerprint of the tower that computes this modality; of a model with two towers each has its own."""
+    """Fingerprint of the tower that computes this modality. In a model with two towers, each modality has
+    its own."""
     spec_fp: str
     rows: Rows
-    """Whether all media of the modality give embeddings of equally many rows."""
+    """Whether all media of the modality have embeddings with the same number of rows."""
 
 
 class ModelRow(pydantic.BaseModel):
-    """One served model; fingerprints in hex. An embedding of it has shape (rows, hidden_size)."""
+    """One served model, with fingerprints in hex. Its embeddings have the shape (rows, hidden_size)."""
 
     name: str
     family: str
     modalities: list[Modality]
     media: list[ModalityRow]
-    """One for each of `modalities`."""
+    """Details of each entry in `modalities`."""
     identity: str
     tower_fp: str
     projector_fp: str
@@ -46,7 +47,7 @@ class ModelRow(pydantic.BaseModel):
     dtype: str
     hidden_size: int
     epoch: int
-    """Number of reloads of its weights since the service started."""
+    """Number of reloads of the weights since the service started."""
 
 
 class ModelList(pydantic.BaseModel):
@@ -58,20 +59,20 @@ class Status(pydantic.BaseModel):
 
 
 class ModelsRoute:
-    """The list of served models. Whether rows are fixed is tried once per model, with two blank images."""
+    """List of served models. Whether rows are fixed is tested once per model with two blank images."""
 
     def __init__(self, registry: ModelRegistry, preparer: MediaPreparer) -> None:
         self._registry = registry
         self._preparer = preparer
         self._rows: dict[bytes, Rows] = {}
-        self.listed()  # tried here, not while requests wait
+        self.listed()  # tested here, not while requests wait
 
     def listed(self) -> ModelList:
-        """Every model, in the order given at start."""
+        """Return every model, in the order given at startup."""
         return self.of(self._registry.served())
 
     def of(self, served: tuple[ServedModel, ...]) -> ModelList:
-        """The rows of the given models."""
+        """Return the rows of the given models."""
         return ModelList(models=[self._row(model) for model in served])
 
     def _row(self, served: ServedModel) -> ModelRow:
@@ -104,7 +105,7 @@ class ModelsRoute:
         )
 
     def _alike(self, model: str) -> bool:
-        """Whether images of different sizes have tower inputs of the same shapes and grids."""
+        """Return whether images of different sizes give tower inputs with the same shapes and grids."""
         try:
             square, wide = (self._blank(model, sides) for sides in _SIDES)
         except CornplugError:
@@ -121,12 +122,12 @@ class ModelsRoute:
 
 
 def as_modality(name: str) -> Modality:
-    """A modality's name from the wire, typed."""
+    """Return a modality's name from the wire, typed."""
     return next(modality for modality in MODALITIES if modality == name)
 
 
 def _geometry(medium: PreprocessedMedium) -> dict[str, object]:
-    """Shapes of all inputs, and the values of integer ones: grids, sizes, numbers of tiles."""
+    """Return the shapes of all inputs, and the values of integer inputs: grids, sizes, numbers of tiles."""
     return {
         name: (tensor.shape, None if tensor.is_floating_point() else tensor.tolist())
         for name, tensor in medium.inputs.items()

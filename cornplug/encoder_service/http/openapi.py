@@ -1,4 +1,4 @@
-"""Additions to `/openapi.json` beyond the routes' own types: bodies, every status, every content type."""
+"""Additions to `/openapi.json` beyond the routes' own types: bodies, all statuses, all content types."""
 
 from __future__ import annotations
 
@@ -22,7 +22,12 @@ _HEADERS: Final = {
     header(name): {"schema": {"type": "string"}, "description": f"`{name}` of EncodeAnswer."}
     for name in ("key", "shape", "dtype", "origin", "stored", "service_time_s", "handle")
 }
-_RETRY: Final = {"Retry-After": {"schema": {"type": "integer", "minimum": 1}, "description": "Seconds."}}
+_RETRY: Final = {
+    "Retry-After": {
+        "schema": {"type": "integer", "minimum": 1},
+        "description": "Seconds to wait before a retry.",
+    }
+}
 
 
 def _error(description: str, *, retry: bool = False) -> dict[str, Any]:
@@ -31,8 +36,8 @@ def _error(description: str, *, retry: bool = False) -> dict[str, Any]:
 
 ENCODE: Final[Responses] = {
     200: {
-        "description": "One embedding; for several media one line or part each, as they finish. The error "
-        "of one medium is its line. If all are refused for one reason, the status is that reason's.",
+        "description": "One embedding, or one line or part for each of several media as they finish. If a "
+        "medium fails, its line has the error. If all fail for one reason, that sets the status.",
         "headers": _HEADERS,
         "content": {
             RAW: {"schema": _BINARY},
@@ -41,29 +46,29 @@ ENCODE: Final[Responses] = {
         },
     },
     403: _error(
-        "A salt came from a caller without a tenant's key, or the request from a web page of another site."
+        "The caller sent a salt without a tenant's key, or the request came from a web page of another site."
     ),
     404: _error("The model is not served."),
     408: _error("The body did not arrive in time."),
     413: _error("Too many bytes, pixels or items."),
-    415: _error("Neither multipart/form-data nor application/json."),
-    422: _error("A field is wrong, or a medium is damaged or of a form that the model does not take."),
+    415: _error("The content type is neither multipart/form-data nor application/json."),
+    422: _error("A field is invalid, or a medium is damaged or not supported by the model."),
     424: _error("A remote URL could not be fetched."),
-    429: _error("The caller's class has had its share while others wait.", retry=True),
-    500: _error("A fault of the service."),
-    503: _error("The service is full or stopping: ask another one, or retry.", retry=True),
-    504: _error("The deadline passed before the work began."),
+    429: _error("The caller's class has used its share while other classes wait.", retry=True),
+    500: _error("Internal error of the service."),
+    503: _error("The service is overloaded or stopping. Use another service, or retry.", retry=True),
+    504: _error("The deadline passed before the work started."),
 }
-NOT_READY: Final[Responses] = {503: _error("Stopping, or no tower can run.", retry=True)}
+NOT_READY: Final[Responses] = {503: _error("The service is stopping, or no tower can run.", retry=True)}
 RELOAD: Final[Responses] = {
     403: _error(
-        "The caller is neither on this host nor has the operator's key, or is a web page of another site."
+        "The caller is not on this host and has no operator's key, or is a web page of another site."
     ),
     404: _error("The model is not served."),
-    409: _error("The files on disk cannot be loaded: every model is served as before."),
-    415: _error("Not application/json."),
-    422: _error("A field is wrong."),
-    503: _error("Another reload is going on, or the service is stopping.", retry=True),
+    409: _error("The files on disk cannot be loaded. The previous weights stay in use."),
+    415: _error("The content type is not application/json."),
+    422: _error("A field is invalid."),
+    503: _error("Another reload is in progress, or the service is stopping.", retry=True),
 }
 METRICS: Final[Responses] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
 
@@ -74,7 +79,7 @@ _AT_THE_DOOR: Final = {
     }
     for status, why in {
         "401": "A key is required (encoder.require_key).",
-        "421": "The Host header names no name of this service, and the request has no key.",
+        "421": "The Host header is not a name of this service, and the request has no key.",
     }.items()
 }
 
@@ -104,7 +109,7 @@ BODY: Final[Mapping[str, Any]] = {
 
 
 def json_body(model: type[BaseModel]) -> dict[str, Any]:
-    """The OpenAPI body of a route that parses its JSON itself."""
+    """Return the OpenAPI body of a route that parses its JSON itself."""
     return {
         "requestBody": {
             "required": True,
@@ -114,7 +119,7 @@ def json_body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def complete(app: FastAPI) -> None:
-    """Have `app.openapi` add the schemas that no route's signature names."""
+    """Make `app.openapi` add the schemas that no route's signature contains."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -1,4 +1,4 @@
-"""Requests of `POST /v1/encode`: their schema and parsing."""
+"""Schema and parsing of `POST /v1/encode` requests."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ _MAX_FIELD_BYTES: Final = 16 << 10
 _VIDEO_URL: Final = "data:video/jpeg;base64,"
 _IMAGE_URL: Final = "data:image/jpeg;base64,"
 _SHOWN: Final = 200
-"""Characters of a client's value that a message repeats."""
+"""Maximum characters of a client's value that a message repeats."""
 
 
 class _InMemory(MultiPartParser):
-    """Media are kept in memory, not spooled to /tmp; `body_limits` bounds the bytes."""
+    """Multipart parser that keeps media in memory instead of spooling to /tmp. `body_limits` bounds the
+    bytes."""
 
     spool_max_size = 1 << 62
 
@@ -46,8 +47,8 @@ async def _closing(form: FormData) -> AsyncIterator[FormData]:
 
 
 class Medium(pydantic.BaseModel):
-    """One medium: exactly one of the three, as base64, as a `data:` URL with base64, or as an
-    `http(s)` URL of a host that the operator allows (every public one by default)."""
+    """One medium, in exactly one of the three fields. The value is base64, a base64 `data:` URL, or an
+    `http(s)` URL of a host that the operator allows (by default every public host)."""
 
     model_config = pydantic.ConfigDict(extra="forbid", json_schema_extra={"oneOf": _ONE_MEDIUM})
     image: str = ""
@@ -57,14 +58,14 @@ class Medium(pydantic.BaseModel):
     @pydantic.model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if len(self._named()) != 1:
-            raise ValueError(f"name one of {', '.join(MODALITIES)}")
+            raise ValueError(f"set exactly one of {', '.join(MODALITIES)}")
         return self
 
     def _named(self) -> list[Modality]:
         return [modality for modality in MODALITIES if modality in self.model_fields_set]
 
     def source(self, where: str = "") -> RequestMedium:
-        """The medium, with the name of its field for messages."""
+        """Return the medium, with the name of its field for messages."""
         modality = self._named()[0]
         return RequestMedium(modality=modality, field=where + modality, content=getattr(self, modality))
 
@@ -82,26 +83,27 @@ class EncodeBody(Medium):
     )
     model: str = pydantic.Field(min_length=1, max_length=1024)
     items: list[Medium] = pydantic.Field(default_factory=list, min_length=1, fail_fast=True)
-    """Answered as each finishes, by `index`."""
+    """Media of the request. Each result is returned as soon as it is ready, with its `index`."""
     cache_salt: str | None = pydantic.Field(default=None, max_length=256)
-    """Equal media of different salts never share a key."""
+    """Salt of the keys. Equal media with different salts never share a key."""
     inline: bool = True
-    """False: leave the data out where the host's store has it under `key`."""
+    """Whether to return the data if it is in the host's store. If false, the reply then contains only the
+    `key`."""
     deadline_s: float | None = pydantic.Field(default=None, gt=0, le=600, allow_inf_nan=False)
-    """Counts from the receipt of the body, for all items together."""
+    """Deadline in seconds for all items together, from the receipt of the body."""
     fps: float | None = pydantic.Field(default=None, gt=0, le=1000, allow_inf_nan=False)
-    """Frames to sample per second of video; of a video sent as images, their rate."""
+    """Frames to sample per second of video. For a video sent as images, the frame rate of the images."""
     num_frames: int | None = pydantic.Field(default=None, gt=0, le=100_000)
-    """Frames to sample of each video, instead of `fps`. Default: as the model's engine does."""
+    """Number of frames to sample from each video, instead of `fps`. By default as the model's engine does."""
 
     @pydantic.model_validator(mode="after")
     def _exactly_one(self) -> Self:
         if len(self._named()) + ("items" in self.model_fields_set) != 1:
-            raise ValueError(f"name one of {', '.join(MODALITIES)}, or items")
+            raise ValueError(f"set exactly one of {', '.join(MODALITIES)} and items")
         return self
 
     def sources(self) -> tuple[RequestMedium, ...]:
-        """Every medium, in the order given."""
+        """Return all media, in the given order."""
         if not self.items:
             return (self.source(),)
         return tuple(item.source(f"items.{i}.") for i, item in enumerate(self.items))
@@ -116,32 +118,32 @@ class RequestMedium:
     content: bytes | str
 
     def url(self) -> str | None:
-        """The URL to fetch the bytes from; None if they came with the request."""
+        """Return the URL to fetch, or None if the request contains the bytes."""
         if isinstance(self.content, str) and self.content[:8].lower().startswith(("http://", "https://")):
             return self.content
         return None
 
     @property
     def is_frames(self) -> bool:
-        """Whether a video was sent as images, in vLLM's form: `data:video/jpeg;base64,FRAME,FRAME,...`."""
+        """Whether a video was sent as images in vLLM's form, `data:video/jpeg;base64,FRAME,FRAME,...`."""
         return isinstance(self.content, str) and self.content.startswith(_VIDEO_URL)
 
     def frames(self) -> list[bytes]:
-        """The encoded frames. Raises EncoderRefused("bad_input")."""
+        """Return the encoded frames. Raises EncoderRefused("bad_input")."""
         assert isinstance(self.content, str)
         each = self.content.removeprefix(_VIDEO_URL).split(",", MAX_FRAMES)
         if len(each) > MAX_FRAMES:
-            raise _bad(f"{self.field}: over {MAX_FRAMES} frames")
+            raise _bad(f"{self.field}: more than {MAX_FRAMES} frames")
         return [medium_bytes(self.field, _IMAGE_URL + text) for text in each]
 
     def data(self) -> bytes:
-        """The bytes that came. Raises EncoderRefused("bad_input", "remote_url")."""
+        """Return the bytes in the request. Raises EncoderRefused("bad_input", "remote_url")."""
         return self.content if isinstance(self.content, bytes) else medium_bytes(self.field, self.content)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A validated request. `many`: the client wants an answer for each medium as it finishes."""
+    """A validated request. If `many` is set, the client wants each result as soon as it is ready."""
 
     model: str
     sources: tuple[RequestMedium, ...]
@@ -150,11 +152,11 @@ class ParsedRequest:
     inline: bool
     deadline_s: float | None
     sampling: FrameSampling
-    """Sampling of its videos."""
+    """Frame sampling of its videos."""
 
 
 async def read(request: Request, parser: BodyParser, qos: ServiceClass, *, max_items: int) -> ParsedRequest:
-    """The parsed request. Raises EncoderRefused: "media_type", "too_many_items" or "bad_input"."""
+    """Read and parse the request. Raises EncoderRefused: "media_type", "too_many_items" or "bad_input"."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         asked = await _read_form(request, max_items)
@@ -163,7 +165,7 @@ async def read(request: Request, parser: BodyParser, qos: ServiceClass, *, max_i
         asked = _asked(body, body.sources(), many=bool(body.items))
     else:
         raise EncoderRefused(
-            f"content-type {kind[:_SHOWN]!r}: send multipart/form-data or application/json",
+            f"content-type: {kind[:_SHOWN]!r} is not supported; send multipart/form-data or application/json",
             reason="media_type",
         )
     if len(asked.sources) > max_items:
@@ -189,7 +191,7 @@ async def _read_form(request: Request, max_items: int) -> ParsedRequest:
                 elif isinstance(value, UploadFile) or name in MODALITIES:
                     raise _bad(f"{name[:_SHOWN]}: send the medium as a file named image, video or audio")
                 elif name in fields:
-                    raise _bad(f"{name[:_SHOWN]}: given twice")
+                    raise _bad(f"{name[:_SHOWN]}: set twice")
                 else:
                     fields[name] = value
     except MultiPartException as e:
@@ -198,7 +200,7 @@ async def _read_form(request: Request, max_items: int) -> ParsedRequest:
         raise _bad(f"form: {e.message[:_SHOWN]}") from e
     if not sources:
         raise _bad("image: send the medium as a file named image, video or audio")
-    # Only the fields are validated here: the files stand for the body's media.
+    # Only the fields are validated here, because the media are in files.
     body = _validate({**fields, sources[0].modality: ""})
     return _asked(body, tuple(sources), many=len(sources) > 1)
 
@@ -235,5 +237,5 @@ def _bad(message: str) -> EncoderRefused:
 
 def _too_many(max_items: int) -> EncoderRefused:
     return EncoderRefused(
-        f"items: at most {max_items} a request; send several requests", reason="too_many_items"
+        f"items: at most {max_items} per request; split them into several requests", reason="too_many_items"
     )

@@ -1,4 +1,4 @@
-"""HTTP answers: embeddings as JSON, raw bytes, lines or parts; refusals as one JSON form."""
+"""HTTP replies: embeddings as JSON, raw bytes, lines or parts, and refusals in one JSON form."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class EncodeAnswer(pydantic.BaseModel):
 
     key: str = pydantic.Field(examples=["5e" * 32])
     shape: list[int] | None = pydantic.Field(examples=[[576, 4096]])
-    """(rows, hidden_size); None where `data` is left out: the store's entry has it."""
+    """(rows, hidden_size), or null if `data` is omitted because the store has the entry."""
     dtype: str = pydantic.Field(examples=["bfloat16"])
     origin: Literal["computed", "coalesced", "cached"]
     stored: bool
     service_time_s: float
     handle: str | None = None
-    """The embedding handle: an engine with the same secret takes it in place of the image, see
-    `EmbeddingRef.to_vllm_content_part`. None if the model was reloaded meanwhile."""
+    """Embedding handle, which an engine with the same secret accepts in place of the image (see
+    `EmbeddingRef.to_vllm_content_part`). Null if the model was reloaded during the request."""
     data: str | None = None
 
 
 class ErrorDetail(pydantic.BaseModel):
-    """The refusal. `reason` is one of a fixed set, `message` names the field and the remedy."""
+    """A refusal. `reason` is one of a fixed set, and `message` names the field and the remedy."""
 
     reason: str = pydantic.Field(examples=["bad_input"])
     message: str = pydantic.Field(examples=["image: not base64"])
@@ -49,13 +49,13 @@ class ErrorDetail(pydantic.BaseModel):
 
 
 class ErrorAnswer(pydantic.BaseModel):
-    """The body of every status but 200."""
+    """Body of every response with a status other than 200."""
 
     error: ErrorDetail
 
 
 class EncodeLine(pydantic.BaseModel):
-    """One line of `application/x-ndjson`: `index` and the fields of EncodeAnswer, or `error`."""
+    """One line of `application/x-ndjson`: `index` with the fields of EncodeAnswer, or with `error`."""
 
     index: int
     key: str | None = None
@@ -70,20 +70,20 @@ class EncodeLine(pydantic.BaseModel):
 
 
 def header(field: str) -> str:
-    """The HTTP header that carries a field of `EncodeAnswer`."""
+    """Return the HTTP header for a field of `EncodeAnswer`."""
     return f"x-cornplug-{field.replace('_', '-')}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedMedium:
-    """The embedding of one medium."""
+    """Embedding of one medium."""
 
     answer: EncodeReply
     dtype: str
     handle: str | None
 
     def meta(self) -> dict[str, Any]:
-        """All fields but the data."""
+        """Return all fields except the data."""
         tensor = self.answer.tensor
         return {
             "key": self.answer.key.hex(),
@@ -96,13 +96,13 @@ class EncodedMedium:
         }
 
     def fields(self) -> dict[str, Any]:
-        """All fields, with the data as base64."""
+        """Return all fields, with the data as base64."""
         tensor = self.answer.tensor
         data = base64.b64encode(tensor.data).decode() if tensor is not None else None
         return {**self.meta(), "data": data}
 
     def headers(self) -> dict[str, str]:
-        """`meta` as headers, for an answer whose body is the data."""
+        """Return `meta` as headers, for a reply whose body is the data."""
         return {
             header(name): ",".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in self.meta().items()
@@ -112,7 +112,7 @@ class EncodedMedium:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedMedium:
-    """The refusal of one medium."""
+    """Refusal of one medium."""
 
     reason: str
     message: str
@@ -126,7 +126,7 @@ class FailedMedium:
         return cls(reason=refusal.reason, message=str(refusal), retry_after_s=retry_after_s)
 
     def fields(self) -> dict[str, Any]:
-        """The fields of `ErrorAnswer`."""
+        """Return the fields of `ErrorAnswer`."""
         detail: dict[str, Any] = {"reason": self.reason, "message": self.message}
         if self.retry_after_s is not None:
             detail["retry_after_s"] = round(self.retry_after_s, 3)
@@ -137,7 +137,7 @@ Outcome = EncodedMedium | FailedMedium
 
 
 def one(outcome: Outcome, accept: str) -> Response:
-    """The answer to a request for one medium."""
+    """Return the reply to a request for one medium."""
     if isinstance(outcome, FailedMedium):
         return refused(outcome)
     tensor = outcome.answer.tensor
@@ -147,7 +147,7 @@ def one(outcome: Outcome, accept: str) -> Response:
 
 
 class StreamedEncodings(StreamingResponse):
-    """Lines or parts. When the answer ends, also by a disconnect, unfinished work is cancelled at once."""
+    """Stream of lines or parts. When the stream ends, also by a disconnect, unfinished work is cancelled."""
 
     def __init__(self, outcomes: AsyncGenerator[tuple[int, Outcome], None], accept: str) -> None:
         self._outcomes = outcomes
@@ -166,12 +166,12 @@ class StreamedEncodings(StreamingResponse):
 
 
 def wants_many(accept: str) -> bool:
-    """Whether the client accepts a form with several answers."""
+    """Return whether the client accepts a format with several results."""
     return LINES in accept or PARTS in accept
 
 
 def refused(failed: FailedMedium) -> JSONResponse:
-    """One refusal, with its status."""
+    """Return the response for a refusal, with its status."""
     status = status_of(failed.reason)
     headers = {}
     if failed.retry_after_s is not None or status in (429, 503):
@@ -185,7 +185,7 @@ async def _lines(outcomes: AsyncIterator[tuple[int, Outcome]]) -> AsyncIterator[
 
 
 async def _parts(outcomes: AsyncIterator[tuple[int, Outcome]], boundary: str) -> AsyncIterator[bytes]:
-    """RFC 2046, 5.1.1. A part is the bytes with `x-cornplug-*` headers, or JSON where there are none."""
+    """RFC 2046, 5.1.1. A part has the bytes and `x-cornplug-*` headers, or JSON if there are no bytes."""
     async for index, outcome in outcomes:
         tensor = outcome.answer.tensor if isinstance(outcome, EncodedMedium) else None
         if isinstance(outcome, EncodedMedium) and tensor is not None:

@@ -1,12 +1,12 @@
-"""Fetching of media by URL, from public addresses and those that the operator allows.
+"""Fetching of media by URL, from public addresses and addresses that the operator allows.
 
     url ─> scheme, port, host on the list ─> a slot ─> resolve once ─> every address public or listed
-        ─> connect to that very address ─> redirect? the same again, three times at most ─> bytes
+        ─> connect to this address ─> redirect? repeat all checks, at most three times ─> bytes
 
-A name is resolved once a fetch, and the checked address is connected to, so that a second answer of a name
-server (DNS rebinding) has no effect. Connections are kept for the next fetch of that host at that address. No
-proxies, credentials or cookies; no compression, as its size would be known too late. The media digest covers
-the content: no key contains a URL.
+A name is resolved once per fetch, and the connection goes to the address that was checked, so DNS rebinding
+has no effect. Connections are kept for the next fetch from the same host and address. Proxies, credentials
+and cookies are not used. Compression is not accepted, because the decoded size would be known too late. The
+media digest covers the content, so no key contains a URL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _IDLE_CONNECTIONS: Final = 8
 """Idle connections to one host that are kept for later fetches."""
 _IDLE_S: Final = 15.0
 _MAX_HOSTS: Final = 64
-"""Hosts whose connections are kept."""
+"""Number of hosts whose connections are kept."""
 _PORTS: Final = {"http": 80, "https": 443}
 _HOST: Final = re.compile(r"(\*\.)?[a-z0-9_-]+(\.[a-z0-9_-]+)*|[0-9a-f:.]+")
 _NAT64: Final = IPv6Network("64:ff9b::/96")
@@ -54,47 +54,50 @@ _NOT_PUBLIC: Final = (
     IPv4Network("192.0.0.0/24"),  # protocol assignments; 192.0.0.192 has metadata in Oracle's cloud
     IPv4Network("168.63.129.16/32"),  # the platform's agent in each of Azure's machines
 )
-"""Networks beside those that `ipaddress` knows."""
+"""Non-public networks that `ipaddress` does not know."""
 _HEADERS: Final = {"accept-encoding": "identity", "user-agent": f"cornplug/{__version__}", "accept": "*/*"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UrlRules:
-    """The allowed URLs and addresses. Pure: no sockets here."""
+    """Rules for allowed URLs and addresses. Uses no sockets."""
 
     hosts: tuple[str, ...]
-    """Lower case; exact, "*.suffix" for all names below it, or "*" for every host."""
+    """Allowed hosts in lower case: exact, "*.suffix" for all names below it, or "*" for every host."""
     networks: tuple[Network, ...]
     """Allowed addresses that are not public."""
     ports: frozenset[int]
 
     @classmethod
     def of(cls, config: EncoderConfig) -> UrlRules:
-        """Raises ConfigError that names the setting."""
+        """Create the rules. Raises ConfigError with the name of the setting."""
         hosts = tuple(word.lower().strip("[]") for word in config.allow_hosts)
         for host in hosts:
             if host != _ANY_HOST and not _HOST.fullmatch(host):
                 remedy = "Write example.org, *.example.org or *, without scheme and port."
-                raise ConfigError("encoder.allow_hosts", f"{host!r} is no host", remedy)
+                raise ConfigError("encoder.allow_hosts", f"{host!r} is not a host", remedy)
         try:
             networks = tuple(map(ipaddress.ip_network, _words(config.allow_networks)))
         except ValueError as e:
-            raise ConfigError("encoder.allow_networks", str(e), "Write networks, as in 10.2.0.0/16.") from e
+            raise ConfigError("encoder.allow_networks", str(e), "Write networks such as 10.2.0.0/16.") from e
         ports = _words(config.allow_ports)
         if not all(word.isdecimal() and 0 < int(word) < 65536 for word in ports):
             raise ConfigError(
-                "encoder.allow_ports", f"{config.allow_ports!r}", "Write numbers, as in 80, 443."
+                "encoder.allow_ports",
+                f"{config.allow_ports!r} is invalid",
+                "Write port numbers such as 80, 443.",
             )
         return cls(hosts=hosts, networks=networks, ports=frozenset(map(int, ports)))
 
     def allows_host(self, host: str) -> bool:
-        """Whether the host's name is allowed, before it is resolved."""
+        """Return whether the host's name is allowed. Called before it is resolved."""
         return any(
             h in (host, _ANY_HOST) or (h.startswith("*.") and host.endswith(h[1:])) for h in self.hosts
         )
 
     def allows_address(self, address: Address) -> bool:
-        """Whether an address is public or listed; no private address embedded in an IPv6 address is."""
+        """Return whether an address is public or listed. Private addresses embedded in an IPv6 address are
+        rejected."""
         plain = _unmapped(address)
         if any(plain in network for network in self.networks if network.version == plain.version):
             return True
@@ -103,7 +106,7 @@ class UrlRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Target:
-    """A URL that passed the rules, and the addresses that its host had then."""
+    """A URL that passed the rules, and the addresses that its host resolved to."""
 
     url: httpx.URL
     host: str
@@ -113,9 +116,9 @@ class _Target:
 
 @cache
 def _system_tls(_file: str | None, _folder: str | None) -> ssl.SSLContext:
-    """TLS context with the host's authorities, or those that the two variables of OpenSSL name.
+    """Return a TLS context with the host's certificate authorities, or those in the two variables of OpenSSL.
 
-    Kept, because reading the authorities takes 30 ms of CPU.
+    Cached, because reading the authorities takes 30 ms of CPU.
     """
     return ssl.create_default_context()
 
@@ -123,8 +126,8 @@ def _system_tls(_file: str | None, _folder: str | None) -> ssl.SSLContext:
 class _Connections:
     """Kept connections, by host name and port. For one event loop.
 
-    A transport has them by address alone: with one for all hosts, a host could be asked over the connection
-    of another host at its address, whose certificate was checked in place of its own.
+    A transport keys connections by address only. With one transport for all hosts, a request could use the
+    connection of another host at the same address, whose certificate was checked instead.
     """
 
     def __init__(self) -> None:
@@ -134,7 +137,7 @@ class _Connections:
 
     @contextlib.asynccontextmanager
     async def of(self, target: _Target) -> AsyncIterator[httpx.AsyncHTTPTransport]:
-        """Context manager around one use."""
+        """Context manager around one use of a host's transport."""
         key = target.url.scheme, target.host, target.port
         if key not in self._kept:
             limits = httpx.Limits(
@@ -158,7 +161,7 @@ class _Connections:
 
 
 class UrlFetcher:
-    """Fetches media by the rules. For one event loop; `close` it there."""
+    """Fetcher of media that follows the rules. For one event loop; `close` it there."""
 
     def __init__(self, rules: UrlRules, slots: FetchSlots, *, max_bytes: int, deadline_s: float) -> None:
         self._rules = rules
@@ -169,7 +172,7 @@ class UrlFetcher:
 
     @classmethod
     def of(cls, config: EncoderConfig, classes: Sequence[ServiceClass]) -> UrlFetcher:
-        """Raises ConfigError as `UrlRules.of`."""
+        """Create a fetcher. Raises ConfigError as `UrlRules.of` does."""
         return cls(
             UrlRules.of(config),
             FetchSlots(classes, config.max_fetches, max_waiting=config.max_waiting),
@@ -180,16 +183,16 @@ class UrlFetcher:
     async def fetch(
         self, field: str, url: str, *, qos: ServiceClass, deadline_s: float, held: BudgetShare
     ) -> bytes:
-        """The bytes at `url`, which `held` counts. Messages begin with `field`.
+        """Fetch the bytes at `url`, which `held` counts. Messages begin with `field`.
 
-        Waits for a slot of the class for at most `deadline_s`. The time of the fetch begins then. Raises
-        EncoderRefused: "remote_url" (not allowed: host, scheme, port, address, redirect), "remote_failed" (no
-        answer, or a status that is not 200), "remote_timeout", "too_large", "fetches_full", and as
-        `BudgetShare.need`.
+        Waits at most `deadline_s` for a slot of the class. The time limit of the fetch starts then. Raises
+        EncoderRefused: "remote_url" (host, scheme, port, address or redirect not allowed), "remote_failed"
+        (no response, or a status other than 200), "remote_timeout", "too_large", "fetches_full", and as
+        `BudgetShare.need` does.
         """
         if not self._rules.hosts:
             raise EncoderRefused(
-                f"{field}: this service fetches no URLs (encoder.allow_hosts is empty); send the bytes",
+                f"{field}: this service does not fetch URLs (encoder.allow_hosts is empty); send the bytes",
                 reason="remote_url",
             )
         self._checked(field, url, None)
@@ -200,9 +203,11 @@ class UrlFetcher:
                 async with asyncio.timeout(min(self._deadline_s, left_s)):
                     return await self._follow(field, url, slot, held)
             except (TimeoutError, httpx.TimeoutException):
-                raise EncoderRefused(f"{field}: its host took too long", reason="remote_timeout") from None
+                raise EncoderRefused(
+                    f"{field}: the URL's host took too long", reason="remote_timeout"
+                ) from None
             except (httpx.HTTPError, OSError, UnicodeError) as e:
-                problem = f"{field}: could not be fetched: {type(e).__name__}"
+                problem = f"{field}: fetching the URL failed: {type(e).__name__}"
                 raise EncoderRefused(problem, reason="remote_failed") from e
 
     async def close(self) -> None:
@@ -217,49 +222,49 @@ class UrlFetcher:
             if isinstance(answer, bytes):
                 return answer
             before, text = url, answer
-        raise EncoderRefused(f"{field}: over {MAX_REDIRECTS} redirects", reason="remote_url")
+        raise EncoderRefused(f"{field}: more than {MAX_REDIRECTS} redirects", reason="remote_url")
 
     def _checked(self, field: str, text: str, before: httpx.URL | None) -> httpx.URL:
-        """The URL, absolute, of an allowed scheme, host and port."""
+        """Return the absolute URL if its scheme, host and port are allowed."""
         try:
             if len(text) > _MAX_URL:
-                raise httpx.InvalidURL(f"over {_MAX_URL} characters")
+                raise httpx.InvalidURL(f"longer than {_MAX_URL} characters")
             url = httpx.URL(text) if before is None else before.join(text)
             host = _host(url)
         except (httpx.InvalidURL, UnicodeError) as e:
             raise EncoderRefused(f"{field}: not a URL: {e}", reason="remote_url") from None
         problem = None
         if url.scheme not in _PORTS or (before is not None and before.scheme == "https" != url.scheme):
-            problem = "only http and https are fetched, and https never leads to http"
+            problem = "only http and https URLs are fetched, without redirects from https to http"
         elif url.userinfo:
-            problem = "a URL with a password is not fetched"
+            problem = "URLs with a user name or password are not fetched"
         elif not self._rules.allows_host(host):
-            problem = "its host is not on this service's list; send the bytes"
+            problem = "the URL's host is not in encoder.allow_hosts; send the bytes"
         elif (url.port or _PORTS[url.scheme]) not in self._rules.ports:
-            problem = "its port is not on this service's list"
+            problem = "the URL's port is not in encoder.allow_ports"
         if problem is not None:
             raise EncoderRefused(f"{field}: {problem}", reason="remote_url")
         return url
 
     async def _resolved(self, field: str, url: httpx.URL, slot: FetchSlot) -> _Target:
         host, port = _host(url), url.port or _PORTS[url.scheme]
-        # Nothing ends a look-up of a slow name server: it keeps the slot that it was begun for.
+        # A lookup cannot be cancelled. It keeps the slot until the name server replies.
         looking = _looked_up(host, port)
         slot.keep_until(looking)
         found = await asyncio.shield(looking)
         addresses = tuple(
             dict.fromkeys(ipaddress.ip_address(str(row[4][0]).partition("%")[0]) for row in found)
         )
-        # One disallowed address refuses all: such an answer is an attack or a mistake.
+        # One disallowed address rejects the URL, because such a reply is an attack or a mistake.
         if not addresses or not all(map(self._rules.allows_address, addresses)):
             raise EncoderRefused(
-                f"{field}: its host is at an address that is not public and not in encoder.allow_networks",
+                f"{field}: the URL's address is neither public nor in encoder.allow_networks",
                 reason="remote_url",
             )
         return _Target(url=url, host=host, port=port, addresses=addresses)
 
     async def _get(self, field: str, target: _Target, held: BudgetShare) -> bytes | str:
-        """The body, or the location of a redirect. Tries the addresses in turn."""
+        """Return the body, or the location of a redirect. Tries the addresses in turn."""
         for address in target.addresses[:-1]:
             try:
                 return await self._get_from(field, target, address, held)
@@ -290,21 +295,23 @@ class UrlFetcher:
 
     async def _body(self, field: str, response: httpx.Response, held: BudgetShare) -> bytes:
         if response.status_code != 200:
-            problem = f"{field}: its host answered {response.status_code}"
+            problem = f"{field}: the URL's host returned status {response.status_code}"
             raise EncoderRefused(problem, reason="remote_failed")
         if response.headers.get("content-encoding", "identity").lower() != "identity":
-            raise EncoderRefused(f"{field}: its host compresses, though asked not to", reason="remote_failed")
+            raise EncoderRefused(f"{field}: the URL's host sent compressed content", reason="remote_failed")
         body = bytearray()
         async for chunk in response.aiter_raw():
             body += chunk
             if len(body) > self._max_bytes:
-                raise EncoderRefused(f"{field}: over {self._max_bytes} bytes", reason="too_large")
+                raise EncoderRefused(
+                    f"{field}: larger than the limit of {self._max_bytes} bytes", reason="too_large"
+                )
             held.need(len(body))
         return bytes(body)
 
 
 async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> httpx.Response:
-    """The response's head. Sends once more if the connection has ended: a kept one may end at any time."""
+    """Send the request and return the response headers. Retries once if a kept connection has ended."""
     try:
         return await transport.handle_async_request(request)
     except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -312,7 +319,7 @@ async def _sent(transport: httpx.AsyncHTTPTransport, request: httpx.Request) -> 
 
 
 def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
-    """The addresses of a name. On a thread of its own: those of a pool could all wait for one name server."""
+    """Resolve a name on a separate thread, because a pool's threads could all wait for one name server."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[list[Any]] = loop.create_future()
 
@@ -331,7 +338,7 @@ def _looked_up(host: str, port: int) -> asyncio.Future[list[Any]]:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as e:
             error = e
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+        with contextlib.suppress(RuntimeError):  # the loop was closed in the meantime
             loop.call_soon_threadsafe(done, found, error)
 
     threading.Thread(target=look, name="cornplug-names", daemon=True).start()
@@ -343,7 +350,7 @@ def _words(text: str) -> list[str]:
 
 
 def _host(url: httpx.URL) -> str:
-    """The host as in the list: ASCII, lower case, no trailing dot."""
+    """Return the host as in the list: ASCII, lower case, without trailing dot."""
     return url.raw_host.decode("ascii").lower().rstrip(".")
 
 

@@ -1,1 +1,1 @@
-"""Decoding of image, video and audio bytes. No torch, but for `audio_resample`."""
+"""Decoding of image, video and audio bytes. Only `audio_resample` uses torch."""

@@ -1,9 +1,9 @@
-"""Audio at the rate of a model's processor, resampled as by vLLM 0.32.
+"""Resampling of audio to the rate of a model's processor, as in vLLM 0.32.
 
-vLLM uses torchaudio's `Resample` with its defaults: a windowed sinc (Hann), 6 zero crossings
-wide, rolling off at 0.99 of the lower rate. The formula is J. O. Smith's
-(https://ccrma.stanford.edu/~jos/resample/); the order of the steps
-and the rounding follow torchaudio, so that engine and service compute the same bits and one digest.
+vLLM uses torchaudio's `Resample` with its defaults: a windowed sinc (Hann), 6 zero crossings wide, rolling
+off at 0.99 of the lower rate. The formula is J. O. Smith's (https://ccrma.stanford.edu/~jos/resample/). The
+order of the steps and the rounding follow torchaudio, so that engine and service compute the same bits and
+the same digest.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cornplug.errors import MediaError
 _ZERO_CROSSINGS: Final = 6
 _ROLLOFF: Final = 0.99
 _MAX_KERNEL: Final = 1 << 20
-"""Values in a filter: two rates without a common divisor would need billions."""
+"""Maximum values in a filter. Two rates without a common divisor would need billions."""
 _BLOCK: Final = 1 << 22
-"""Unfolded samples that are in memory at a time."""
+"""Number of unfolded samples in memory at a time."""
 
 
 def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
-    """The same audio at another rate; unchanged at its own rate.
+    """Return the audio at another rate. Audio that already has this rate is returned unchanged.
 
-    Raises MediaError("sample_rate") for two rates with a too small common divisor.
+    Raises MediaError("sample_rate") for two rates whose common divisor is too small.
     """
     if audio.rate == rate:
         return audio
@@ -37,7 +37,7 @@ def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
     old, new = audio.rate // divisor, rate // divisor
     if new * (old + 2 * _reach(old, new)) > _MAX_KERNEL:
         raise MediaError(
-            f"{audio.rate} Hz do not divide into {rate} Hz: resample the audio to a usual rate",
+            f"cannot resample {audio.rate} Hz to {rate} Hz; resample the audio to a common rate first",
             reason="sample_rate",
         )
     kernel, reach = _kernel(old, new)
@@ -46,16 +46,17 @@ def resampled(audio: AudioSamples, rate: int) -> AudioSamples:
 
 
 def _reach(old: int, new: int) -> int:
-    """Samples on either side that a filter covers."""
+    """Return the number of samples on either side that a filter covers."""
     return math.ceil(_ZERO_CROSSINGS * old / (min(old, new) * _ROLLOFF))
 
 
 @lru_cache(maxsize=32)
 def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
-    """(filters, reach): float32 of shape (new, old + 2 * reach), one filter per new sample of a period."""
+    """Return (filters, reach): float32 of shape (new, old + 2 * reach), one filter per new sample of a
+    period."""
     reach, cutoff = _reach(old, new), min(old, new) * _ROLLOFF
     inputs = torch.arange(-reach, reach + old, dtype=torch.float64)[None] / old
-    # float32 here, as torchaudio has it: the sum is float64 again.
+    # float32 here, as in torchaudio. The sum is float64 again.
     t = torch.arange(0, -new, -1)[:, None] / new + inputs
     t = (t * cutoff).clamp(-_ZERO_CROSSINGS, _ZERO_CROSSINGS)
     window = torch.cos(t * math.pi / _ZERO_CROSSINGS / 2) ** 2
@@ -65,7 +66,7 @@ def _kernel(old: int, new: int) -> tuple[torch.Tensor, int]:
 
 
 def _convolved(samples: Samples, kernel: torch.Tensor, old: int, reach: int) -> Samples:
-    """A convolution with stride `old`, as a matrix product over blocks of periods."""
+    """Convolve with stride `old`, as a matrix product over blocks of periods."""
     padded = torch.from_numpy(np.pad(samples, (reach, reach + old)))
     periods = padded.unfold(0, kernel.shape[1], old)
     step = max(_BLOCK // kernel.shape[1], 1)

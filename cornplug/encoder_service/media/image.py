@@ -1,7 +1,7 @@
 """Decoding of image files to the pixels that a processor receives, and their digest.
 
-The rules are those of the engines, so that an engine and the service compute one digest for the same image.
-Only the first frame of an animation counts, and colour profiles are ignored. The rules differ in two points:
+The rules are those of the engines, so that an engine and the service compute the same digest for an image.
+Only the first frame of an animation is used, and colour profiles are ignored. The rules differ in two points:
 
 | rule (`wire.decodings`) | EXIF orientation | images with transparency |
 |---|---|---|
@@ -9,11 +9,11 @@ Only the first frame of an animation counts, and colour profiles are ignored. Th
 | `vllm-0.33` | applied | laid on white |
 | `sglang-0.5.23` | ignored | the transparency is dropped |
 
-Transparency is an alpha channel (RGBA, LA, PA), or a transparent colour that a palette, grey or RGB image
-names. Everything else goes through Pillow's `convert("RGB")`.
+Transparency is an alpha channel (RGBA, LA, PA), or a transparent colour of a palette, grey or RGB image. All
+other images go through Pillow's `convert("RGB")`.
 
-The digest is over the RGB pixels. So a PNG, a lossless WebP and a BMP of one image have the same digest,
-and so has an image that the caller flattened by the rule beforehand.
+The digest covers the RGB pixels. A PNG, a lossless WebP and a BMP of an image therefore have the same digest,
+as does an image that the caller already flattened by these rules.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from cornplug.identity import pixels_digest
 FORMATS: Final = (
     "AVIF", "BMP", "DIB", "GIF", "ICO", "JPEG", "JPEG2000", "PNG", "PPM", "QOI", "TGA", "TIFF", "WEBP",
 )  # fmt: skip
-"""Formats of still images that Pillow may decode; not EPS, which starts Ghostscript."""
+"""Formats of still images that Pillow may decode. EPS is excluded because it starts Ghostscript."""
 COMMON: Final = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
-"""Formats that are accepted by default: each further format is one more decoder to attack."""
+"""Formats that are accepted by default. Each further format adds a decoder that can be attacked."""
 
 MAX_SCANS: Final = 100
-"""Scans of a JPEG. A progressive one has some ten; each costs a pass over all pixels."""
+"""Maximum scans of a JPEG. A progressive JPEG has about ten, and each costs a pass over all pixels."""
 MAX_SEGMENTS: Final = 4096
-"""Segments of a JPEG, between and before its scans."""
+"""Maximum segments of a JPEG, between and before its scans."""
 
 _TURNED: Final = frozenset(range(2, 9))
 """EXIF orientations other than upright."""
 _WHITE: Final = (255, 255, 255)
 _MARKER: Final = re.compile(rb"\xff[^\x00\xd0-\xd7\xff]")
-"""The marker after a scan's data; inside the data 0xFF is followed by 0 or a restart marker's number."""
+"""The marker after a scan's data. Inside the data, 0xFF is followed by 0 or a restart marker's number."""
 _START_OF_SCAN: Final = 0xDA
 _END_OF_IMAGE: Final = 0xD9
 _WITHOUT_LENGTH: Final = frozenset({0x01, *range(0xD0, 0xD9)})
 
 Before = Callable[[int, int], None]
-"""Called with width and height before decoding; an exception ends the decoding."""
+"""Called with width and height before decoding. An exception stops the decoding."""
 
-# Pillow's readers parse hostile bytes with struct, slices and dictionaries, and let all of this out.
+# Pillow's readers parse hostile bytes with struct, slices and dictionaries, and raise all of these.
 BROKEN: Final = (
     OSError,
     SyntaxError,
@@ -74,24 +74,24 @@ BROKEN: Final = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RgbPixels:
-    """A decoded RGB image that no library has copied yet."""
+    """Decoded RGB image that no library has copied yet."""
 
     width: int
     height: int
     data: bytes | memoryview
-    """Row-major, three bytes a pixel."""
+    """Row-major pixels of three bytes."""
 
     @classmethod
     def of(cls, image: Image.Image) -> RgbPixels:
-        """The pixels of an image of mode "RGB"."""
+        """Return the pixels of an image of mode "RGB"."""
         return cls(image.width, image.height, image.tobytes())
 
     def digest(self) -> bytes:
-        """Media digest, 32 bytes."""
+        """Return the media digest (32 bytes)."""
         return pixels_digest("RGB", self.width, self.height, self.data)
 
     def image(self) -> Image.Image:
-        """The same image as Pillow has it."""
+        """Return the image as a Pillow object."""
         flat = np.frombuffer(self.data, np.uint8)
         return Image.frombuffer("RGB", (self.width, self.height), flat, "raw", "RGB", 0, 1)
 
@@ -107,13 +107,13 @@ def decode(
     before: Before = no_objection,
     formats: Sequence[str] = COMMON,
 ) -> Image.Image:
-    """One decoded still image, as its file has it.
+    """Decode one still image without further conversion.
 
-    Width times height is checked, and `before` called, before decoding, so a decompression bomb costs its
-    header only.
+    Width times height is checked, and `before` called, before decoding, so a decompression bomb costs only
+    its header.
 
-    Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels",
-    "too_many_scans" or "damaged" (truncated or inconsistent).
+    Raises MediaError with reason "empty" (no bytes), "unknown_format", "too_many_pixels", "too_many_scans" or
+    "damaged" (truncated or inconsistent).
     """
     if not data:
         raise MediaError("the image has no bytes", reason="empty")
@@ -122,8 +122,8 @@ def decode(
         image = Image.open(io.BytesIO(data), formats=list(formats))
     except UnidentifiedImageError as e:
         raise MediaError(
-            f"{len(data)} bytes are no accepted image; send one of {', '.join(formats)}, or allow "
-            "more by encoder.image_formats",
+            f"not an accepted image format ({len(data)} bytes); send one of {', '.join(formats)}, or allow "
+            "more in encoder.image_formats",
             reason="unknown_format",
         ) from e
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as e:
@@ -133,7 +133,7 @@ def decode(
     width, height = image.size
     if width * height > max_pixels:
         raise MediaError(
-            f"{width} x {height} pixels, at most {max_pixels} are accepted", reason="too_many_pixels"
+            f"{width} x {height} pixels exceed the limit of {max_pixels}", reason="too_many_pixels"
         )
     if width * height == 0:
         raise MediaError("the image has no pixels", reason="damaged")
@@ -148,7 +148,7 @@ def decode(
 
 
 def check_scans(data: bytes) -> None:
-    """Raises MediaError("too_many_scans") for a JPEG that could make its decoder work for hours."""
+    """Raise MediaError("too_many_scans") for a JPEG that could keep its decoder busy for hours."""
     if data[:2] != b"\xff\xd8":
         return
     scans, at = 0, 2
@@ -158,22 +158,22 @@ def check_scans(data: bytes) -> None:
             return
         at = found.end()
         if kind not in _WITHOUT_LENGTH:
-            # A wrong length moves only the next search: a decoder skips the same bytes.
+            # A wrong length only moves the next search. A decoder skips the same bytes.
             at += int.from_bytes(data[at : at + 2], "big")
         scans += kind == _START_OF_SCAN
         if scans > MAX_SCANS:
             break
     else:
-        raise MediaError(f"a JPEG of over {MAX_SEGMENTS} segments", reason="too_many_scans")
+        raise MediaError(f"the JPEG has more than {MAX_SEGMENTS} segments", reason="too_many_scans")
     if scans > MAX_SCANS:
         raise MediaError(
-            f"a JPEG of over {MAX_SCANS} scans; save it with fewer, or as a baseline JPEG",
+            f"the JPEG has more than {MAX_SCANS} scans; save it with fewer, or as a baseline JPEG",
             reason="too_many_scans",
         )
 
 
 def as_received(image: Image.Image, decoding: Decoding = DEFAULT) -> Image.Image:
-    """The RGB image that an engine passes to its processor; see the module's rules."""
+    """Return the RGB image that an engine passes to its processor, by the module's rules."""
     if decoding != "sglang-0.5.23":
         image = _upright(image)
         if _is_transparent(image) and not (image.mode == "RGB" and decoding == "vllm-0.32"):
@@ -185,7 +185,7 @@ def as_received(image: Image.Image, decoding: Decoding = DEFAULT) -> Image.Image
 
 
 def digest_image(image: Image.Image) -> bytes:
-    """Media digest (32 bytes) of an image of mode "RGB"."""
+    """Return the media digest (32 bytes) of an image of mode "RGB"."""
     return pixels_digest("RGB", image.width, image.height, image.tobytes())
 
 
@@ -195,7 +195,7 @@ def _is_transparent(image: Image.Image) -> bool:
 
 def _upright(image: Image.Image) -> Image.Image:
     try:
-        image.load()  # some formats have their EXIF behind the pixels
+        image.load()  # some formats store EXIF after the pixels
         # Without this check, `exif_transpose` copies an upright image.
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in _TURNED
         return ImageOps.exif_transpose(image) if turned else image

@@ -1,14 +1,14 @@
 """Decoding of video files to sampled RGB frames with their times, and their digest.
 
-The rule is that of vLLM 0.32 (vllm/multimodal/video.py and video_decoders/opencv.py), so that engines and
-the service compute one digest for the same video:
+The rules are those of vLLM 0.32 (vllm/multimodal/video.py and video_decoders/opencv.py), so that engines and
+the service compute the same digest for a video:
 
-1. The first video stream counts. Frames are numbered in display order; a frame's time is its number divided
-   by the stream's rate; time stamps are ignored.
+1. The first video stream is used. Frames are numbered in display order. A frame's time is its number divided
+   by the stream's rate. Time stamps are ignored.
 2. The model (`preprocess.video`) and the request determine the sampled frames.
 3. Pixels are converted as by OpenCV with FFmpeg, and rotated upright by the file's metadata.
 
-The digest is over the sampled frames and their times, not over the sampling options.
+The digest covers the sampled frames and their times, not the sampling options.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from cornplug.identity import frames_digest
 
 Frames = npt.NDArray[np.uint8]
 _SHORT_BY: Final = 0.02
-"""Fraction of the announced frames that may be missing without being a truncation."""
+"""Fraction of the announced frames that may be missing before the file counts as truncated."""
 _MAX_FPS: Final = 1000.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoHeader:
-    """A video's properties by its file's header."""
+    """Properties of a video from the file's header."""
 
     total: int
     """Number of frames."""
@@ -52,18 +52,18 @@ class VideoFrames:
     """Sampled frames of one video."""
 
     frames: Frames
-    """(sampled, height, width, 3) RGB."""
+    """RGB frames of shape (sampled, height, width, 3)."""
     indices: tuple[int, ...]
-    """The frames' numbers in the whole video, ascending."""
+    """Numbers of the frames in the whole video, ascending."""
     source: VideoHeader
 
     @property
     def times_s(self) -> list[float]:
-        """The frames' times, in seconds from the start."""
+        """Times of the frames in seconds from the start."""
         return [index / self.source.fps for index in self.indices]
 
     def digest(self) -> bytes:
-        """Media digest (32 bytes) of the frames and their times."""
+        """Return the media digest (32 bytes) of the frames and their times."""
         height, width = self.frames.shape[1:3]
         return frames_digest(width, height, self.times_s, (frame.tobytes() for frame in self.frames))
 
@@ -74,18 +74,18 @@ class VideoLimits:
 
     max_s: float = 600.0
     max_frames: int = 768
-    """Sampled frames."""
+    """Maximum number of sampled frames."""
     max_pixels: int = 64_000_000
-    """Pixels of one frame; all sampled frames together may have four times as many."""
+    """Maximum pixels of one frame. All sampled frames together may have four times as many."""
     image_formats: tuple[str, ...] = image.COMMON
-    """Formats of the frames of a video that is sent as images."""
+    """Formats of the frames when a video is sent as images."""
 
 
 def decode(data: bytes, choose: Callable[[VideoHeader], Sequence[int]], limits: VideoLimits) -> VideoFrames:
-    """The frames that `choose` samples; duration and size are checked before decoding.
+    """Decode the frames that `choose` samples. Duration and size are checked before decoding.
 
     Raises MediaError: "empty", "unknown_format", "no_video", "too_long", "too_many_pixels",
-    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and as `choose`.
+    "too_many_frames", "too_slow", "damaged" (truncated or inconsistent), and as `choose` does.
     """
     source = _source(data, limits)
     indices = sampled(source, choose(source), limits)
@@ -113,16 +113,16 @@ def decode_frames(
     decoding: Decoding = DEFAULT,
     before: Callable[[VideoHeader], None] = _no_objection,
 ) -> VideoFrames:
-    """All frames of a video that is sent as images of one size, `fps` of them a second.
+    """Decode all frames of a video sent as images of the same size, at `fps` frames per second.
 
-    `before` is called with the header before decoding; an exception ends the decoding.
+    `before` is called with the header before decoding. An exception stops the decoding.
 
-    Raises MediaError as `image.decode`, and "too_many_frames", "too_many_pixels", "frame_size".
+    Raises MediaError as `image.decode` does, and "too_many_frames", "too_many_pixels", "frame_size".
     """
     if not images:
         raise MediaError("the video has no frames", reason="empty")
     if not 0 < fps <= _MAX_FPS:
-        raise MediaError(f"fps: {fps}, want over 0 and at most {_MAX_FPS:g}", reason="frame_rate")
+        raise MediaError(f"fps: must be above 0 and at most {_MAX_FPS:g}, not {fps}", reason="frame_rate")
     taken: list[Frames] = []
 
     def first(width: int, height: int) -> None:
@@ -134,7 +134,7 @@ def decode_frames(
         decoded = image.decode(encoded, limits.max_pixels, before=before_frame, formats=limits.image_formats)
         frame = image.as_received(decoded, decoding)
         if taken and frame.size != (taken[0].shape[1], taken[0].shape[0]):
-            raise MediaError(f"frame {len(taken)} has another size than the first", reason="frame_size")
+            raise MediaError(f"frame {len(taken)} differs in size from the first frame", reason="frame_size")
         taken.append(np.asarray(frame))
     height, width = taken[0].shape[:2]
     source = VideoHeader(total=len(taken), fps=fps, width=width, height=height)
@@ -142,17 +142,17 @@ def decode_frames(
 
 
 def sampled(source: VideoHeader, chosen: Sequence[int], limits: VideoLimits) -> tuple[int, ...]:
-    """The numbers of the sampled frames, ascending. Raises MediaError("unprocessable") for none, and as
-    `check_room`."""
+    """Return the numbers of the sampled frames, ascending. Raises MediaError("unprocessable") if there are
+    none, and as `check_room` does."""
     indices = tuple(sorted({int(index) for index in chosen}))
     if not indices or indices[0] < 0 or indices[-1] >= source.total:
-        raise MediaError(f"no frame of {source.total} is sampled", reason="unprocessable")
+        raise MediaError(f"none of the {source.total} frames is sampled", reason="unprocessable")
     check_room(len(indices), source.width, source.height, limits)
     return indices
 
 
 def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
-    """The header, checked against the packets in the file."""
+    """Return the header, checked against the packets in the file."""
     with opened(data, "video", max_pixels=str(limits.max_pixels)) as container:
         if not container.streams.video or container.streams.video[0].codec_context is None:
             raise MediaError("the file has no video stream of a known codec", reason="no_video")
@@ -160,7 +160,7 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
         width, height = stream.codec_context.width, stream.codec_context.height
         if width * height > limits.max_pixels:
             raise MediaError(
-                f"{width} x {height} pixels, at most {limits.max_pixels} are accepted",
+                f"{width} x {height} pixels exceed the limit of {limits.max_pixels}",
                 reason="too_many_pixels",
             )
         fps = float(stream.guessed_rate or stream.average_rate or 0)
@@ -169,9 +169,9 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
         announced_s = announced_duration_s(container, stream)
         if announced_s is not None and announced_s > limits.max_s:
             raise MediaError(
-                f"{announced_s:.0f} s of video, at most {limits.max_s:g} are accepted", reason="too_long"
+                f"{announced_s:.0f} s of video exceed the limit of {limits.max_s:g} s", reason="too_long"
             )
-        # OpenCV's count: the header's, else by duration and rate.
+        # As in OpenCV: the count in the header, or else duration times rate.
         announced = stream.frames or (int(announced_s * fps + 0.5) if announced_s else 0)
         present = _packets(container, stream)
     if present < announced * (1 - _SHORT_BY) - 1:
@@ -180,12 +180,12 @@ def _source(data: bytes, limits: VideoLimits) -> VideoHeader:
     if total < 1:
         raise MediaError("the video has no frames", reason="empty")
     if total / fps > limits.max_s:
-        raise MediaError(f"over {limits.max_s:g} s of video", reason="too_long")
+        raise MediaError(f"more than {limits.max_s:g} s of video", reason="too_long")
     return VideoHeader(total=total, fps=fps, width=width, height=height)
 
 
 def _packets(container: Any, stream: Any) -> int:
-    """Number of frames in the file, counted without decoding."""
+    """Count the frames in the file without decoding."""
     try:
         return sum(1 for packet in container.demux(stream) if packet.size and not packet.is_discard)
     except BROKEN as e:
@@ -193,23 +193,22 @@ def _packets(container: Any, stream: Any) -> int:
 
 
 def check_room(count: int, width: int, height: int, limits: VideoLimits) -> None:
-    """Raises MediaError("too_many_frames", "too_many_pixels") for more sampled frames than are accepted."""
+    """Raise MediaError("too_many_frames", "too_many_pixels") if there are more sampled frames than
+    accepted."""
     if count > limits.max_frames:
-        raise MediaError(
-            f"{count} frames, at most {limits.max_frames} are accepted", reason="too_many_frames"
-        )
+        raise MediaError(f"{count} frames exceed the limit of {limits.max_frames}", reason="too_many_frames")
     if count * width * height > 4 * limits.max_pixels:
         raise MediaError(
-            f"{count} frames of {width} x {height} pixels, at most {4 * limits.max_pixels} in all: "
+            f"{count} frames of {width} x {height} pixels exceed the limit of {4 * limits.max_pixels}; "
             "sample fewer frames",
             reason="too_many_pixels",
         )
 
 
 def _rgb(frame: Any, source: VideoHeader) -> Frames:
-    """(height, width, 3) of one decoded frame, upright."""
+    """Return one decoded frame, upright, of shape (height, width, 3)."""
     if (frame.width, frame.height) != (source.width, source.height):
-        raise MediaError("the video changes its size in mid-stream", reason="damaged")
+        raise MediaError("the video changes its size within the stream", reason="damaged")
     try:
         bgr: Frames = frame.reformat(format="bgr24", interpolation="BICUBIC").to_ndarray()
     except BROKEN as e:

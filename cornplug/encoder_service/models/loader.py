@@ -30,58 +30,59 @@ class LoadedModel:
     shared with other models."""
 
     served: ServedModel
-    """The whole model."""
+    """Description of the whole model."""
     checkpoint: Checkpoint
     modalities: tuple[Modality, ...]
-    """Those that this tower computes."""
+    """Modalities that this tower computes."""
     identity: bytes
-    """Model identity of the first of `modalities`: of no other tower of the service."""
+    """Model identity of the first of `modalities`. No other tower of the service has it."""
     tower_fp: bytes
     projector_fp: bytes
     spec_fp: bytes
     tower: Tower
     projector: Projector
     tower_spec_fp: bytes
-    """32 bytes: a digest of everything but weights and inputs that changes features."""
+    """Digest (32 bytes) of everything except weights and inputs that changes features."""
     dtype: torch.dtype
     device: torch.device
-    """Of the weights; "meta" where replicas have them."""
+    """Device of the weights, "meta" if replicas have them."""
     others: tuple[LoadedModel, ...] = ()
-    """The same model's other towers."""
+    """Other towers of the same model."""
 
     @property
     def tower_key(self) -> tuple[bytes, bytes]:
-        """Models of equal key share a tower."""
+        """Key of the tower. Models with equal keys share a tower."""
         return self.tower_fp, self.tower_spec_fp
 
     @property
     def projector_key(self) -> tuple[bytes, bytes]:
-        """Models of equal key share a projector. The spec is part of it, with its activation."""
+        """Key of the projector. Models with equal keys share a projector. The spec with its activation is
+        part of it."""
         return self.projector_fp, self.spec_fp
 
     def each(self) -> Iterator[LoadedModel]:
-        """Itself and `others`: every tower of the model once."""
+        """Yield this part and `others`, so that every tower of the model occurs once."""
         yield self
         yield from self.others
 
     def of(self, modality: str) -> LoadedModel | None:
-        """The part of the model that computes a modality; None where no tower of it is served."""
+        """Return the part of the model that computes a modality, or None if no such tower is served."""
         return next((part for part in self.each() if modality in part.modalities), None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPlacement:
-    """Dtype and device of weights. On the device "meta" a tower checks inputs, and has no weights."""
+    """Dtype and device of weights. On the device "meta" a tower checks inputs but has no weights."""
 
     dtype: str
-    """torch's name without "torch."."""
+    """Name of the dtype in torch, without "torch."."""
     device: torch.device
     compile: bool = False
     """Whether towers are compiled (`CompiledTower`)."""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Raises ConfigError for a dtype that no tower runs in."""
+        """Dtype of the towers. Raises ConfigError for an unsupported dtype."""
         return float_dtype(self.dtype)
 
 
@@ -141,7 +142,7 @@ def load(
 
 
 def _by_tower(checkpoint: Checkpoint, dtype: str) -> list[tuple[Modality, ...]]:
-    """The modalities of a checkpoint, those of one tower together."""
+    """Return the modalities of a checkpoint, grouped by tower."""
     found: dict[tuple[bytes, bytes], list[Modality]] = {}
     for modality in checkpoint.family.inputs:
         found.setdefault(_tower_key(checkpoint, dtype, modality), []).append(modality)
@@ -161,7 +162,7 @@ def _load_part(
     known: Iterable[LoadedModel],
     report: Callable[[str], None],
 ) -> LoadedModel:
-    """One tower and its projector, each shared with the first of `known` that has an equal one."""
+    """Load one tower and its projector, each shared with the first of `known` that has an equal part."""
     known = tuple(known)
     dtype, first = place.torch_dtype, modalities[0]
     architecture = towers.architecture(checkpoint.family, modalities)

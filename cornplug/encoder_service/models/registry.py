@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Models:
-    """The models of one generation; a reload replaces the whole object."""
+    """Models of one generation. A reload replaces the whole object."""
 
     by_name: dict[str, LoadedModel]
     by_identity: dict[bytes, LoadedModel]
@@ -42,7 +42,7 @@ class _Models:
 
 
 class ModelRegistry:
-    """Loads models at start and at reloads. Any thread may read it; one at a time may change it."""
+    """Registry of loaded models. Any thread may read it, and one thread at a time may change it."""
 
     def __init__(self, *, dtype: str, device: str, compile: bool = False) -> None:
         self._place: Final = WeightPlacement(dtype=dtype, device=torch.device(device), compile=compile)
@@ -72,18 +72,18 @@ class ModelRegistry:
 
     @property
     def dtype_name(self) -> str:
-        """torch's name of the dtype that towers run in."""
+        """Name of the towers' dtype in torch."""
         return self._place.dtype
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """Device of the weights."""
         return self._place.device
 
     def add(self, name: str, report: Report = lambda line: None) -> LoadedModel:
         """Load one more model, reusing a tower or projector with equal weights."""
         if name in self._models.by_name:
-            raise ConfigError("--model", f"{name} is named twice", "Name each model once.")
+            raise ConfigError("--model", f"{name} is listed twice", "List each model once.")
         report(f"{name}: reading fingerprints")
         checkpoint, found = read(name, self.dtype_name)
         loaded = load(checkpoint, found, self._place, beside=self.loaded(), report=report)
@@ -111,7 +111,7 @@ class ModelRegistry:
             checkpoint, found = read(name, self.dtype_name)
             if found.family != old.family:
                 raise CheckpointError(
-                    f"{name} is a {found.family} now and was a {old.family}. Restart the service for that.",
+                    f"{name} is now a {found.family} and was a {old.family}. Restart the service to load it.",
                     reason="other_family",
                 )
             if (found.tower_fp, found.projector_fp, found.modalities) != (
@@ -132,19 +132,19 @@ class ModelRegistry:
         return [loaded for loaded in before if loaded.served.name in new]
 
     def served(self) -> tuple[ServedModel, ...]:
-        """Every model, in the order of the command line."""
+        """Return every model, in the order of the command line."""
         return tuple(loaded.served for loaded in self.loaded())
 
     def loaded(self) -> tuple[LoadedModel, ...]:
-        """Every model with its halves, in the order of the command line."""
+        """Return every model with its towers and projectors, in the order of the command line."""
         return tuple(self._models.by_name.values())
 
     def by_identity(self, model_identity: bytes) -> LoadedModel | None:
-        """The part of a model that makes embeddings of this identity."""
+        """Return the part of a model that computes embeddings of this identity."""
         return self._models.by_identity.get(model_identity)
 
     def by_name(self, name: str) -> LoadedModel | None:
-        """The model of that name on the command line."""
+        """Return the model with this name on the command line."""
         return self._models.by_name.get(name)
 
     def shares_features(self, model: LoadedModel) -> bool:
@@ -159,7 +159,7 @@ class ModelRegistry:
         )
 
     def summary(self) -> str:
-        """For the start-up line: "2 models, 1 tower, 2 projectors"."""
+        """Return the summary for the startup line: "2 models, 1 tower, 2 projectors"."""
         parts = [part for loaded in self.loaded() for part in loaded.each()]
         counts = (
             (len(self.loaded()), "model"),

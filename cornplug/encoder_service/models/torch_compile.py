@@ -1,4 +1,4 @@
-"""torch.compile of a tower's layers; a tower that cannot be compiled runs uncompiled, with one warning."""
+"""torch.compile for a tower's layers. A tower that cannot be compiled runs uncompiled, with one warning."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class CompiledTower:
     """
 
     failures = 0
-    """Towers of this process that could not be compiled."""
+    """Number of towers of this process that could not be compiled."""
 
     def __init__(self, tower: Tower) -> None:
         self.inner = tower
         """The tower itself."""
         self.layers = list(layers_of(tower))
-        """The compiled layers; empty once compiling has failed."""
+        """Compiled layers, empty after compiling has failed."""
         for layer in self.layers:
             layer.compile(dynamic=True)
             # A hook would be compiled into the layer.
@@ -47,7 +47,7 @@ class CompiledTower:
         except TorchDynamoException as e:
             if not self.layers:
                 raise
-            log.warning("%s cannot be compiled and runs as it is: %s", type(self.inner).__name__, e)
+            log.warning("%s cannot be compiled and runs uncompiled: %s", type(self.inner).__name__, e)
             CompiledTower.failures += 1
             for layer in self.layers:
                 layer._compiled_call_impl = None
@@ -57,7 +57,7 @@ class CompiledTower:
 
 
 def let_pause(tower: Tower) -> None:
-    """Have passes of an uncompiled tower give way, or end, between its layers."""
+    """Let passes of an uncompiled tower yield, or end, between its layers."""
     for layer in layers_of(tower):
         layer.register_forward_pre_hook(between_layers)
 
@@ -71,7 +71,7 @@ def _after_pause(layer: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def layers_of(tower: Tower) -> Iterator[nn.Module]:
-    """The repeated layers of a tower."""
+    """Yield the repeated layers of a tower."""
     for value in vars(tower).values():
         if isinstance(value, nn.Module):
             for part in value.modules():

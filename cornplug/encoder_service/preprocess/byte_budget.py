@@ -1,7 +1,8 @@
-"""Bounds bytes in memory, with a part reserved for each class: bodies that come, and prepared media.
+"""Budget for bytes in memory, with a share reserved for each class. Used for incoming bodies and prepared
+media.
 
-A medium's bytes are taken by its header's dimensions before anything is decoded, corrected once the true size
-is known, and given back with the answer.
+A medium's bytes are reserved from the dimensions in its header before decoding, corrected once the true size
+is known, and released with the reply.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from cornplug.qos import ServiceClass
 
 
 class ByteBudget:
-    """Thread-safe. A class may take unreserved bytes and its own, which are its fraction of all."""
+    """Budget of all classes. Thread-safe. A class may use unreserved bytes and its own reserved fraction."""
 
     def __init__(self, fractions: Mapping[ServiceClass, float], max_bytes: int, *, purpose: str) -> None:
-        """`purpose` completes the sentence "it takes 5 bytes ..." of refusals.
+        """`purpose` completes the sentence "the medium needs 5 bytes ..." in refusals.
 
-        With one class nothing is reserved: there is nobody to reserve it from.
+        With a single class nothing is reserved.
         """
         self.max_bytes: Final = max_bytes
         self._purpose = purpose
@@ -31,16 +32,17 @@ class ByteBudget:
         self._held: Counter[ServiceClass] = Counter()
 
     def share(self, qos: ServiceClass) -> BudgetShare:
-        """The budget of one medium or body, of 0 bytes at first."""
+        """Return the share of one medium or body, initially 0 bytes."""
         return BudgetShare(self, qos)
 
     def held_bytes(self) -> int:
-        """Bytes taken now."""
+        """Return the bytes currently held."""
         with self._lock:
             return sum(self._held.values())
 
     def adjust(self, qos: ServiceClass, more: int, total: int) -> None:
-        """Take `more` bytes (or give back) for something of `total` bytes. Raises as `BudgetShare.need`."""
+        """Take `more` bytes (or release, if negative) for something of `total` bytes. Raises as
+        `BudgetShare.need` does."""
         with self._lock:
             if more > 0:
                 set_aside = sum(
@@ -49,20 +51,20 @@ class ByteBudget:
                 limit = self.max_bytes - sum(reserved for q, reserved in self._reserved.items() if q != qos)
                 if total > limit:
                     raise EncoderRefused(
-                        f"it takes {total} bytes {self._purpose}, and its class may hold {limit}: send a "
-                        "smaller one",
+                        f"{total} bytes are needed {self._purpose}, and the limit for its class is {limit}; "
+                        "send a smaller medium",
                         reason="too_large_prepared",
                     )
                 if sum(self._held.values()) + set_aside + more > self.max_bytes:
                     raise EncoderRefused(
-                        f"no memory is free for the {total} bytes that it takes {self._purpose}: ask again",
+                        f"no memory is free for the {total} bytes needed {self._purpose}; retry later",
                         reason="overloaded",
                     )
             self._held[qos] += more
 
 
 class BudgetShare:
-    """The bytes of one medium or body; a context manager that gives them back. Thread-safe."""
+    """Bytes of one medium or body; a context manager that releases them. Thread-safe."""
 
     def __init__(self, budget: ByteBudget, qos: ServiceClass) -> None:
         self._budget = budget
@@ -74,17 +76,17 @@ class BudgetShare:
     def need(self, size: int) -> None:
         """Hold `size` bytes.
 
-        Raises EncoderRefused, nothing changed: "too_large_prepared" where they never fit, "overloaded" where
-        they do not fit now, or the request was cancelled.
+        Raises EncoderRefused without a change: "too_large_prepared" if they never fit, "overloaded" if they
+        do not fit now or the request was cancelled.
         """
         with self._lock:
             if not self._open:
-                raise EncoderRefused("its request was cancelled", reason="overloaded")
+                raise EncoderRefused("the request was cancelled", reason="overloaded")
             self._budget.adjust(self._qos, size - self._bytes, size)
             self._bytes = size
 
     def close(self) -> None:
-        """Give all bytes back."""
+        """Release all bytes."""
         with self._lock:
             if self._open:
                 self._budget.adjust(self._qos, -self._bytes, 0)

@@ -1,10 +1,10 @@
-"""Decodes and preprocesses media in fair order, by lanes of one thread and one process each.
+"""Decoding and preprocessing of media in fair order, in lanes with one thread and one process each.
 
     submit ─ EncodeAdmission ─> Batcher ─take─> a lane: its process decodes, its thread preprocesses
                                                 one lane more: only for jobs of a better class than
                                                 all running ones
-The queue in front of the towers once more, over other work: a medium's header gives its cost, the time that a
-lane takes for it is measured, and a medium that cannot be done in time is refused at once.
+It uses the same kind of queue as the towers. A medium's header gives its cost, the time that a lane takes is
+measured, and a medium that cannot be done in time is refused immediately.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from cornplug.errors import EncoderRefused
 from cornplug.qos import ServiceClass
 
 STUCK_S: Final = 10.0
-"""All lanes may be in one job each for so long before the service is not ready."""
+"""Time for which all lanes may be in one job each before the service is not ready."""
 _MAX_WORK: Final = 1 << 40
 _END_S: Final = 1.0
-"""Longest time that a stopping service waits for a running image processor."""
+"""Maximum time that a stopping service waits for a running image processor."""
 _UNTIL_ANOTHER_S: Final = 1.0
 _MIN_DEADLINE_S: Final = 0.001
 _MIN_MEASURED: Final = 8
-"""Media of a modality before their times predict other sizes: the first ones load and compile."""
+"""Media of a modality to measure before their times predict other sizes. The first ones load and compile."""
 _BASE_COST: Final = 1000
-"""A processor takes about as long as decoding a million pixels, for any size. Without it, the time of small
-images would predict hours for a large one."""
+"""A processor takes about as long as decoding a million pixels, for any size. Without this term, the time
+of small images would predict hours for a large image."""
 
 ResultT = TypeVar("ResultT")
 log = logging.getLogger(__name__)
 
 
 class _ModalityState:
-    """A modality, as the admission's tower: each has its own lane time, as a pixel of a video and one of a
-    PNG take different times."""
+    """A modality, used as the tower in admission. Each modality has its own lane time, because a pixel of
+    a video and a pixel of a PNG take different times."""
 
     prepared = 0
-    """Prepared media of this modality."""
+    """Number of prepared media of this modality."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _LaneTask:
-    """A lane's work on one medium."""
+    """Work of a lane on one medium."""
 
     run: Callable[[PreprocessContext], Any]
     budget_share: BudgetShare
@@ -72,11 +72,11 @@ class DecodeLimits:
 
     decode_s: float = 30.0
     max_bytes: int = 4 << 30
-    """Address space of a decoding process."""
+    """Address space of a decoding process in bytes."""
 
 
 class QueueTurn(Generic[ResultT]):
-    """A place in the queue. Call `cancel` when the request is given up."""
+    """Position in the queue. Call `cancel` when the request is abandoned."""
 
     def __init__(self, future: Future[ResultT], cancel: Callable[[], None]) -> None:
         self.future = future
@@ -84,7 +84,7 @@ class QueueTurn(Generic[ResultT]):
 
 
 class DecodeLanes:
-    """Thread-safe; `close` ends its threads and processes. They start with the first medium."""
+    """All lanes. Thread-safe; `close` ends the threads and processes, which start with the first medium."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class DecodeLanes:
         self._processes = [
             DecoderProcess(max_bytes=limits.max_bytes, on_killed=on_killed) for _ in range(lanes + 1)
         ]
-        # A future holds whatever preprocessing fails with, so that nothing ends a lane.
+        # A future holds any exception of preprocessing, so that no exception ends a lane.
         self._preprocessing = ThreadPoolExecutor(lanes + 1, "cornplug-preprocess")
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
@@ -133,10 +133,10 @@ class DecodeLanes:
         deadline_s: float,
         budget_share: BudgetShare,
     ) -> QueueTurn[ResultT] | AdmissionRefusal:
-        """Call `run` in a lane when its turn comes; or why it cannot be done in time.
+        """Call `run` in a lane when its turn comes, or return why it cannot be done in time.
 
-        `cost` is a guess of the header's `work_of`. The future has the result of `run`, or raises its error,
-        or EncoderRefused("too_late") where the turn came too late.
+        `cost` is an estimate of `work_of` for the header. The future has the result of `run` or its error, or
+        EncoderRefused("too_late") if the turn came too late.
         """
         if self._closed:
             return AdmissionRefusal(
@@ -169,7 +169,7 @@ class DecodeLanes:
         if (full := self._queue_limit.enter(pending)) is not None:
             return AdmissionRefusal(
                 reason=full[0],
-                message=f"{full[1]}, to be decoded",
+                message=f"{full[1]} (waiting to be decoded)",
                 retry_after_s=self._admission.half_drained_s(self._batcher),
             )
         self._tasks[pending] = task
@@ -177,37 +177,38 @@ class DecodeLanes:
         return QueueTurn(task.future, lambda: self._cancel(job, pending))
 
     def predicted_s(self) -> Mapping[str, float]:
-        """By class: predicted seconds until a medium like the last one would be prepared."""
+        """Return the predicted seconds until a medium like the last one would be prepared, by class."""
         return self._admission.predicted_s(self._classes, self._batcher)
 
     def predicted_of(self, qos: ServiceClass) -> float:
-        """`predicted_s` of one class."""
+        """Return `predicted_s` of one class."""
         return self._admission.predicted_of(qos, self._batcher)
 
     def queue(self) -> Queue:
-        """By class: (media, thousands of pixels or samples) that no lane has taken yet."""
+        """Return (media, thousands of pixels or samples) waiting for a lane, by class."""
         return self._batcher.queue()
 
     def ready(self) -> bool:
-        """Whether a medium that comes now would be decoded soon: a lane is free, or finished one lately."""
+        """Return whether a new medium would be decoded soon: a lane is free, or finished a job recently."""
         running = self._batcher.load().running
         now = self._clock()
         stuck = len(running) >= self._lanes and all(now - task.begun_s > STUCK_S for task in running)
         return not (stuck or self._broken or self._closed)
 
     def pids(self) -> list[int]:
-        """Process ids of the decoding processes."""
+        """Return the process ids of the decoding processes."""
         return [pid for process in self._processes if (pid := process.pid) is not None]
 
     def start_processes(self) -> None:
-        """Start every process, so that the first media do not wait for them. Raises EncoderRefused."""
-        # With one class no job could use the extra lane.
+        """Start every process, so that the first media do not wait. Raises EncoderRefused."""
+        # With one class, no job could use the extra lane.
         wanted = self._processes if len(self._classes) > 1 else self._processes[: self._lanes]
         with ThreadPoolExecutor(len(wanted), "cornplug-start") as starting:
             list(starting.map(DecoderProcess.start, wanted))
 
     def close(self) -> bool:
-        """Stop all decoding, and end threads and processes. False where an image processor still runs."""
+        """Stop all decoding, and end threads and processes. Returns False if an image processor still
+        runs."""
         self._closed = True
         for process in self._processes:
             process.stop()
@@ -254,7 +255,7 @@ class DecodeLanes:
             self._replace(process)
 
     def _replace(self, process: DecoderProcess) -> None:
-        """Start a new process where the last job ended it, before this lane takes another."""
+        """Start a new process if the last job ended it, before this lane takes another job."""
         if process.lost and not self._closed:
             try:
                 process.start()
@@ -291,7 +292,7 @@ class DecodeLanes:
         if error is not None:
             task.future.set_exception(error)
         else:
-            # Only finished jobs are measured: refused and killed ones end early.
+            # Only finished jobs are measured, because refused and killed jobs end early.
             self._admission.computed([job], now - began)
             if isinstance(job.tower, _ModalityState):
                 job.tower.prepared += 1
@@ -307,7 +308,7 @@ class DecodeLanes:
         self._release(pending)
         self._admission.answered(pending, self._clock() - pending.received_s)
         if task is not None and task.future.set_running_or_notify_cancel():
-            problem = f"not decoded within {pending.request.deadline_s:.3g} s"
+            problem = f"the medium was not decoded within {pending.request.deadline_s:.3g} s"
             task.future.set_exception(EncoderRefused(problem, reason="too_late"))
 
     def _release(self, pending: PendingRequest) -> None:
@@ -316,5 +317,5 @@ class DecodeLanes:
 
 
 def work_of(header: MediumHeader) -> int:
-    """Cost of a medium: thousands of pixels or samples to decode, and a constant."""
+    """Return the cost of a medium: thousands of pixels or samples to decode, and a constant."""
     return _BASE_COST + round(header.work / 1000)

@@ -104,7 +104,7 @@ class ImagePreprocessor:
             made = self._processor(images=image, return_tensors="pt", **self._asked)
         except ValueError as e:
             # So processors refuse some shapes, e.g. an aspect ratio of over 200 to 1.
-            raise MediaError(f"the model's processor refuses this image: {e}", reason="unprocessable") from e
+            raise MediaError(f"the model's processor rejected this image: {e}", reason="unprocessable") from e
         return dict(made)
 
 
@@ -117,7 +117,9 @@ def _processor(loaded: LoadedModel) -> Any:
             checkpoint.path, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, ImportError) as e:
-        raise CheckpointError(f"{checkpoint.path}: no image processor: {e}", reason="bad_config") from e
+        raise CheckpointError(
+            f"{checkpoint.path}: the image processor does not load: {e}", reason="bad_config"
+        ) from e
 
 
 def _most_pixels(processor: Any) -> int | None:

@@ -37,29 +37,29 @@ from cornplug.errors import CheckpointError, EncoderRefused
 _BASE64_SLICE: Final = 1 << 20
 """Characters that are decoded at a time. Other threads can run between two slices."""
 APP: Final = "http"
-"""App of the entries of media that come by HTTP."""
+"""App of entries for media that arrive over HTTP."""
 SGLANG: Final = "sglang"
-"""App of the entries of SGLang's servers, by SGLang's protocol."""
+"""App of entries for SGLang's servers, by SGLang's protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreprocessedMedium:
     request: EncodeRequest
-    """Without inputs: they are tensors of this process."""
+    """Request without inputs, which are tensors of this process."""
     inputs: Inputs
-    """The tower's inputs; its patch grid alone where `answer` is set."""
+    """The tower's inputs, or only its patch grid if `answer` is set."""
     dtype: str
-    """The embedding's dtype, by torch's name."""
+    """torch's name of the embedding's dtype."""
     media_digest: bytes
     """The media digest."""
     answer: EncodeReply | None = None
-    """The answer of a medium that was cached, so that its processor did not run."""
+    """Reply for a medium that was cached, so that its processor did not run."""
 
 
 log = logging.getLogger(__name__)
 
 LookUp = Callable[[EncodeRequest], EncodeReply | None]
-"""The answer to a request whose embedding is cached; None for another one."""
+"""Return the reply to a request whose embedding is cached, or None."""
 
 ENGINE_SAMPLING: Final = FrameSampling()
 PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], MediaPreprocessor]]] = {
@@ -71,7 +71,7 @@ PREPROCESSORS: Final[Mapping[Modality, Callable[[LoadedModel, MediumLimits], Med
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumSource:
-    """One medium of a request, as it came."""
+    """One medium of a request, before decoding."""
 
     model: str
     modality: Modality
@@ -81,17 +81,18 @@ class MediumSource:
     salt: str | None
     deadline_s: float
     sampling: FrameSampling = ENGINE_SAMPLING
-    """Of a video: its frames; the key follows from the frames and their times."""
+    """Frames to sample from a video. The key follows from the frames and their times."""
     decoding: Decoding = decodings.DEFAULT
-    """Of an image, and of the images of a video: the engine whose pixels are wanted."""
+    """Decoding rule for an image, or for the images of a video: the engine whose pixels are wanted."""
     app: str = APP
     """App of the entry."""
 
 
 class MediaPreparer:
-    """Thread-safe. Preprocessors are built when a model is loaded, and run no code of a checkpoint.
+    """Preparation of media for all models. Thread-safe. Preprocessors are created when a model is loaded, and
+    run no code of a checkpoint.
 
-    Raises CheckpointError("bad_config") where a checkpoint has no processor that loads.
+    Raises CheckpointError("bad_config") if a checkpoint has no processor that loads.
     """
 
     def __init__(
@@ -106,19 +107,23 @@ class MediaPreparer:
         self._secret = secret
         self._limits = limits
         self._files = FileMemo(remembered_files)
-        # By model identity, never by name: a reload may give a name another model.
+        # Keyed by model identity, because a reload may change the model of a name.
         self._preprocessors: dict[bytes, MediaPreprocessor] = {}
         registry.on_load(self._add_preprocessors)
 
     def open(self, source: MediumSource) -> OpenMedium:
-        """The medium, not decoded yet.
+        """Return the medium, not decoded yet.
 
-        Raises EncoderRefused("unknown_model", or "modality" that the model does not take, or "bad_input").
+        Raises EncoderRefused: "unknown_model", "modality" if the model does not accept it, or "bad_input".
         """
         if source.modality != "video" and source.sampling != ENGINE_SAMPLING:
-            raise EncoderRefused(f"fps, num_frames: of a video, not of {source.modality}", reason="bad_input")
+            raise EncoderRefused(
+                f"fps, num_frames: apply to videos only, not to {source.modality}", reason="bad_input"
+            )
         if source.form == "images" and source.sampling.num_frames is not None:
-            raise EncoderRefused("num_frames: the frames are given; all are taken", reason="bad_input")
+            raise EncoderRefused(
+                "num_frames: not allowed for a video sent as images; all images are used", reason="bad_input"
+            )
         loaded = self._registry.by_name(source.model)
         if loaded is None:
             raise unknown_model(source.model)
@@ -127,17 +132,17 @@ class MediaPreparer:
         if model_identity is None or preprocessor is None:
             taken = [m.name for m in loaded.served.modalities if m.identity in self._preprocessors]
             raise EncoderRefused(
-                f"{source.modality}: {loaded.served.name} takes {', '.join(taken)} only", reason="modality"
+                f"{source.modality}: {loaded.served.name} accepts only {', '.join(taken)}", reason="modality"
             )
         return OpenMedium(source, loaded, model_identity, preprocessor, self._files, self._secret)
 
     def takes(self, model_identity: bytes) -> bool:
-        """Whether media of this identity, a model's modality, can be encoded."""
+        """Return whether media of this identity, a model's modality, can be encoded."""
         return model_identity in self._preprocessors
 
     def prepare(self, source: MediumSource, context: PreprocessContext = IN_PROCESS) -> PreprocessedMedium:
-        """The request for a medium, as its model's engine would make it. Raises as `open` and
-        `OpenMedium.prepare`."""
+        """Return the request for a medium, as its model's engine would make it. Raises as `open` and
+        `OpenMedium.prepare` do."""
         return self.open(source).prepare(context)
 
     def _add_preprocessors(self, loaded: LoadedModel) -> None:
@@ -148,7 +153,7 @@ class MediaPreparer:
             try:
                 self._preprocessors[model_identity] = PREPROCESSORS[modality](part, self._limits)
             except CheckpointError as e:
-                # Of a family that nobody described, one modality may be servable and another one not.
+                # In a family without a description, some modalities may work and others not.
                 if (
                     not loaded.checkpoint.family.generic
                     or modality == loaded.checkpoint.family.first_modality
@@ -158,8 +163,8 @@ class MediaPreparer:
 
 
 class OpenMedium:
-    """One medium on its way through `recall`, and `prepare` where that finds nothing. For one thread at a
-    time."""
+    """One medium that goes through `recall`, and through `prepare` if that finds nothing. For one thread
+    at a time."""
 
     def __init__(
         self,
@@ -179,16 +184,16 @@ class OpenMedium:
         self._name: bytes | None = None
 
     def recall(self, look_up: LookUp) -> PreprocessedMedium | None:
-        """The cached medium, if this tenant sent the same file before; nothing is decoded."""
+        """Return the cached medium if this tenant sent the same file before. Nothing is decoded."""
         decoded = self._files.recall(self._source.salt, self._file_name())
         return None if decoded is None else self._cached(decoded, look_up)
 
     def prepare(
         self, context: PreprocessContext = IN_PROCESS, look_up: LookUp | None = None
     ) -> PreprocessedMedium:
-        """The decoded medium: cached, where `look_up` finds it, or else preprocessed.
+        """Return the decoded medium: cached if `look_up` finds it, or else preprocessed.
 
-        `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor.
+        `context` decodes, and may refuse. Raises MediaError as the modality's preprocessor does.
         """
         source = self._source
         medium = self._preprocessor.decode(
@@ -236,15 +241,16 @@ class OpenMedium:
 
 
 def unknown_model(model: str) -> EncoderRefused:
-    """The refusal. It lists no other model: names are often folders, which are only for callers that may list
-    models."""
+    """Return the refusal. It does not list other models, because names are often folders, which only
+    callers with access to the model list may see."""
     return EncoderRefused(
-        f"model: {model[:200]!r} is not served; GET /v1/models lists what is", reason="unknown_model"
+        f"model: {model[:200]!r} is not served; GET /v1/models lists the served models",
+        reason="unknown_model",
     )
 
 
 def medium_bytes(field: str, text: str) -> bytes:
-    """A medium out of a JSON text: base64, or a data URL with base64. Remote URLs are not fetched.
+    """Return a medium's bytes from JSON text: base64, or a data URL with base64. Remote URLs are not fetched.
 
     Raises EncoderRefused("bad_input") or ("remote_url").
     """
@@ -253,7 +259,9 @@ def medium_bytes(field: str, text: str) -> bytes:
         if not header.endswith(";base64"):
             raise EncoderRefused(f"{field}: a data URL must be base64", reason="bad_input")
     elif "://" in text[:32]:
-        raise EncoderRefused(f"{field}: remote URLs are not fetched; send the bytes", reason="remote_url")
+        raise EncoderRefused(
+            f"{field}: remote URLs are not supported here; send the bytes", reason="remote_url"
+        )
     try:
         return _from_base64(text)
     except (binascii.Error, ValueError) as e:
@@ -262,6 +270,6 @@ def medium_bytes(field: str, text: str) -> bytes:
 
 def _from_base64(text: str) -> bytes:
     if text.find("=", 0, len(text) - 2) >= 0:
-        raise binascii.Error("padding before its end")
+        raise binascii.Error("padding before the end")
     slices = (text[at : at + _BASE64_SLICE] for at in range(0, len(text), _BASE64_SLICE))
     return b"".join(base64.b64decode(piece, validate=True) for piece in slices)

@@ -1,4 +1,5 @@
-"""The interface of every modality: bytes -> digest -> tower inputs, as the model's engine makes them."""
+"""Interface of the preprocessors of all modalities: bytes -> digest -> tower inputs, as the model's engine
+makes them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from cornplug.errors import EncoderRefused
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediumLimits:
-    """Largest accepted media, after decoding."""
+    """Maximum sizes of accepted media after decoding."""
 
     max_pixels: int = 64_000_000
     max_audio_s: float = 600.0
@@ -53,9 +54,9 @@ class MediumLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameSampling:
-    """The frames that a request wants of a video; by default those that the model's engine takes.
+    """Frames of a video that a request wants. By default the frames that the model's engine uses.
 
-    Raises EncoderRefused("bad_input") for both fields at once, and for values of 0 or less.
+    Raises EncoderRefused("bad_input") if both fields are set, and for values of 0 or less.
     """
 
     fps: float | None = None
@@ -63,29 +64,30 @@ class FrameSampling:
 
     def __post_init__(self) -> None:
         if self.fps is not None and self.num_frames is not None:
-            raise EncoderRefused("fps, num_frames: say one of them", reason="bad_input")
+            raise EncoderRefused("fps, num_frames: set only one of them", reason="bad_input")
         if not (self.fps is None or 0 < self.fps < math.inf):
-            raise EncoderRefused(f"fps: {self.fps}, want a number above 0", reason="bad_input")
+            raise EncoderRefused(f"fps: must be above 0, not {self.fps}", reason="bad_input")
         if self.num_frames is not None and self.num_frames < 1:
-            raise EncoderRefused(f"num_frames: {self.num_frames}, want 1 or more", reason="bad_input")
+            raise EncoderRefused(f"num_frames: must be at least 1, not {self.num_frames}", reason="bad_input")
 
 
 Inputs = Mapping[str, torch.Tensor]
 """A tower's inputs, by the processor's names."""
 MediumForm = Literal["file", "images"]
-"""A file, or a video given as its images."""
+"""A file, or a video sent as images."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodedMedium:
-    """One decoded medium. The model's processor has not seen it yet."""
+    """One decoded medium, before the model's processor."""
 
     digest: bytes
     """The media digest, 32 bytes."""
     shape: tuple[int, ...]
-    """As of `file_memo.DecodedFile`."""
+    """Shape as in `file_memo.DecodedFile`."""
     preprocess: Callable[[], Inputs]
-    """Runs the processor. Raises MediaError("unprocessable") where it takes no such medium."""
+    """Function that runs the processor. Raises MediaError("unprocessable") if it does not accept the
+    medium."""
 
 
 def _admit_any(header: MediumHeader, prepared_bytes: int) -> None:
@@ -98,20 +100,21 @@ class PreprocessContext:
 
     decoder: MediumDecoder
     admit: Callable[[MediumHeader, int], None] = _admit_any
-    """Called with the header and the most bytes that its inputs would take, before anything is decoded; an
-    error that it raises ends the preprocessing."""
+    """Called with the header and the maximum bytes of its inputs before decoding. An exception stops the
+    preprocessing."""
 
     def on_header(self, prepared_bytes: Callable[[MediumHeader], int]) -> OnHeader:
-        """`admit` as the decoder calls it; `prepared_bytes` gives the bytes of a header's inputs."""
+        """Return `admit` in the form that the decoder calls. `prepared_bytes` computes the bytes of a
+        header's inputs."""
         return lambda header: self.admit(header, prepared_bytes(header))
 
 
 IN_PROCESS: Final = PreprocessContext(decoder=InProcessDecoder())
-"""Decodes in this process: for trusted media."""
+"""Context that decodes in this process, for trusted media."""
 
 
 class MediaPreprocessor(Protocol):
-    """The preprocessor of one model and modality. Thread-safe, and runs no code of a checkpoint."""
+    """Preprocessor of one model and modality. Thread-safe, and runs no code of a checkpoint."""
 
     def decode(
         self,
@@ -121,27 +124,29 @@ class MediaPreprocessor(Protocol):
         decoding: Decoding,
         context: PreprocessContext,
     ) -> DecodedMedium:
-        """The decoded medium. `parts` is one file, or a video's images. `sampling` is for videos,
-        `decoding` for images and for the images of a video.
+        """Decode the medium. `parts` is one file, or a video's images. `sampling` is for videos, `decoding`
+        for images and for the images of a video.
 
-        Raises MediaError as the modality's `decode`, and errors of `context`.
+        Raises MediaError as the modality's `decode` does, and errors of `context`.
         """
 
     def decode_spec(self, form: MediumForm, sampling: FrameSampling, decoding: Decoding) -> Mapping[str, Any]:
-        """Everything but the bytes and the decoders' versions that decides what `decode` returns, or
-        whether it refuses: JSON values."""
+        """Return everything except the bytes and the decoders' versions that determines the result of
+        `decode`, as JSON values."""
 
     def shape_inputs(self, shape: tuple[int, ...]) -> Inputs | None:
-        """Those inputs that depend on a medium's shape alone, its patch grid; {} where the model has none.
+        """Return the inputs that depend only on a medium's shape, its patch grid, or {} if the model has
+        none.
 
-        None where the processor does not tell them without a medium.
+        Returns None if the processor cannot compute them without a medium.
         """
 
 
 def grid_of(processor: Callable[..., Mapping[str, Any]], **medium: Any) -> Inputs | None:
-    """The patch grid of a medium on torch's device "meta", which has a shape and no content.
+    """Return the patch grid of a medium on torch's device "meta", which has a shape and no content.
 
-    The processor's own code says it, and cannot let content decide: reading a value on "meta" raises.
+    The processor's own code computes it. It cannot depend on the content, because reading a value on "meta"
+    raises.
     """
     try:
         made = processor(**medium, return_tensors="pt")

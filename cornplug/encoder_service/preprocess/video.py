@@ -60,7 +60,7 @@ class VideoPreprocessor:
             return
         kind = checkpoint.family.preprocess_spec_of("video")(checkpoint.preprocessors["video"])["kind"]
         if kind not in SAMPLERS:
-            raise CheckpointError(f"{checkpoint.path}: {kind} is not served", reason="bad_config")
+            raise CheckpointError(f"{checkpoint.path}: {kind} is not supported", reason="bad_config")
         self._kind = kind
         self._sampler = SAMPLERS[kind]
         try:
@@ -68,7 +68,9 @@ class VideoPreprocessor:
                 checkpoint.path, local_files_only=True, trust_remote_code=False
             )
         except (OSError, ValueError, ImportError) as e:
-            raise CheckpointError(f"{checkpoint.path}: no video processor: {e}", reason="bad_config") from e
+            raise CheckpointError(
+                f"{checkpoint.path}: the video processor does not load: {e}", reason="bad_config"
+            ) from e
 
     def decode(
         self,
@@ -114,7 +116,7 @@ class VideoPreprocessor:
         try:
             made = self._processor(videos=[frames], do_sample_frames=False, return_tensors="pt")
         except ValueError as e:
-            raise MediaError(f"the model's processor refuses this video: {e}", reason="unprocessable") from e
+            raise MediaError(f"the model's processor rejected this video: {e}", reason="unprocessable") from e
         return dict(made)
 
 

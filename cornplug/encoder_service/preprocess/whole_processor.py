@@ -54,7 +54,7 @@ class WholeProcessor:
         assert isinstance(tower, GenericTower)
         method = tower.methods.get(modality)
         if method is None:
-            raise CheckpointError(f"{path}: its class has no tower for {modality}", reason="bad_config")
+            raise CheckpointError(f"{path}: the model class has no tower for {modality}", reason="bad_config")
         self.names = method.names
         self._method: EncodeMethod = method
         self._modality: Modality = modality
@@ -65,7 +65,7 @@ class WholeProcessor:
                 path, local_files_only=True, trust_remote_code=False
             )
         except REFUSALS as e:
-            raise CheckpointError(f"{path}: no processor: {e}", reason="bad_config") from e
+            raise CheckpointError(f"{path}: the processor does not load: {e}", reason="bad_config") from e
         self._text: str | None = None
         self._text = self._working_text(path)
 
@@ -120,7 +120,7 @@ class WholeProcessor:
             return made()
         except REFUSALS as e:
             raise MediaError(
-                f"the model's processor refuses this {self._modality}: {type(e).__name__}: {e}",
+                f"the model's processor rejected this {self._modality}: {type(e).__name__}: {e}",
                 reason="unprocessable",
             ) from e
 
@@ -136,10 +136,11 @@ class WholeProcessor:
                 continue
             if not self._method.needed - made.keys():
                 return text
-            problems.append(f"it makes no {', '.join(sorted(self._method.needed - made.keys()))}")
+            problems.append(f"the output has no {', '.join(sorted(self._method.needed - made.keys()))}")
         kind = type(self._processor).__name__
         raise CheckpointError(
-            f"{path}: {kind} takes no single {self._modality}: {'; '.join(problems)}", reason="bad_config"
+            f"{path}: {kind} does not accept a single {self._modality}: {'; '.join(problems)}",
+            reason="bad_config",
         )
 
     def _texts(self) -> Iterator[str | None]:

@@ -28,25 +28,26 @@ _MIN_HEADROOM: Final = 1.05
 _MAX_HEADROOM: Final = 2.0
 _MISSED_STEP: Final = 0.15
 _KEPT_STEP: Final = 0.004
-"""Steps in balance when one prediction of 38 is too short."""
+"""Step sizes that balance when one prediction in 38 is too short."""
 _HIGH_HIT_RATE: Final = 0.2
 _HIT_RATE_STEP: Final = 0.05
 _MIN_RETRY_S: Final = 0.05
 _DEADLINE_FRACTION: Final = 0.25
-"""Longest batch, as a part of the shortest recent deadline: the next request of that class waits for it."""
+"""Maximum batch duration, as a fraction of the shortest recent deadline, because the next request of that
+class waits for the batch."""
 _REMEMBER_S: Final = 10.0
-"""How long a deadline counts as recent."""
+"""Time for which a deadline counts as recent."""
 _UNMEASURED_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionRefusal:
-    """Why a request is not admitted."""
+    """Reason why a request is not admitted."""
 
     reason: Literal["overloaded", "over_share"]
     message: str
     retry_after_s: float
-    """Seconds until it would be admitted if no other request came."""
+    """Seconds until the request would be admitted if no other request arrived."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -62,7 +63,7 @@ class _Probe:
 
 
 class EncodeAdmission:
-    """Admits or refuses requests of one queue. Thread-safe."""
+    """Admission to one queue. Thread-safe."""
 
     def __init__(
         self,
@@ -99,7 +100,7 @@ class EncodeAdmission:
             self._latency_models.setdefault(batch[0].tower, BatchLatencyModel()).observe(tokens, seconds)
 
     def answered(self, pending: PendingRequest, seconds: float) -> None:
-        """Record that an admitted request was answered, or dropped, `seconds` after it came."""
+        """Record that an admitted request was answered or dropped `seconds` after it arrived."""
         if pending.predicted_answer_s is None:
             return
         with self._lock:
@@ -127,7 +128,7 @@ class EncodeAdmission:
         return math.isinf(limit) or batch.tokens > limit or elapsed_s > _DEADLINE_FRACTION * deadline_s
 
     def refusal(self, job: EncodeJob[Any], batcher: Batcher[Any]) -> AdmissionRefusal | None:
-        """Why `job` cannot be done in time; None: it is admitted, and counted so."""
+        """Return why `job` cannot be done in time, or None if it is admitted, which is then counted."""
         now = self._clock()
         refusal, expected_s = self._evaluate(job, job.shortest_deadline_s, batcher, now)
         if refusal is None:
@@ -164,7 +165,7 @@ class EncodeAdmission:
     def _evaluate(
         self, job: QueuedJob, deadline_s: float, batcher: Batcher[Any], now: float
     ) -> tuple[AdmissionRefusal | None, float]:
-        """The refusal if there is one, and the predicted seconds until the job would be done."""
+        """Return the refusal, if any, and the predicted seconds until the job would be done."""
         ahead = batcher.ahead(job, self._demand(job.tower, now))
         busy = ahead.load.running or len(ahead.tokens_by_class) > 0
         expected_s = self._done_s(ahead, job, now)
@@ -177,19 +178,19 @@ class EncodeAdmission:
         over = own + job.tokens > job.qos.share * (all_waiting + job.tokens)
         refusal = AdmissionRefusal(
             reason="over_share" if over and own < all_waiting else "overloaded",
-            message=f"it would take {done_s:.3g} s, and its deadline is {deadline_s:.3g} s",
+            message=f"it would take {done_s:.3g} s, but the deadline is {deadline_s:.3g} s",
             # Each second of waiting shortens `done_s` by the headroom.
             retry_after_s=max(_MIN_RETRY_S, expected_s - deadline_s * expected_s / done_s),
         )
         return refusal, expected_s
 
     def done_s(self, job: QueuedJob, batcher: Batcher[Any]) -> float:
-        """Predicted seconds until `job` would be done if it came now."""
+        """Return the predicted seconds until `job` would be done if it arrived now."""
         now = self._clock()
         return self._done_s(batcher.ahead(job, self._demand(job.tower, now)), job, now)
 
     def predicted_s(self, classes: Sequence[ServiceClass], batcher: Batcher[Any]) -> dict[str, float]:
-        """By class: `done_s` of a medium like the last one; 0 before the first."""
+        """Return `done_s` of a medium like the last one, by class. 0 before the first medium."""
         with self._lock:
             reference, tokens, app = self._last
             tower = reference()
@@ -199,11 +200,12 @@ class EncodeAdmission:
         return {probe.qos.name: self.done_s(probe, batcher) for probe in probes}
 
     def predicted_of(self, qos: ServiceClass, batcher: Batcher[Any]) -> float:
-        """`predicted_s` of one class."""
+        """Return `predicted_s` of one class."""
         return self.predicted_s([qos], batcher)[qos.name]
 
     def half_drained_s(self, batcher: Batcher[Any]) -> float:
-        """Predicted seconds until half of the queue is done; 1 s before the first measurement."""
+        """Return the predicted seconds until half of the queue is done, or 1 s before the first
+        measurement."""
         load = batcher.load()
         with self._lock:
             if not any(p.measured for p in self._latency_models.values()):
@@ -240,7 +242,7 @@ class EncodeAdmission:
         return seconds
 
     def _batch_tokens(self, tokens: int, items: int) -> float:
-        """Tokens of a batch out of a queue of so many."""
+        """Return the tokens of a batch taken from a queue with this number of tokens."""
         return max(1.0, min(tokens, self._max_tokens, self._max_items * tokens / items))
 
     def _batch_token_limit(self, tower: object, deadline_s: float) -> float:

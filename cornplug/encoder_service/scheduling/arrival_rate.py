@@ -9,7 +9,7 @@ from cornplug.qos import ServiceClass
 
 _FORGET_S: Final = 2.0
 _MIN_AGE_S: Final = 0.05
-"""Shortest time over which a rate is taken."""
+"""Minimum time over which a rate is measured."""
 
 
 class ArrivalRate:
@@ -27,7 +27,7 @@ class ArrivalRate:
         self._counted[qos] = self._faded(qos, now_s) + tokens, now_s
 
     def tokens_a_second(self, now_s: float) -> dict[ServiceClass, float]:
-        """Rate of each class that has sent a request; {} before the first."""
+        """Return the rate of each class that has sent a request."""
         if self._began_s is None:
             return {}
         age_s = max(_MIN_AGE_S, now_s - self._began_s)

@@ -1,4 +1,4 @@
-"""The work in front of a new request: the queue, the running batches, and its place among them. Pure."""
+"""Work ahead of a new request: the queue, the running batches, and its position among them. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cornplug.qos import ServiceClass
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class RunningBatch:
-    """A batch that a tower is computing."""
+    """Batch that a tower is computing."""
 
     tower: object
     tokens: int
@@ -22,15 +22,15 @@ class RunningBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceLoad:
-    """Queue and running batches of a service. Media of equal features count once."""
+    """Queue and running batches of a service. Media with equal features count once."""
 
     waiting: Mapping[object, tuple[int, int]]
-    """By tower: tokens and media in the queue."""
+    """Tower -> tokens and media in the queue."""
     running: Sequence[RunningBatch]
 
     @classmethod
     def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
-        """`running` may name a batch several times."""
+        """`running` may contain a batch several times."""
         waiting: dict[object, tuple[int, int]] = {}
         for job in _distinct(queue):
             tokens, items = waiting.get(job.tower, (0, 0))
@@ -40,13 +40,13 @@ class ServiceLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Backlog:
-    """The load with one more job in the queue, and that job's place."""
+    """Load with one more job in the queue, and the position of that job."""
 
     load: ServiceLoad
     tokens_until_served: float
-    """Tokens served until the job is done, its own included."""
+    """Tokens served until the job is done, including its own."""
     tokens_by_class: Mapping[ServiceClass, int]
-    """By class: tokens in the queue, without the job's own."""
+    """Class -> tokens in the queue, without the job's own."""
 
 
 def backlog_ahead(
@@ -56,7 +56,7 @@ def backlog_ahead(
     new: QueuedJob,
     demand: Mapping[ServiceClass, float],
 ) -> Backlog:
-    """The backlog in front of `new`. `demand`: see `WeightedFairQueue.tokens_until_served`."""
+    """Return the backlog ahead of `new`. For `demand`, see `WeightedFairQueue.tokens_until_served`."""
     tokens_by_class: dict[ServiceClass, int] = {}
     apps: dict[str, int] = {}
     own = new.tokens

@@ -19,7 +19,7 @@ from cornplug.qos import ServiceClass
 
 
 class QueuedJob(Protocol):
-    """A job that waits for a tower; compared by object identity."""
+    """Job that waits for a tower. Compared by object identity."""
 
     feature_key: bytes
     tower: object
@@ -35,13 +35,13 @@ QueuesByApp = dict[ServiceClass, dict[str, list[JobT]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormedBatch(Generic[JobT]):
-    """A batch, and the job that it passed over."""
+    """A batch, and the job that it skipped."""
 
     batch: list[JobT]
     tokens: int
-    """Of distinct features."""
+    """Jobs with distinct features."""
     passed_over: JobT | None
-    """The job whose turn it was and that did not fit: pass it as `first` next time."""
+    """Job whose turn it was but that did not fit. Pass it as `first` next time."""
 
 
 def form_batch(
@@ -91,7 +91,7 @@ def _accept_any(job: QueuedJob) -> bool:
 def _next_job(
     queues: QueuesByApp[JobT], fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
-    """The next job in fair order of those that fit."""
+    """Return the next job in fair order among the jobs that fit."""
     heads = {qos: head for qos in queues if (head := _head(queues, qos, fair_queue, fits)) is not None}
     return heads[fair_queue.next_class({qos: head.tokens for qos, head in heads.items()})] if heads else None
 
@@ -106,7 +106,8 @@ def _queues_by_app(queue: Sequence[JobT]) -> QueuesByApp[JobT]:
 def _head(
     queues: QueuesByApp[JobT], qos: ServiceClass, fair_queue: WeightedFairQueue, fits: Callable[[JobT], bool]
 ) -> JobT | None:
-    """The class's next job that fits: its apps in turn, each app by deadline."""
+    """Return the class's next job that fits: apps take turns, and within an app the earliest deadline is
+    first."""
     apps = queues[qos]
     for app in sorted(apps, key=lambda a: (fair_queue.app_tag(qos, a), apps[a][0].due_s)):
         if (head := next(filter(fits, apps[app]), None)) is not None:
@@ -115,7 +116,7 @@ def _head(
 
 
 def _take_with_duplicates(queues: QueuesByApp[JobT], chosen: JobT) -> list[JobT]:
-    """Remove `chosen` and all jobs of the same features, which cost nothing more, from the queues."""
+    """Remove `chosen` from the queues, with all jobs that have the same features, which cost nothing more."""
     out = [chosen]
     for qos, apps in list(queues.items()):
         for app, waiting in list(apps.items()):

@@ -29,29 +29,29 @@ _LOOK_S: Final = 0.05
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class PendingRequest:
-    """One request until its answer. Times are of the batcher's clock, in seconds."""
+    """One request until its reply. Times are on the batcher's clock, in seconds."""
 
     request: EncodeRequest
     received_s: float
     qos: ServiceClass = ONE_CLASS
     inline: bool = False
-    """Whether the answer carries the tensor even where the store has it."""
+    """Whether the reply contains the tensor even if the store has it."""
     account: str | None = None
-    """The account whose store quota it counts against (`StoreQuota`)."""
+    """Account whose store quota the result counts against (`StoreQuota`)."""
     future: Future[Answer] = field(default_factory=Future)
     span: Span = INVALID_SPAN
     queued_s: float | None = None
-    """When it joined the queue, by `time.monotonic`; set by the observer."""
+    """Time when it joined the queue, by `time.monotonic`. Set by the observer."""
 
     predicted_answer_s: float | None = None
-    """Seconds from receipt to answer, as predicted at admission."""
+    """Seconds from receipt to reply, as predicted at admission."""
 
     @property
     def due_s(self) -> float:
         return self.received_s + self.request.deadline_s
 
     def answer(self, answer: Answer) -> bool:
-        """Set the answer. False when the caller has gone, or has an answer already."""
+        """Set the reply. Returns False if the caller has disconnected or already has a reply."""
         if self.future.done() or not self.future.set_running_or_notify_cancel():
             return False
         self.future.set_result(answer)
@@ -60,26 +60,26 @@ class PendingRequest:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EncodeJob(Generic[PayloadT]):
-    """One embedding to make, for all requests that wait for it."""
+    """One embedding to compute, for all requests that wait for it."""
 
     key: tuple[bytes, bytes]
     """(embedding key, model identity). Requests that agree in both share a job, even where their inputs
     differ: two engines' processors may round one image differently, and a later request takes the entry
     published under the key anyway."""
     feature_key: bytes
-    """Jobs that agree in it share one tower output."""
+    """Key of the features. Jobs with the same key share one tower output."""
     tower: object
-    """Jobs of the same tower object may share a batch."""
+    """Tower. Jobs with the same tower object may share a batch."""
     tokens: int
     payload: PayloadT
     requests: list[PendingRequest]
     qos: ServiceClass = field(init=False)
-    """The best class among its requests: a duplicate of a better class lifts the job."""
+    """Best class among its requests. A duplicate of a better class raises the job."""
     app: str = field(init=False)
     due_s: float = field(init=False)
-    """The earliest deadline of its requests, by the batcher's clock."""
+    """Earliest deadline of its requests, on the batcher's clock."""
     shortest_deadline_s: float = field(init=False)
-    """The shortest deadline that any of its requests came with."""
+    """Shortest relative deadline of its requests."""
 
     def __post_init__(self) -> None:
         self.update_order()
@@ -130,12 +130,12 @@ class Batcher(Generic[PayloadT]):
         self._closed = False
 
     def has(self, key: tuple[bytes, bytes]) -> bool:
-        """Whether a job of this key is queued or running."""
+        """Return whether a job with this key is queued or running."""
         with self._changed:
             return key in self._in_flight
 
     def join_or_add(self, job: EncodeJob[PayloadT]) -> bool:
-        """Whether its requests joined a queued or running job (True), or the job was queued (False)."""
+        """Return True if its requests joined a queued or running job, False if the job was queued."""
         with self._changed:
             other = self._in_flight.get(job.key)
             if other is not None:
@@ -148,7 +148,8 @@ class Batcher(Generic[PayloadT]):
             return False
 
     def take(self) -> list[EncodeJob[PayloadT]]:
-        """The next batch in fair order. Blocks until there is one; [] once closed and empty."""
+        """Return the next batch in fair order. Blocks until there is one. Returns [] when closed and
+        empty."""
         while True:
             with self._changed:
                 while not self._queue and not self._closed:
@@ -190,7 +191,7 @@ class Batcher(Generic[PayloadT]):
                 return found
 
     def remove(self, job: EncodeJob[PayloadT]) -> bool:
-        """Drop a queued job that no request waits for. False where it was taken already."""
+        """Drop a queued job that no request waits for. Returns False if a batch already took it."""
         with self._changed:
             if job not in self._queue:
                 return False
@@ -199,7 +200,7 @@ class Batcher(Generic[PayloadT]):
             return True
 
     def raise_cost(self, job: EncodeJob[PayloadT], tokens: int) -> None:
-        """Charge a running job for more tokens: its true cost shows only once its header is read."""
+        """Charge a running job for more tokens. Its true cost is known only after its header is read."""
         with self._changed:
             if (begun := self._running.get(job)) is None or tokens <= job.tokens:
                 return
@@ -208,25 +209,25 @@ class Batcher(Generic[PayloadT]):
             self._running[job] = RunningBatch(tower=begun.tower, tokens=tokens, begun_s=begun.begun_s)
 
     def finish(self, job: EncodeJob[PayloadT]) -> Sequence[PendingRequest]:
-        """The requests of a job that is done. Later requests of its key start a new one."""
+        """Return the requests of a job that is done. Later requests with its key start a new job."""
         with self._changed:
             self._in_flight.pop(job.key, None)
             self._running.pop(job, None)
             return tuple(job.requests)
 
     def close(self) -> None:
-        """Take no more work: `take` empties the queue and then returns []."""
+        """Accept no more work. `take` empties the queue and then returns []."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
 
     def queued(self) -> int:
-        """Jobs that no batch has taken yet."""
+        """Return the number of jobs waiting for a batch."""
         with self._changed:
             return len(self._queue)
 
     def queue(self) -> dict[str, tuple[int, int]]:
-        """By class: (requests, tokens) that no batch has taken yet."""
+        """Return (requests, tokens) waiting for a batch, by class."""
         with self._changed:
             waiting: dict[str, tuple[int, int]] = {}
             for job in self._queue:
@@ -244,7 +245,7 @@ class Batcher(Generic[PayloadT]):
             return backlog_ahead(self._queue, [batch for _, batch in running], self._fair_queue, new, demand)
 
     def load(self) -> ServiceLoad:
-        """Queue and running batches."""
+        """Return the queue and the running batches."""
         with self._changed:
             return ServiceLoad.of(self._queue, self._running.values())
 

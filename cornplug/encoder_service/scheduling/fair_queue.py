@@ -22,10 +22,10 @@ from cornplug.qos import ServiceClass
 
 @dataclass(slots=True)
 class _ClassState:
-    """Tags of one class, in tokens."""
+    """Tags of one class in tokens."""
 
     eligible_at: float = 0.0
-    """Eligible for guaranteed service once the tokens served to all classes reach this."""
+    """Tokens served to all classes at which the class becomes eligible for guaranteed service."""
     surplus: float = 0.0
     """Surplus tokens received, divided by the class's share."""
     virtual_time: float = 0.0
@@ -43,7 +43,7 @@ class WeightedFairQueue:
         self._backlogged: dict[ServiceClass, Collection[str]] = {}
 
     def set_backlogged(self, now: Mapping[ServiceClass, Collection[str]]) -> None:
-        """Set the classes and apps that have work. A class or app without work saves up no turns."""
+        """Set the classes and apps that have work. A class or app without work does not accumulate turns."""
         for qos, apps in now.items():
             state = self._states.setdefault(qos, _ClassState())
             before = self._backlogged.get(qos, ())
@@ -58,11 +58,11 @@ class WeightedFairQueue:
         self._backlogged = {qos: frozenset(apps) for qos, apps in now.items() if apps}
 
     def app_tag(self, qos: ServiceClass, app: str) -> float:
-        """Start tag of an app: the lowest of a class is served next."""
+        """Return the start tag of an app. The lowest tag of a class is served next."""
         return self._states[qos].apps[app]
 
     def next_class(self, heads: Mapping[ServiceClass, int]) -> ServiceClass:
-        """The class to serve next; `heads`: the tokens that each class would be served."""
+        """Return the class to serve next. `heads` has the tokens that each class would be served."""
         eligible = [qos for qos in heads if self._states[qos].eligible_at <= self._served]
         if eligible:
             return min(
@@ -125,7 +125,7 @@ class WeightedFairQueue:
         return any(self._states[qos].eligible_at <= self._served for qos in self._backlogged)
 
     def _owed_in(self, qos: ServiceClass) -> float:
-        """Tokens served to all classes until it is eligible; 0 for a class without work."""
+        """Return the tokens served to all classes until the class is eligible, 0 without work."""
         state = self._states.get(qos)
         return 0.0 if state is None or qos not in self._backlogged else state.eligible_at - self._served
 
@@ -135,7 +135,7 @@ def _rates(
     demand: Mapping[ServiceClass, float],
     eligible_at: Collection[ServiceClass],
 ) -> dict[ServiceClass, float]:
-    """How the next tokens are divided between the classes that have work, in parts of 1."""
+    """Return the fractions by which the next tokens are divided among classes that have work."""
     rates = {q: q.share if q in eligible_at else 0.0 for q in left}
     # A class with an empty queue takes its arrivals.
     coming = {q: part for q, part in demand.items() if q not in left}

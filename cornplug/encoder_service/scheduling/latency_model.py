@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Final
 
 _FORGET: Final = 0.9
-"""Weight of the past at each new batch: about ten batches count."""
+"""Weight of the past at each new batch, so that about ten batches count."""
 _WARM_UP: Final = 2
-"""First batches, which allocate and compile: they count only until there are others."""
+"""Number of first batches, which allocate and compile. They count only until there are later batches."""
 _SURPRISE: Final = 3.0
 """A batch slower than this many times its prediction, and than this many usual batches, counts as this many:
 an
@@ -17,11 +17,11 @@ outlier moves little, a tower that has become slow is followed within a few batc
 
 @dataclass(slots=True)
 class BatchLatencyModel:
-    """The latency of one tower's batches. Not thread-safe."""
+    """Latency of one tower's batches. Not thread-safe."""
 
     fixed_s: float = 0.0
     token_s: float = 0.0
-    """Seconds a token."""
+    """Seconds per token."""
     batches: int = 0
     _n: float = 0.0
     _x: float = 0.0
@@ -50,7 +50,8 @@ class BatchLatencyModel:
         self._fit()
 
     def seconds(self, tokens: float) -> float:
-        """Predicted for a batch of so many tokens; 0 before the first observation."""
+        """Return the predicted seconds of a batch with this number of tokens, 0 before the first
+        observation."""
         return self.fixed_s + self.token_s * tokens
 
     def tokens_within(self, seconds: float) -> float:

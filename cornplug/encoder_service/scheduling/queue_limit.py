@@ -1,4 +1,4 @@
-"""Bounds the number of waiting requests, with slots reserved for each class."""
+"""Limit on the number of waiting requests, with slots reserved for each class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cornplug.encoder_service.scheduling.batcher import PendingRequest
 from cornplug.qos import ServiceClass
 
 QueueFull = tuple[Literal["over_share", "overloaded"], str]
-"""Why there is no slot: the reason of the refusal, and its message."""
+"""Reason and message of the refusal if there is no slot."""
 
 
 class QueueLimit:
@@ -31,7 +31,7 @@ class QueueLimit:
         self._stopping = False
 
     def enter(self, pending: PendingRequest) -> QueueFull | None:
-        """Take a slot; or why there is none. `leave` gives it back."""
+        """Take a slot, or return why there is none. `leave` releases it."""
         with self._changed:
             if self._stopping:
                 return "overloaded", "the service is stopping"
@@ -41,14 +41,17 @@ class QueueLimit:
             if len(self._waits) + kept >= self.slots:
                 # The class's reserved slots are taken, or it would have got one.
                 if len(self._waits) > self._held[pending.qos]:
-                    return "over_share", f"{self._held[pending.qos]} requests of its class wait already"
-                return "overloaded", f"{len(self._waits)} requests wait already"
+                    return (
+                        "over_share",
+                        f"{self._held[pending.qos]} requests of its class are already waiting",
+                    )
+                return "overloaded", f"{len(self._waits)} requests are already waiting"
             self._waits.add(pending)
             self._held[pending.qos] += 1
             return None
 
     def leave(self, pending: PendingRequest) -> None:
-        """Give the slot back: the request was answered or cancelled."""
+        """Release the slot, because the request was answered or cancelled."""
         with self._changed:
             if pending in self._waits:
                 self._waits.remove(pending)
@@ -56,13 +59,14 @@ class QueueLimit:
                 self._changed.notify_all()
 
     def drain(self, deadline_s: float) -> bool:
-        """Admit no more, and wait until all have left. False when the deadline passed first."""
+        """Admit no more requests, and wait until all have left. Returns False if the deadline passes
+        first."""
         with self._changed:
             self._stopping = True
             return self._changed.wait_for(lambda: not self._waits, deadline_s)
 
     def identities(self) -> frozenset[bytes]:
-        """Identities of the models that the requests ask for."""
+        """Return the identities of the models that the requests use."""
         with self._changed:
             return frozenset(pending.request.identity for pending in self._waits)
 

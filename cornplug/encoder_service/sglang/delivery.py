@@ -52,7 +52,7 @@ class ReceiverGuard:
                 shown = f"[{ip}]" if ip.version == 6 else str(ip)
                 return f"tcp://{shown}:{port}"
         raise EncoderRefused(
-            f"{host!r} is not the requesting host ({asked_by}), and in no network of encoder.receivers",
+            f"{host!r} is not the requesting host ({asked_by}) and not in a network of encoder.receivers",
             reason="forbidden_receiver",
         )
 
@@ -117,7 +117,8 @@ class ReceiverRendezvous:
         waiting = self._entry(req_id, group)
         if waiting.count not in (None, count):
             raise EncoderRefused(
-                f"receive_count: {count}, another receiver said {waiting.count}", reason="bad_input"
+                f"receive_count: {count} differs from another receiver's count, {waiting.count}",
+                reason="bad_input",
             )
         waiting.count = count
         if endpoint not in waiting.endpoints:
@@ -132,7 +133,7 @@ class ReceiverRendezvous:
             await asyncio.wait_for(waiting.complete.wait(), deadline_s)
         except TimeoutError:
             raise EncoderRefused(
-                f"{len(waiting.endpoints)} of {waiting.count or 'unknown'} receivers came",
+                f"{len(waiting.endpoints)} of {waiting.count or 'unknown'} receivers registered",
                 reason="no_receiver",
             ) from None
         finally:

@@ -60,8 +60,10 @@ from cornplug.qos import APP_HEADER, QosCaller
 if TYPE_CHECKING:
     from cornplug.encoder_service.http.body_parsing import BodyParser
 
+_RELEASE: Final = "0.5.23"
+"""Release of SGLang whose protocol this server follows."""
 _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
-"""Families that SGLang 0.5.23 runs with `--language-only` and whose rows fit its protocol."""
+"""Families that this release of SGLang runs with `--language-only` and whose rows fit its protocol."""
 _GRID: Final = "image_grid_thw"
 _AT_ONCE: Final = 2
 """Images of one part that are prepared at a time, as for one request of `/v1/encode`."""
@@ -277,7 +279,7 @@ def router(parts: SglangParts, encoder: EncoderCore, parser: BodyParser, audit: 
 def language_only_urls(served: Sequence[ServedModel], port: int) -> list[str]:
     """URLs for SGLang's `--encoder-urls`, one for each model whose embeddings SGLang shares in its dtype."""
     models = [
-        model for model in served if model.family in _FAMILIES & validated("sglang", "0.5.23", model.dtype)
+        model for model in served if model.family in _FAMILIES & validated("sglang", _RELEASE, model.dtype)
     ]
     if len(models) == len(served) == 1:
         return [f"http://HOST:{port}"]
@@ -297,9 +299,10 @@ def model_named(registry: ModelRegistry, name: str | None) -> LoadedModel:
     if len(fitting) == 1:
         return next(iter(fitting.values()))
     names = ", ".join(url_name(model.name) for model in registry.served())
-    problem = "several models are served" if name is None else f"{name!r} names {len(fitting)} models"
+    problem = "several models are served" if name is None else f"{name!r} matches {len(fitting)} models"
     raise EncoderRefused(
-        f"{problem}; write /sglang/NAME after the encoder's URL, NAME one of: {names}", reason="unknown_model"
+        f"{problem}; append /sglang/NAME to the encoder's URL, where NAME is one of: {names}",
+        reason="unknown_model",
     )
 
 
@@ -316,7 +319,7 @@ def _tensor(answer: EncodeReply | EncodeRefusal) -> WireTensor:
     if isinstance(answer, EncodeRefusal):
         raise EncoderRefused(answer.message, reason=answer.reason)
     if answer.tensor is None:
-        raise EncoderRefused("an embedding came without its rows", reason="internal")
+        raise EncoderRefused("the reply contains no rows", reason="internal")
     return answer.tensor
 
 

@@ -82,9 +82,9 @@ def read_part(body: bytes) -> EncodePart:
     if part.part_idx >= part.num_parts:
         raise EncoderRefused(f"part_idx: {part.part_idx} of {part.num_parts} parts", reason="bad_input")
     if (part.prefill_host is None) and part.embedding_port is not None:
-        raise EncoderRefused("prefill_host: missing beside embedding_port", reason="bad_input")
+        raise EncoderRefused("prefill_host: missing, but embedding_port is set", reason="bad_input")
     if part.modality != "IMAGE":
-        raise EncoderRefused(f"modality: {part.modality} is not encoded here, only IMAGE", reason="bad_input")
+        raise EncoderRefused(f"modality: {part.modality} is not supported, only IMAGE", reason="bad_input")
     return part
 
 
@@ -96,7 +96,7 @@ def read_receiver(body: bytes) -> tuple[ReceiveAt, tuple[str, int]]:
         raise EncoderRefused(str(e), reason="bad_input") from None
     host, _, port = receiver.receive_url.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise EncoderRefused(f"receive_url: {receiver.receive_url!r} is no host:port", reason="bad_input")
+        raise EncoderRefused(f"receive_url: {receiver.receive_url!r} is not host:port", reason="bad_input")
     return receiver, (host.removeprefix("[").removesuffix("]"), int(port))
 
 
@@ -120,7 +120,7 @@ def header(
         grid: (frames, height, width) in patches, one row per image.
     """
     if dtype not in DTYPES:
-        raise ValueError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}")
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     fields: Mapping[str, bytes] = {
         "req_id": _text(part.req_id),
         "num_parts": _integer(part.num_parts),

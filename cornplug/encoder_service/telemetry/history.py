@@ -1,4 +1,4 @@
-"""The last fifteen minutes, second by second: differences of `ServiceMetrics` between two samples."""
+"""The last fifteen minutes in steps of one second: differences of `ServiceMetrics` between two samples."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Series = dict[tuple[str, ...], float]
 
 
 class HistorySample(msgspec.Struct, frozen=True):
-    """Counts of the `seconds` up to `at_s`; queue lengths are of the end."""
+    """Counts of the `seconds` before `at_s`. Queue lengths are those at the end."""
 
     seq: int
     at_s: float
     """Unix time."""
     seconds: float
     answers: dict[str, int]
-    """By origin: computed, coalesced, cached."""
+    """Results by origin: computed, coalesced, cached."""
     refusals: dict[str, int]
-    """By class."""
+    """Refusals by class."""
     queue: dict[str, int]
-    """Requests that no batch has taken, by class."""
+    """Requests waiting for a batch, by class."""
     waiting: int
     batches: int
     media: int
@@ -41,15 +41,16 @@ class HistorySample(msgspec.Struct, frozen=True):
     tokens: int
     """Tokens computed by a tower."""
     busy_s: float
-    """Seconds of the batches that ended; divided by `seconds` and executors, their utilisation."""
+    """Compute seconds of the batches that ended. Divided by `seconds` and executors, this is the
+    utilisation."""
     p50_s: float | None
-    """Median of receipt to answer; None without answers."""
+    """Median seconds from receipt to reply, None without replies."""
     p95_s: float | None
     store_failures: int
 
 
 class ServiceHistory:
-    """A ring of samples, at most `kept` of them. For one event loop."""
+    """Ring of at most `kept` samples. For one event loop."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ServiceHistory:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Context manager: samples once a period while it is open."""
+        """Context manager that takes a sample once per period."""
         looking = asyncio.create_task(self._look())
         try:
             yield
@@ -80,7 +81,7 @@ class ServiceHistory:
                 await looking
 
     def since(self, seq: int) -> Sequence[HistorySample]:
-        """The samples after number `seq`, oldest first. 0: all samples kept."""
+        """Return the samples after number `seq`, oldest first. With 0, returns all kept samples."""
         return [sample for sample in self._samples if sample.seq > seq]
 
     def sample(self) -> HistorySample:
@@ -132,7 +133,7 @@ class ServiceHistory:
 
 
 def totals(counter: Counter) -> Series:
-    """A counter's values by its label values."""
+    """Return a counter's values by its label values."""
     return {
         tuple(sample.labels.values()): sample.value
         for family in counter.collect()
@@ -142,7 +143,7 @@ def totals(counter: Counter) -> Series:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float | None:
-    """The quantile by nearest rank of sorted values; None if there are none."""
+    """Return the nearest-rank quantile of sorted values, or None if there are none."""
     if not ordered:
         return None
     return round(ordered[max(math.ceil(part * len(ordered)) - 1, 0)], 6)
@@ -162,5 +163,5 @@ def _by(series: Series, *, place: int) -> dict[str, int]:
 
 
 def largest(values: Iterable[tuple[str, int]], limit: int) -> list[tuple[str, int]]:
-    """The pairs with the `limit` largest values, in descending order."""
+    """Return the pairs with the `limit` largest values, in descending order."""
     return sorted(values, key=lambda pair: (-pair[1], pair[0]))[:limit]

@@ -1,4 +1,4 @@
-"""Events of a request: counted by `ServiceMetrics` and traced by `RequestTracing` in one call.
+"""Events of a request, counted by `ServiceMetrics` and traced by `RequestTracing` in one call.
 
 preprocessing ─> received ─> stage("prepare") ─> queued ─> computing(batch) ─> stage("publish") ─> answered
                           └───────────────────────── refused, or gone ──────────────────────────┘
@@ -20,14 +20,14 @@ from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing
 
 
 class RequestObserver:
-    """Receives the events. Thread-safe; never blocks, never raises into its caller."""
+    """Receiver of request events. Thread-safe, never blocks, and never raises into its caller."""
 
     def __init__(self, meters: ServiceMetrics, tracing: RequestTracing = OFF) -> None:
         self.meters = meters
         self.tracing = tracing
 
     def received(self, pending: PendingRequest, model: LoadedModel | None) -> None:
-        """A request was received: its span begins."""
+        """Record that a request was received, and start its span."""
         request = pending.request
         pending.span = self.tracing.request(request.trace, SpanKind.INTERNAL, "cornplug.encode")
         pending.span.set_attributes({"cornplug.app": request.app, "cornplug.class": pending.qos.name})
@@ -58,19 +58,20 @@ class RequestObserver:
                 self.meters.stages.labels(stage).observe(time.monotonic() - began)
 
     def queued(self, pending: PendingRequest, tokens: int) -> None:
-        """The request waits for a batch from now on."""
+        """Record that the request now waits for a batch."""
         pending.queued_s = time.monotonic()
         pending.span.set_attribute("cornplug.tokens", tokens)
 
     @contextmanager
     def computing(self, jobs: Sequence[EncodeJob[Any]], tokens: Sequence[int]) -> Iterator[None]:
-        """Around a batch: its requests' waiting is over. `tokens` of each medium that the tower runs for."""
+        """Context manager around a batch, which ends the queue stage of its requests. `tokens` has an
+        entry for each medium that the tower runs for."""
         requests = [pending for job in jobs for pending in tuple(job.requests)]
         for pending in requests:
             self._waited(pending)
         began = time.monotonic()
         first, *others = (pending.span for pending in requests)
-        # Where every medium's features were kept, only projectors run.
+        # If the features of every medium are cached, only projectors run.
         name = "cornplug.tower" if tokens else "cornplug.project"
         with self.tracing.child(first, name, also=others) as span:
             span.set_attributes(
@@ -87,26 +88,26 @@ class RequestObserver:
             self.meters.passed(len(tokens), sum(tokens), seconds)
 
     def answered(self, pending: PendingRequest, origin: str, *, stored: bool, seconds: float) -> None:
-        """The request's answer is about to be sent."""
+        """Record that the reply is about to be sent."""
         self.meters.answered(pending.request.app, pending.qos.name, origin, seconds)
         pending.span.set_attributes({"cornplug.origin": origin, "cornplug.stored": stored})
         pending.span.end()
 
     def refused(self, pending: PendingRequest, reason: str) -> None:
-        """The request is about to be refused."""
+        """Record that the request is about to be refused."""
         self.meters.refused(reason, pending.qos.name)
         pending.span.set_attribute("cornplug.reason", reason)
         pending.span.set_status(StatusCode.ERROR, reason)
         pending.span.end()
 
     def gone(self, pending: PendingRequest) -> None:
-        """The request ended without an answer, as its client has gone; no effect after an answer."""
+        """Record that the client disconnected before a reply. Has no effect after a reply."""
         if pending.span.is_recording():
             pending.span.set_attribute("cornplug.cancelled", True)
             pending.span.end()
 
     def _waited(self, pending: PendingRequest) -> None:
-        # None: an earlier batch had it, which failed.
+        # None if an earlier batch with this request failed.
         queued_s, pending.queued_s = pending.queued_s, None
         if queued_s is None:
             return

@@ -1,7 +1,7 @@
-"""Metrics of the service at `/metrics`, all names in one place.
+"""Metrics of the service at `/metrics`, with all names in one place.
 
 Labels are bounded: classes come from the configuration and reasons from the code. App names, which clients
-choose, get a separate series up to `APPS_MAX`; later ones count as "other".
+choose, get a separate series up to `APPS_MAX`; further names count as "other".
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ _TOKENS: Final = (64, 256, 1024, 2048, 4096, 8192, 16_384, 32_768, 65_536)
 _RECENT_MAX: Final = 8192
 
 Queue = Mapping[str, tuple[int, int]]
-"""By class: (requests waiting for a batch, their tokens)."""
+"""Class -> (requests waiting for a batch, their tokens)."""
 
 
 class BoundedLabels:
-    """Bounded label values from clients: `known` and the first `limit` values; the rest become "other"."""
+    """Bounded label values from clients: `known` and the first `limit` values. All other values become
+    "other"."""
 
     def __init__(self, limit: int, known: Iterable[str] = ()) -> None:
         self._limit = limit
@@ -38,7 +39,7 @@ class BoundedLabels:
         self._lock = threading.Lock()
 
     def label(self, value: str) -> str:
-        """The label under which `value` is counted."""
+        """Return the label under which `value` is counted."""
         with self._lock:
             if value in self._seen:
                 return value
@@ -78,14 +79,14 @@ class ServiceMetrics:
         self.models: Final = models
         self.executors: Final = executors
         self.recent_s: deque[float] = deque(maxlen=_RECENT_MAX)
-        """Seconds from receipt to answer of the latest answers; `ServiceHistory` drains it."""
+        """Seconds from receipt to reply of the latest requests. `ServiceHistory` drains it."""
         self._apps = BoundedLabels(APPS_MAX, known_apps)
         registry.register(_Live(self))
         self.batch_items = Histogram(
-            "cornplug_encoder_batch_items", "Media in one batch.", buckets=_ITEMS, registry=registry
+            "cornplug_encoder_batch_items", "Media per batch.", buckets=_ITEMS, registry=registry
         )
         self.batch_tokens = Histogram(
-            "cornplug_encoder_batch_tokens", "Tokens in one batch.", buckets=_TOKENS, registry=registry
+            "cornplug_encoder_batch_tokens", "Tokens per batch.", buckets=_TOKENS, registry=registry
         )
         self.tower_passes = Counter(
             "cornplug_encoder_tower_passes_total", "Media computed by a tower.", registry=registry
@@ -95,13 +96,13 @@ class ServiceMetrics:
         )
         self.tower_seconds = Histogram(
             "cornplug_encoder_tower_seconds",
-            "Seconds of one batch in tower and projectors.",
+            "Seconds per batch in tower and projectors.",
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
         self.answers = Counter(
             "cornplug_encoder_answers_total",
-            "Embeddings answered, by origin (computed, coalesced, cached) and class of service.",
+            "Embeddings returned, by origin (computed, coalesced, cached) and class of service.",
             ("app", "origin", "qos"),
             registry=registry,
         )
@@ -113,46 +114,46 @@ class ServiceMetrics:
         )
         self.seconds = Histogram(
             "cornplug_encoder_seconds",
-            "Seconds from receipt to answer, by class.",
+            "Seconds from receipt to reply, by class of service.",
             ("qos",),
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
         self.stages = Histogram(
             "cornplug_encoder_stage_seconds",
-            "Seconds in one stage: preprocess (HTTP only: decode, resize), prepare (check inputs), "
-            "queue (until a batch takes it), compute (its batch's tower and projectors), publish (store).",
+            "Seconds per stage: preprocess (decode and resize, HTTP only), prepare (check inputs), "
+            "queue (wait for a batch), compute (tower and projectors of the batch), publish (save in store).",
             ("stage",),
             buckets=WAIT_BUCKETS_S,
             registry=registry,
         )
         self.store_failures = Counter(
             "cornplug_encoder_store_failures_total",
-            "Failed calls of the store; the embedding was served all the same.",
+            "Failed calls of the store. The embedding was returned anyway.",
             ("reason",),
             registry=registry,
         )
         self.decoders_killed = Counter(
             "cornplug_encoder_decoders_killed_total",
-            "Processes that decode, killed in the middle of a medium: too_slow (encoder.decode_deadline_s), "
-            "too_late (the request's deadline), gone (its client), crashed (by itself), stopping.",
+            "Decoding processes that ended during a medium: too_slow (encoder.decode_deadline_s), too_late "
+            "(the request's deadline), gone (client disconnected), crashed, stopping.",
             ("reason",),
             registry=registry,
         )
-        # A rate needs a first value: what can be counted is there from the start, as 0.
+        # A rate needs a first value, so known series start at 0.
         for stage in STAGES:
             self.stages.labels(stage)
         for qos in self.classes:
             self.seconds.labels(qos)
 
     def answered(self, app: str, qos: str, origin: str, seconds: float) -> None:
-        """Count one embedding answered, `seconds` after its receipt."""
+        """Count one embedding, returned `seconds` after its request was received."""
         self.answers.labels(self._apps.label(app), origin, qos).inc()
         self.seconds.labels(qos).observe(seconds)
         self.recent_s.append(seconds)
 
     def refused(self, reason: str, qos: str = "default") -> None:
-        """Count one request refused."""
+        """Count one refused request."""
         self.refusals.labels(reason, qos).inc()
 
     def passed(self, items: int, tokens: int, seconds: float) -> None:
@@ -164,12 +165,12 @@ class ServiceMetrics:
         self.tower_seconds.observe(seconds)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
 class _Live:
-    """Gauges read at each scrape, so that series of an unloaded model disappear."""
+    """Gauges that are read at each scrape, so that series of an unloaded model disappear."""
 
     def __init__(self, meters: ServiceMetrics) -> None:
         self._meters = meters
@@ -177,13 +178,13 @@ class _Live:
     def collect(self) -> Iterator[Metric]:
         meters = self._meters
         yield GaugeMetricFamily(
-            "cornplug_encoder_waiting", "Requests admitted and not answered yet.", value=meters.waiting()
+            "cornplug_encoder_waiting", "Requests admitted and not yet answered.", value=meters.waiting()
         )
         requests = GaugeMetricFamily(
-            "cornplug_encoder_queue_requests", "Requests that no batch has taken yet.", labels=("qos",)
+            "cornplug_encoder_queue_requests", "Requests waiting for a batch.", labels=("qos",)
         )
         tokens = GaugeMetricFamily(
-            "cornplug_encoder_queue_tokens", "Tokens that no batch has taken yet.", labels=("qos",)
+            "cornplug_encoder_queue_tokens", "Tokens waiting for a batch.", labels=("qos",)
         )
         waiting = {**dict.fromkeys(meters.classes, (0, 0)), **meters.queue()}
         for qos, (count, size) in waiting.items():
@@ -192,7 +193,7 @@ class _Live:
         yield requests
         yield tokens
         preparing = GaugeMetricFamily(
-            "cornplug_encoder_preparing_requests", "Media that wait to be decoded.", labels=("qos",)
+            "cornplug_encoder_preparing_requests", "Media waiting to be decoded.", labels=("qos",)
         )
         for qos, (count, _) in {**dict.fromkeys(meters.classes, (0, 0)), **meters.preparing()}.items():
             preparing.add_metric((qos,), count)
@@ -204,7 +205,7 @@ class _Live:
         )
         predicted = GaugeMetricFamily(
             "cornplug_encoder_predicted_seconds",
-            "Predicted seconds until the answer to a medium that arrives now, by class.",
+            "Predicted seconds until the reply to a medium that arrives now, by class of service.",
             labels=("qos",),
         )
         for qos, seconds in meters.predicted().items():
@@ -226,7 +227,7 @@ class _Live:
 def _model_info(models: Sequence[ServedModel]) -> Metric:
     names = ("model", "family", "identity", "tower_fp", "projector_fp", "spec_fp", "dtype", "epoch")
     info = GaugeMetricFamily(
-        "cornplug_encoder_model_info", "1 for each served model; fingerprints in hex.", labels=names
+        "cornplug_encoder_model_info", "1 for each served model, with fingerprints in hex.", labels=names
     )
     for m in models:
         digests = (digest.hex() for digest in (m.identity, m.tower_fp, m.projector_fp, m.spec_fp))

@@ -4,13 +4,13 @@
     ├ cornplug.preprocess        decode, resize
     └ cornplug.encode            one medium, from receipt to answer
         ├ cornplug.prepare       check the tower's inputs
-        ├ cornplug.queue         until a batch took it
-        ├ cornplug.tower         its batch: child of the first request, linked to all of them
-        │                        (cornplug.project where all features were kept)
-        └ cornplug.publish       store, answer
+        ├ cornplug.queue         wait for a batch
+        ├ cornplug.tower         the batch: child of the first request, linked to all its requests
+        │                        (cornplug.project if all features are cached)
+        └ cornplug.publish       save in the store, reply
 
-Callers name their trace by W3C headers, or by `EncodeRequest.trace`. Without an SDK the API's no-op tracer
-is used: it records nothing, and no code checks whether tracing is on.
+Callers pass their trace in W3C headers or in `EncodeRequest.trace`. Without an SDK the API's no-op tracer is
+used. It records nothing, so no code has to check whether tracing is on.
 """
 
 from __future__ import annotations
@@ -45,19 +45,19 @@ log = logging.getLogger(__name__)
 
 
 class RequestTracing:
-    """Begins spans with one tracer. Thread-safe."""
+    """Starts spans with one tracer. Thread-safe."""
 
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
 
     def request(self, carrier: Mapping[str, str] | None, kind: SpanKind, name: str) -> Span:
-        """A span in the trace that `carrier` names, else in the current trace."""
+        """Start a span in the trace of `carrier`, or else in the current trace."""
         context = _PROPAGATOR.extract(carrier) if carrier else None
         return self._tracer.start_span(name, context=context, kind=kind)
 
     @contextmanager
     def child(self, parent: Span, name: str, also: Sequence[Span] = ()) -> Iterator[Span]:
-        """A span below `parent`, linked to `also` and back, for as long as the block runs."""
+        """Run the block in a child span of `parent`, linked to `also` in both directions."""
         links = [Link(span.get_span_context()) for span in (parent, *also)] if also else None
         context = trace.set_span_in_context(parent)
         with self._tracer.start_as_current_span(name, context=context, links=links) as span:
@@ -66,19 +66,19 @@ class RequestTracing:
             yield span
 
     def past(self, parent: Span, name: str, *, began_ns: int, ended_ns: int) -> None:
-        """Record a finished span. Times are of `time.time_ns`."""
+        """Record a finished span. Times are from `time.time_ns`."""
         context = trace.set_span_in_context(parent)
         self._tracer.start_span(name, context=context, start_time=began_ns).end(ended_ns)
 
     def close(self) -> None:
-        """Send unsent spans, for at most five seconds."""
+        """Send pending spans, for at most five seconds."""
 
 
 OFF: Final = RequestTracing(NoOpTracer())
 
 
 class _Exported(RequestTracing):
-    """Spans go to the collector that the standard OTEL_* variables name."""
+    """Tracing with spans sent to the collector that the standard OTEL_* variables configure."""
 
     def __init__(self, exporter: str) -> None:
         from opentelemetry.sdk.resources import Resource
@@ -93,16 +93,17 @@ class _Exported(RequestTracing):
         super().__init__(self._provider.get_tracer("cornplug", __version__))
 
     def close(self) -> None:
-        # The SDK waits half a minute for a collector that is down.
+        # The SDK waits 30 s for a collector that is down.
         ending = threading.Thread(target=self._provider.shutdown, name="cornplug-trace-end", daemon=True)
         ending.start()
         ending.join(_FLUSH_S)
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
-    """Tracing by the OTEL_* variables: OFF without them; OFF with a warning without an SDK.
+    """Return tracing as configured by the OTEL_* variables: OFF without them, OFF with a warning without an
+    SDK.
 
-    Under `opentelemetry-instrument` its tracer provider is used.
+    Under `opentelemetry-instrument`, its tracer provider is used.
     """
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return OFF
@@ -120,7 +121,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
         return _Exported(name)
     except ImportError as e:
         log.warning(
-            "OTEL_* variables ask for traces, but %s: none are sent. "
+            "OTEL_* variables enable tracing, but %s. No traces are sent. Run: "
             "pip install opentelemetry-sdk opentelemetry-exporter-otlp",
             e,
         )
@@ -128,7 +129,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> RequestTracing:
 
 
 class TraceRequests:
-    """ASGI middleware: a server span, joining the caller's trace, around each encode request."""
+    """ASGI middleware that wraps each encode request in a server span, which joins the caller's trace."""
 
     def __init__(self, app: ASGIApp, tracing: RequestTracing) -> None:
         self._app = app
@@ -139,7 +140,7 @@ class TraceRequests:
             await self._app(scope, receive, send)
             return
         carrier = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
-        # Not the path: it may hold a model's name, and span names must be few.
+        # Not the path, which may contain a model's name: span names must have low cardinality.
         route = "/v1/encode" if scope["path"] == "/v1/encode" else "/encode"
         span = self._tracing.request(trace_of(carrier), SpanKind.SERVER, f"{scope['method']} {route}")
 

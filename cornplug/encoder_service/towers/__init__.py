@@ -32,5 +32,5 @@ def feature_extractor(checkpoint: Checkpoint) -> LogMelFeatures:
     """
     found = getattr(architecture(checkpoint.family), "feature_extractor", None)
     if found is None:
-        raise CheckpointError(f"{checkpoint.family.name} takes no audio", reason="bad_config")
+        raise CheckpointError(f"{checkpoint.family.name} does not support audio", reason="bad_config")
     return cast("LogMelFeatures", found(checkpoint.preprocessors["audio"]))

@@ -78,17 +78,18 @@ class DecoderRecorder(nn.Module):
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
         if inputs_embeds is None or inputs_embeds.shape[0] != 1:
-            raise CheckpointError("its decoder takes no rows", reason="unknown_family")
+            raise CheckpointError("the decoder does not accept embeddings", reason="unknown_family")
         levels, places = kwargs.pop(LEVELS, None) or (), kwargs.pop("visual_pos_masks", None)
         more = [name for name, value in kwargs.items() if name not in _PLACES and any(_numbers(value))]
         if more:
             raise CheckpointError(
-                f"its decoder takes {', '.join(more)} of a medium, not only rows", reason="unknown_family"
+                f"the decoder also needs {', '.join(more)} of a medium, not only its rows",
+                reason="unknown_family",
             )
         marked = (inputs_embeds[0] == torch.finfo(inputs_embeds.dtype).min).all(-1)
         if not bool(marked.any()) or bool(marked.all()):
             raise CheckpointError(
-                "its rows cannot be told from its tokens' embeddings", reason="unknown_family"
+                "rows of media cannot be distinguished from embeddings of tokens", reason="unknown_family"
             )
         rows = inputs_embeds[0, ~marked]
         if levels and not (
@@ -96,9 +97,7 @@ class DecoderRecorder(nn.Module):
             and isinstance(places, torch.Tensor)
             and torch.equal(places.reshape(-1), ~marked)
         ):
-            raise CheckpointError(
-                "its levels of deepstack are not those of its rows", reason="unknown_family"
-            )
+            raise CheckpointError("the deepstack levels do not match the rows", reason="unknown_family")
         raise DecoderReached(torch.cat([rows, *(level.to(rows.dtype) for level in levels)], dim=-1))
 
 

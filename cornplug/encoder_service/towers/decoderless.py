@@ -27,7 +27,7 @@ REFUSALS: Final = (
     RuntimeError, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
 """What transformers raises for a config or a processor that it cannot use."""
-DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "A family").'
+DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "Add a model family").'
 _LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 _NAMED: Final = 5
 _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
@@ -50,7 +50,7 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
         found = next((mapping[type(config)] for mapping in mappings if type(config) in mapping), None)
     except REFUSALS as e:
         raise CheckpointError(
-            f"{path}: transformers {transformers.__version__} does not read config.json of model_type "
+            f"{path}: transformers {transformers.__version__} cannot read config.json of model_type "
             f"{kind!r}: {e}. A checkpoint's own code is never run.",
             reason="bad_config",
         ) from e
@@ -118,7 +118,7 @@ def _without_decoder(
         holders = {id(decoder), id(head)}
         if any(id(part) in holders for part in (self, self.base_model)):
             raise CheckpointError(
-                f"the decoder of {found.__name__} cannot be told from its tower. {DESCRIBE}",
+                f"the decoder of {found.__name__} cannot be separated from its tower. {DESCRIBE}",
                 reason="unknown_family",
             )
         gone: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.T
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
         if tensor.dtype not in _LOADED:
             raise CheckpointError(
-                f"{name} is {tensor.dtype}: a quantised tower is not served", reason="bad_tensors"
+                f"{name} is {tensor.dtype}: quantised towers are not supported", reason="bad_tensors"
             )
         out[name.removeprefix(_NESTED_PREFIX) if NESTED in checkpoint.config else name] = tensor
     return out
@@ -166,5 +166,5 @@ def hidden_size(checkpoint: Checkpoint, config: Any) -> int:
         return int(config.get_text_config(decoder=True).hidden_size)
     except REFUSALS as e:
         raise CheckpointError(
-            f"{checkpoint.path}: config.json names no hidden_size: {e}", reason="bad_config"
+            f"{checkpoint.path}: config.json has no hidden_size: {e}", reason="bad_config"
         ) from e

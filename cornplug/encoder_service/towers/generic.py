@@ -189,7 +189,7 @@ def rows_of(output: Any, name: str) -> torch.Tensor:
     found = getattr(output, "pooler_output", None)
     parts = [found] if isinstance(found, torch.Tensor) else list(found or ())
     if not parts or not all(isinstance(part, torch.Tensor) and part.ndim >= 2 for part in parts):
-        raise CheckpointError(f"{name} gives no rows. {DESCRIBE}", reason="unknown_family")
+        raise CheckpointError(f"{name} returns no rows. {DESCRIBE}", reason="unknown_family")
     return torch.cat([part.reshape(-1, part.shape[-1]) for part in parts]).contiguous()
 
 

@@ -29,7 +29,7 @@ BOOLEAN: Final = "bool"
 def float_dtype(name: str) -> torch.dtype:
     """torch's dtype of a model. ConfigError for any but the known floating dtypes."""
     if name not in FLOATS:
-        raise ConfigError("--dtype", f"{name!r} is unknown", f"Write one of {', '.join(FLOATS)}.")
+        raise ConfigError("--dtype", f"unknown dtype {name!r}", f"Set one of {', '.join(FLOATS)}.")
     return DTYPES[name]
 
 
@@ -45,10 +45,10 @@ def check_names(
     wanted = tuple(wanted)
     for name in wanted:
         if name not in inputs and name not in optional:
-            raise bad_input(name, f"missing; this tower takes {', '.join(wanted)}")
+            raise bad_input(name, f"missing; this tower needs {', '.join(wanted)}")
     for name in inputs:
         if name not in wanted:
-            raise bad_input(name, f"unknown; this tower takes {', '.join(wanted)}")
+            raise bad_input(name, f"unknown; this tower accepts {', '.join(wanted)}")
 
 
 def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.Tensor:
@@ -89,7 +89,7 @@ def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torc
 
 def _check_dtype(field: str, dtype: str, accepted: tuple[str, ...]) -> None:
     if dtype not in accepted:
-        raise bad_input(field, f"dtype {dtype!r}, want one of {', '.join(accepted)}")
+        raise bad_input(field, f"dtype must be one of {', '.join(accepted)}, not {dtype!r}")
 
 
 def _check_shape(field: str, shape: tuple[int, ...]) -> None:

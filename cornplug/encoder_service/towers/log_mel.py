@@ -49,7 +49,8 @@ class PaddedLogMel:
         mask = made["attention_mask"]
         if int(mask.sum()) < _MIN_FRAMES:
             raise MediaError(
-                f"{len(samples) / self.rate:.3f} s are too short for the model", reason="unprocessable"
+                f"{len(samples) / self.rate:.3f} s of audio are too short for the model",
+                reason="unprocessable",
             )
         return {"input_features": made["input_features"], "feature_attention_mask": mask}
 
@@ -101,7 +102,7 @@ def whisper_extractor(preprocessor: Mapping[str, Any]) -> Any:
     """
     kind = preprocessor.get("feature_extractor_type", "WhisperFeatureExtractor")
     if kind != "WhisperFeatureExtractor":
-        raise CheckpointError(f"feature_extractor_type {kind!r} is not served", reason="bad_config")
+        raise CheckpointError(f"feature_extractor_type {kind!r} is not supported", reason="bad_config")
     try:
         return WhisperFeatureExtractor.from_dict(dict(preprocessor))
     except (TypeError, ValueError, ZeroDivisionError) as e:

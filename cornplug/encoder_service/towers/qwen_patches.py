@@ -47,7 +47,9 @@ class PatchInputs:
         input_checks.check_names(inputs, names)
         grid = input_checks.checked(names[1], inputs[names[1]], input_checks.INTEGERS).to(torch.int64)
         if tuple(grid.shape) not in ((3,), (1, 3)):
-            raise input_checks.bad_input(names[1], f"shape {tuple(grid.shape)}, want (3,) for one medium")
+            raise input_checks.bad_input(
+                names[1], f"shape must be (3,) for one medium, not {tuple(grid.shape)}"
+            )
         t, h, w = grid.reshape(3).tolist()
         if min(t, h, w) <= 0 or h % self.merge or w % self.merge:
             raise input_checks.bad_input(
@@ -56,7 +58,8 @@ class PatchInputs:
         pixels = input_checks.checked(names[0], inputs[names[0]], input_checks.FLOATS)
         if tuple(pixels.shape) != (t * h * w, self.values):
             raise input_checks.bad_input(
-                names[0], f"shape {tuple(pixels.shape)}, want {(t * h * w, self.values)} for grid {t, h, w}"
+                names[0],
+                f"shape must be {(t * h * w, self.values)} for grid {t, h, w}, not {tuple(pixels.shape)}",
             )
         pixels, grid = pixels.to(self.dtype), grid.reshape(1, 3)
         return TowerItem(

@@ -55,7 +55,9 @@ class AnyTiles:
 
     def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
         if self.most is not None and tiles > self.most:
-            raise input_checks.bad_input("pixel_values", f"shape: {tiles} tiles, want at most {self.most}")
+            raise input_checks.bad_input(
+                "pixel_values", f"shape: at most {self.most} tiles are allowed, not {tiles}"
+            )
         return (tiles,)
 
 
@@ -74,16 +76,18 @@ class PinpointTiling:
     def geometry(self, inputs: Mapping[str, TowerInput], tiles: int) -> tuple[int, ...]:
         size = input_checks.checked("image_sizes", inputs["image_sizes"], input_checks.INTEGERS)
         if tuple(size.shape) not in ((2,), (1, 2)):
-            raise input_checks.bad_input("image_sizes", f"shape {tuple(size.shape)}, want (2,) for one image")
+            raise input_checks.bad_input(
+                "image_sizes", f"shape must be (2,) for one image, not {tuple(size.shape)}"
+            )
         height, width = (int(side) for side in size.reshape(2).tolist())
         if not (0 < height <= _LONGEST_SIDE and 0 < width <= _LONGEST_SIDE):
-            raise input_checks.bad_input("image_sizes", f"{height} x {width} is no image's size")
+            raise input_checks.bad_input("image_sizes", f"{height} x {width} is not a valid image size")
         best = select_best_resolution((height, width), self.resolutions)
         down, across = best[0] // self.side, best[1] // self.side
         wanted = 1 + down * across
         if tiles < wanted:
             raise input_checks.bad_input(
-                "pixel_values", f"shape: {tiles} tiles, want {wanted} for {height} x {width}"
+                "pixel_values", f"shape: must have {wanted} tiles for {height} x {width}, not {tiles}"
             )
         return (wanted, down, across, height, width)
 
@@ -109,7 +113,8 @@ class TileTower:
             pixels = pixels[None]
         if pixels.ndim != 4 or tuple(pixels.shape[1:]) != wanted:
             raise input_checks.bad_input(
-                "pixel_values", f"shape {tuple(pixels.shape)}, want (tiles, {', '.join(map(str, wanted))})"
+                "pixel_values",
+                f"shape must be (tiles, {', '.join(map(str, wanted))}), not {tuple(pixels.shape)}",
             )
         geometry = self._tiling.geometry(inputs, len(pixels))
         pixels = pixels[: geometry[0]].to(self._dtype).contiguous()

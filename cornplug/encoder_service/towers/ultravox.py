@@ -67,14 +67,14 @@ class UltravoxTower:
         lens = input_checks.checked("audio_lens", inputs["audio_lens"], input_checks.INTEGERS).reshape(-1)
         if mels.ndim != 3 or mels.shape[1] != self._shape.num_mel_bins:
             want = ("chunks", self._shape.num_mel_bins, "frames")
-            raise input_checks.bad_input("audio_features", f"shape {tuple(mels.shape)}, want {want}")
+            raise input_checks.bad_input("audio_features", f"shape must be {want}, not {tuple(mels.shape)}")
         chunks, _, frames = mels.shape
         if frames > self._shape.max_frames:
             raise input_checks.bad_input(
-                "audio_features", f"{frames} frames, at most {self._shape.max_frames}"
+                "audio_features", f"{frames} frames exceed the limit of {self._shape.max_frames}"
             )
         if len(lens) != chunks or not 1 <= int(lens.min()) <= int(lens.max()) <= frames:
-            raise input_checks.bad_input("audio_lens", f"want {chunks} lengths of 1 to {frames} frames")
+            raise input_checks.bad_input("audio_lens", f"must have {chunks} lengths of 1 to {frames} frames")
         if chunks == 1:  # an engine pads it for its other audio: not part of this one
             frames = int(lens[0])
         mels = mels[:, :, :frames].to(self._dtype).contiguous()

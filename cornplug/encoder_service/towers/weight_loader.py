@@ -38,11 +38,11 @@ def fill(
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
     if missing:
-        raise CheckpointError(f"checkpoint lacks {_some(missing)}", reason="bad_tensors")
+        raise CheckpointError(f"the checkpoint lacks {_some(missing)}", reason="bad_tensors")
     unexpected = sorted(name for name in located.keys() - wanted.keys() if not unused(name))
     if unexpected:
         raise CheckpointError(
-            f"checkpoint has tensors of no known use: {_some(unexpected)}", reason="bad_tensors"
+            f"the checkpoint has unknown tensors: {_some(unexpected)}", reason="bad_tensors"
         )
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name in wanted:
@@ -57,7 +57,7 @@ def fill(
         if loaded[name].shape != wanted[name].shape
     ]
     if wrong:
-        raise CheckpointError(f"shapes disagree with config.json: {_some(wrong)}", reason="bad_tensors")
+        raise CheckpointError(f"shapes do not match config.json: {_some(wrong)}", reason="bad_tensors")
     module.load_state_dict(loaded, assign=True)
     module.eval().requires_grad_(False)
 
@@ -72,7 +72,7 @@ def _read(
                 tensor = tensors.get_tensor(stored)
                 if not tensor.is_floating_point():
                     raise CheckpointError(
-                        f"{stored} is {tensor.dtype}: a quantised tower or projector is not served",
+                        f"{stored} is {tensor.dtype}: quantised towers and projectors are not supported",
                         reason="bad_tensors",
                     )
                 out[name] = tensor.to(device=device, dtype=dtype, copy=True)

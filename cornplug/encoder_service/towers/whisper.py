@@ -161,13 +161,15 @@ class Qwen2AudioTower:
         ).reshape(-1)
         want = (self._shape.num_mel_bins, self._shape.max_frames)
         if tuple(mel.shape) not in (want, (1, *want)):
-            raise input_checks.bad_input("input_features", f"shape {tuple(mel.shape)}, want {want}")
+            raise input_checks.bad_input("input_features", f"shape must be {want}, not {tuple(mel.shape)}")
         frames = int(mask.sum())
         if len(mask) != want[1] or not bool((mask[:frames] == 1).all()):
-            raise input_checks.bad_input("feature_attention_mask", f"want {want[1]} values: ones, then zeros")
+            raise input_checks.bad_input(
+                "feature_attention_mask", f"must have {want[1]} values: ones, then zeros"
+            )
         rows = (frames - 1) // 2 + 1
         if rows < 2:
-            raise input_checks.bad_input("feature_attention_mask", f"{frames} frames are too short for a row")
+            raise input_checks.bad_input("feature_attention_mask", f"{frames} frames are too few for a row")
         # The last row's convolutions see one frame beyond its own two.
         mel = mel.reshape(want)[:, : 2 * rows + 1].to(self._dtype).contiguous()
         length = torch.tensor([rows])

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import Final, Literal, get_args
 
 Decoding = Literal["vllm-0.32", "vllm-0.33", "sglang-0.5.23"]
-"""An engine's rule, by the release that introduced it."""
+"""Decoding rule of an engine, named by the release that introduced it."""
 DECODINGS: Final[tuple[Decoding, ...]] = get_args(Decoding)
 DEFAULT: Final[Decoding] = "vllm-0.33"
-"""The rule for callers of the HTTP API that name none."""
+"""Rule for callers of the HTTP API that do not set one."""
 HEADER: Final = "x-cornplug-decoding"
-"""HTTP header that names the rule for all images of a request."""
+"""HTTP header with the rule for all images of a request."""
 
 _RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
     ("vllm", "0.32.", "vllm-0.32"),
@@ -24,10 +24,10 @@ _RELEASES: Final[tuple[tuple[str, str, Decoding], ...]] = (
 
 
 def decoding_of(engine: str, version: str) -> Decoding | None:
-    """The rule of an installed release of "vllm" or "sglang"; None for a release that was not compared."""
+    """Return the rule of an installed release of "vllm" or "sglang", or None for an untested release."""
     return next((d for e, start, d in _RELEASES if e == engine and version.startswith(start)), None)
 
 
 def known(name: str) -> Decoding | None:
-    """The rule with this name, None if there is none."""
+    """Return the rule with this name, or None."""
     return next((d for d in DECODINGS if d == name), None)

@@ -27,25 +27,25 @@ _MAX_CHARS: Final = 4096
 
 
 class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
-    """The claims: one embedding, and the model and medium that it was computed from."""
+    """Claims of a handle: one embedding, and the model and medium that it was computed from."""
 
     family: str
     modality: Modality
     identity: bytes
     """`identity.model_identity` of the model, under its dtype and preprocessing."""
     media: bytes
-    """The media digest."""
+    """Media digest."""
     key: bytes
-    """The embedding key, with the `cache_salt` that the app gave to the service."""
+    """Embedding key, which includes the `cache_salt` that the app sent to the service."""
     dtype: str
     grid: tuple[int, ...]
-    """(frames, height, width) in patches, where the model's placeholders depend on them; else ()."""
+    """(frames, height, width) in patches if the model's placeholders depend on them, or else ()."""
     expires: float
-    """Seconds of the Unix clock."""
+    """Unix time in seconds."""
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The claims, not verified. Raises CodecError("handle_malformed")."""
+        """Return the claims without verification. Raises CodecError("handle_malformed")."""
         return cls._parsed(text)[0]
 
     @classmethod
@@ -58,8 +58,8 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
         handle, claims, proof = cls._parsed(text)
         if not is_signed(proof, secret, _DOMAIN, claims):
             raise CodecError(
-                "the embedding handle is not signed by this store's secret: encode with a service that "
-                "shares store.secret_file, or send the embedding by value",
+                "the embedding handle is not signed with this store's secret; encode with a service that "
+                "uses the same store.secret_file, or send the embedding by value",
                 reason="handle_signature",
             )
         if now >= handle.expires:
@@ -67,13 +67,13 @@ class EmbeddingHandle(msgspec.Struct, frozen=True, kw_only=True):
         return handle
 
     def signed(self, secret: bytes) -> str:
-        """The handle's text: some 600 URL-safe characters."""
+        """Return the handle's text, about 600 URL-safe characters."""
         claims = msgspec.json.encode(self)
         return f"{PREFIX}{_text(claims)}.{_text(sign(secret, _DOMAIN, claims))}"
 
     @classmethod
     def _parsed(cls, text: str) -> tuple[Self, bytes, bytes]:
-        wrong = CodecError("this is no embedding handle of an encoder service", reason="handle_malformed")
+        wrong = CodecError("not an embedding handle of an encoder service", reason="handle_malformed")
         if not text.startswith(PREFIX) or len(text) > _MAX_CHARS or text.count(".") != 2:
             raise wrong
         try:

@@ -30,9 +30,9 @@ PATH: Final = "/v1/engine"
 MEDIA_TYPE: Final = "application/octet-stream"
 SCHEME: Final = "Cornplug-Engine "
 MAX_AGE_S: Final = 60.0
-"""A proof is valid for so long, by the service's clock; a request from the future as well."""
+"""Validity of a proof by the service's clock, in both directions."""
 MAX_SEEN: Final = 1 << 16
-"""Salts remembered; beyond it the oldest goes, and a replay of that request costs a tower pass."""
+"""Maximum number of salts remembered. A replay of a forgotten request costs a tower pass."""
 _PROOF_DOMAIN: Final = "cornplug-engine-proof-v1"
 _ASK: Final = b"cornplug engine request 1"
 _ANSWER: Final = b"cornplug engine answer 1"
@@ -43,49 +43,49 @@ _NONCE: Final = bytes(12)
 
 
 class SealBroken(Exception):
-    """Bytes that are not sealed with this secret, or not for this request."""
+    """The bytes are not sealed with this secret, or not for this request."""
 
 
 class EngineSeal:
-    """One request's seal, on either side."""
+    """Seal of one request, for either side."""
 
     def __init__(self, secret: bytes, head: bytes) -> None:
-        """`head` is the proved part of the request's header: time and salt."""
+        """`head` is the part of the request's header that is proved: time and salt."""
         self._secret = secret
         self._head = head
 
     @classmethod
     def new(cls, secret: bytes) -> Self:
-        """The seal of a new request: serves one body."""
+        """Create the seal of a new request, for one body."""
         return cls(secret, _HEAD.pack(time.time(), secrets.token_bytes(_SALT_BYTES)))
 
     @property
     def authorization(self) -> str:
-        """The request's Authorization header."""
+        """Authorization header of the request."""
         proof = sign(self._secret, _PROOF_DOMAIN, self._head)
         return SCHEME + base64.b64encode(self._head + proof).decode()
 
     def seal_request(self, message: bytes) -> bytes:
-        """The request's body."""
+        """Return the request's body."""
         return self._seal(_ASK, self._head, message)
 
     def open_request(self, body: bytes) -> bytes | None:
-        """The message; None if the engine speaks another version. Raises SealBroken."""
+        """Return the message, or None if the engine uses another protocol version. Raises SealBroken."""
         version, message = self._open(_ASK, self._head, body)
         return message if version == PROTOCOL_VERSION else None
 
     def seal_answer(self, message: bytes) -> bytes:
-        """An answer's body. Its salt is new, since a replayed request has several answers."""
+        """Return a reply's body. Its salt is new, because a replayed request has several replies."""
         salt = secrets.token_bytes(_SALT_BYTES)
         return salt + self._seal(_ANSWER, self._head + salt, message)
 
     def open_answer(self, body: bytes) -> bytes:
-        """The message. Raises SealBroken, EncoderUnavailable("encoder_version")."""
+        """Return the message. Raises SealBroken, EncoderUnavailable("encoder_version")."""
         salt = body[:_SALT_BYTES]
         version, message = self._open(_ANSWER, self._head + salt, memoryview(body)[_SALT_BYTES:])
         if version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
-                f"the service speaks version {version}, this client {PROTOCOL_VERSION}",
+                f"the service uses protocol version {version}, this client {PROTOCOL_VERSION}",
                 reason="encoder_version",
             )
         return message
@@ -106,15 +106,15 @@ class EngineSeal:
         except (InvalidTag, ValueError) as e:
             raise SealBroken("not sealed with this store.secret_file for this request") from e
         if len(plain) < _VERSION.size:
-            raise SealBroken("a body without a version")
+            raise SealBroken("the body has no version")
         return _VERSION.unpack_from(plain)[0], plain[_VERSION.size :]
 
 
 class SealChecker:
-    """The service's check of the header, before a body is read. Thread-safe."""
+    """Check of the header by the service, before the body is read. Thread-safe."""
 
     def __init__(self, secret: bytes, *, clock: Callable[[], float] = time.time) -> None:
-        """`clock`: seconds of the Unix clock."""
+        """`clock` returns Unix time in seconds."""
         self._secret = secret
         self._clock = clock
         self._lock = threading.Lock()
@@ -135,7 +135,7 @@ class SealChecker:
         at_s, salt = _HEAD.unpack(head)
         age_s = self._clock() - at_s
         if not -MAX_AGE_S <= age_s <= MAX_AGE_S:
-            raise _unauthorized(f"the proof is {age_s:.0f} s old; set the clocks of both hosts")
+            raise _unauthorized(f"the proof is {age_s:.0f} s old; synchronise the clocks of both hosts")
         with self._lock:
             if salt in self._seen:
                 raise _unauthorized("this request came before")

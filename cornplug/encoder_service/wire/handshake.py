@@ -26,9 +26,9 @@ from cornplug.errors import EncoderUnavailable
 from cornplug.local_socket import foreign_user
 
 MAX_BYTES: Final = 1024
-"""Longest frame that is read before the other side has proved that it has the secret."""
+"""Maximum size of a frame that is read before the peer has proved that it has the secret."""
 HANDSHAKE_TIMEOUT_S: Final = 5.0
-"""Longest duration of a handshake."""
+"""Maximum duration of a handshake."""
 _NONCE_BYTES: Final = 32
 _DOMAIN: Final = b"cornplug/encoder-socket/1/"
 
@@ -41,7 +41,7 @@ class EngineHello(msgspec.Struct, frozen=True, tag="hello"):
 
 
 class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
-    """The service's answer: its proof, and the nonce for the engine's proof."""
+    """Reply of the service: its proof, and the nonce for the engine's proof."""
 
     version: int
     nonce: bytes
@@ -49,7 +49,7 @@ class ServiceChallenge(msgspec.Struct, frozen=True, tag="challenge"):
 
 
 class EngineProof(msgspec.Struct, frozen=True, tag="proof"):
-    """The engine's proof; requests may follow at once."""
+    """Proof of the engine. Requests may follow immediately."""
 
     proof: bytes
 
@@ -61,18 +61,18 @@ _proof = msgspec.msgpack.Decoder(EngineProof).decode
 
 
 class UntrustedPeer(ValueError):
-    """The other side has not proved that it has the secret."""
+    """The peer has not proved that it has the secret."""
 
 
 class EngineHandshake:
-    """An engine's side of one handshake."""
+    """Engine side of one handshake."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def hello(self) -> bytes:
-        """The first frame's bytes."""
+        """Return the bytes of the first frame."""
         return _encode(EngineHello(version=PROTOCOL_VERSION, nonce=self._nonce))
 
     def proof(self, frame: bytes) -> bytes:
@@ -84,7 +84,7 @@ class EngineHandshake:
         challenge = _challenge(frame)
         if challenge.version != PROTOCOL_VERSION:
             raise EncoderUnavailable(
-                f"the service speaks version {challenge.version}, this client {PROTOCOL_VERSION}",
+                f"the service uses protocol version {challenge.version}, this client {PROTOCOL_VERSION}",
                 reason="encoder_version",
             )
         _check(challenge.proof, self._secret, b"service", self._nonce, challenge.nonce)
@@ -92,7 +92,7 @@ class EngineHandshake:
 
 
 class ServiceHandshake:
-    """The service's side of one handshake."""
+    """Service side of one handshake."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
@@ -100,10 +100,10 @@ class ServiceHandshake:
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
 
     def challenge(self, frame: bytes) -> bytes:
-        """The frame that answers a hello. Raises msgspec's errors for another message, UntrustedPeer."""
+        """Return the reply to a hello. Raises msgspec's errors for another message, UntrustedPeer."""
         hello = _hello(frame)
         if len(hello.nonce) != _NONCE_BYTES:
-            raise UntrustedPeer(f"a nonce of {len(hello.nonce)} bytes")
+            raise UntrustedPeer(f"invalid nonce of {len(hello.nonce)} bytes")
         self._theirs = hello.nonce
         proof = _mac(self._secret, b"service", hello.nonce, self._nonce)
         return _encode(ServiceChallenge(version=PROTOCOL_VERSION, nonce=self._nonce, proof=proof))
@@ -117,11 +117,11 @@ class ServiceHandshake:
 
 
 def check_user(sock: socket.socket) -> None:
-    """Check that the other side is a process of this user. Raises EncoderUnavailable("encoder_untrusted")."""
+    """Check that the peer is a process of this user. Raises EncoderUnavailable("encoder_untrusted")."""
     if (uid := foreign_user(sock)) is not None:
         raise EncoderUnavailable(
-            f"user {uid} listens there, not this one ({os.getuid()}); set encoder.socket to a path in a "
-            "folder of this user",
+            f"the socket belongs to user {uid}, not to user {os.getuid()}; set encoder.socket to a path "
+            "in a folder of this user",
             reason="encoder_untrusted",
         )
 
@@ -134,6 +134,6 @@ def _mac(secret: bytes, side: bytes, engines: bytes, services: bytes) -> bytes:
 def _check(proof: bytes, secret: bytes, side: bytes, engines: bytes, services: bytes) -> None:
     if len(services) != _NONCE_BYTES or not hmac.compare_digest(proof, _mac(secret, side, engines, services)):
         raise EncoderUnavailable(
-            "the listener does not have this store.secret_file; use one file for both",
+            "the listener uses another store.secret_file; use the same file for both",
             reason="encoder_untrusted",
         )

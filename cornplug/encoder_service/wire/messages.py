@@ -27,7 +27,7 @@ _TraceHeaders = Annotated[dict[str, str], msgspec.Meta(max_length=8)]
 
 
 class WireTensor(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
+    """C-contiguous little-endian tensor. `dtype` is torch's name without "torch."."""
 
     dtype: str
     shape: _Shape
@@ -38,13 +38,13 @@ _Inputs = Annotated[dict[str, WireTensor], msgspec.Meta(max_length=64)]
 
 
 class DescribeRequest(msgspec.Struct, frozen=True, tag="describe", forbid_unknown_fields=True):
-    """Ask for the list of served models."""
+    """Request for the list of served models."""
 
     version: int = PROTOCOL_VERSION
 
 
 class ServedModality(msgspec.Struct, frozen=True):
-    """One modality of a model. Each has its own processor, hence its own model identity."""
+    """One modality of a model. Each has its own processor and therefore its own model identity."""
 
     name: str
     """ "image", "video" or "audio"."""
@@ -71,50 +71,50 @@ class ServedModel(msgspec.Struct, frozen=True):
     """Number of reloads of its weights since the service started."""
 
     def identity_for(self, modality: str) -> bytes | None:
-        """The model identity for a modality, None if the model does not take it."""
+        """Return the model identity for a modality, or None if the model does not support it."""
         return next((m.identity for m in self.modalities if m.name == modality), None)
 
 
 class DescribeReply(msgspec.Struct, frozen=True, tag="described"):
-    """The answer to `DescribeRequest`."""
+    """Reply to `DescribeRequest`."""
 
     version: int
     models: tuple[ServedModel, ...]
 
 
 class EncodeRequest(msgspec.Struct, frozen=True, tag="encode", forbid_unknown_fields=True):
-    """Encode one medium from the inputs that the engine's own processor made."""
+    """Request to encode one medium from the outputs of the engine's own processor."""
 
     id: int
     identity: bytes
     key: bytes
-    """The embedding key under which the result is published."""
+    """Embedding key under which the result is saved."""
     cache_salt: str | None
     inputs: _Inputs
     """Processor outputs of one item by their Hugging Face names: `pixel_values`, `image_grid_thw`."""
     app: str
     deadline_s: float
-    """Seconds from receipt after which the client no longer waits for the answer."""
+    """Seconds from receipt after which the client no longer waits for the reply."""
     trace: _TraceHeaders | None = None
-    """W3C `traceparent` and `tracestate` of the client's request; None: it has none."""
+    """W3C `traceparent` and `tracestate` of the client's request, if any."""
 
 
 class EncodeReply(msgspec.Struct, frozen=True, tag="encoded"):
-    """An embedding, shape (rows, hidden_size)."""
+    """Reply with an embedding of shape (rows, hidden_size)."""
 
     id: int
     key: bytes
     origin: Literal["computed", "coalesced", "cached"]
     """"computed" for this request, "coalesced" with another one in flight, or "cached" features."""
     stored: bool
-    """True: in the store under `key`. False: no store took it, and `tensor` carries it."""
+    """Whether the store has it under `key`. If false, `tensor` contains it."""
     tensor: WireTensor | None
     service_time_s: float
-    """From receipt to answer."""
+    """Seconds from receipt to reply."""
 
 
 class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
-    """The service will not encode this. `reason` is a metric label (see EncoderRefused)."""
+    """Refusal to encode. `reason` is a metric label (see EncoderRefused)."""
 
     id: int
     reason: Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
@@ -123,15 +123,16 @@ class EncodeRefusal(msgspec.Struct, frozen=True, tag="refused"):
 
 
 class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fields=True):
-    """Encode one medium of an engine without a tower, over HTTP: the service fetches and decodes it."""
+    """Request of an engine without a tower to encode one medium, over HTTP. The service fetches and decodes
+    it."""
 
     identity: bytes
-    """The model identity of the engine's tower, under which the rows are wanted."""
+    """Model identity of the engine's tower, for which the rows are requested."""
     modality: Modality
     data: bytes
-    """The medium's file; empty where `url` says where it is."""
+    """The medium's file, empty if `url` is set."""
     url: str
-    """An http(s) URL, fetched by the service's own rules; "" where `data` holds the file."""
+    """An http(s) URL, fetched by the service's own rules, or "" if `data` contains the file."""
     cache_salt: str | None
     app: str
     deadline_s: float
@@ -142,10 +143,10 @@ class MediumRequest(msgspec.Struct, frozen=True, tag="medium", forbid_unknown_fi
 
 
 class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
-    """The rows of a medium, shape (rows, hidden_size), and the signed claims about them."""
+    """Reply with the rows of a medium, shape (rows, hidden_size), and the signed claims about them."""
 
     handle: str
-    """The text of an `embedding_handle.EmbeddingHandle`: identity, media digest, key and patch grid."""
+    """Text of an `embedding_handle.EmbeddingHandle`: identity, media digest, key and patch grid."""
     tensor: WireTensor
     decoding: str = "vllm-0.32"
     """Name of the rule by which the image was decoded. The default is the rule of services that do not have
@@ -153,7 +154,7 @@ class MediumReply(msgspec.Struct, frozen=True, tag="medium_encoded"):
 
 
 class MediumRefusal(msgspec.Struct, frozen=True, tag="medium_refused"):
-    """The service will not encode this medium. `reason` is any of `status_codes`, or one of the medium's."""
+    """Refusal to encode a medium. `reason` is any of `status_codes`, or a reason of the medium."""
 
     reason: str
     message: str

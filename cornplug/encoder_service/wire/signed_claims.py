@@ -30,7 +30,7 @@ Grid = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SignedClaim:
-    """Signed statement: this model computed these rows from these media, in this order."""
+    """Signed statement that this model computed these rows from these media, in this order."""
 
     identity: bytes
     """`identity.model_identity` of the encoder's model."""
@@ -50,19 +50,19 @@ class SignedClaim:
         grid: Grid,
         payload: bytes | memoryview,
     ) -> Self:
-        """A statement about `payload`, the bytes of a (rows, hidden_size) tensor."""
+        """Create a statement about `payload`, the bytes of a (rows, hidden_size) tensor."""
         proof = sign(secret, _DOMAIN, *_parts(identity, media, dtype, shape, grid, payload))
         return cls(identity=identity, media=tuple(media), proof=proof)
 
     def holds(
         self, secret: bytes, *, dtype: str, shape: tuple[int, int], grid: Grid, payload: bytes | memoryview
     ) -> bool:
-        """Whether a holder of the secret signed this statement about these bytes."""
+        """Return whether a holder of the secret signed this statement about these bytes."""
         parts = _parts(self.identity, self.media, dtype, shape, grid, payload)
         return is_signed(self.proof, secret, _DOMAIN, *parts)
 
     def fields(self) -> Mapping[str, str]:
-        """The statement as text, for a message with named fields."""
+        """Return the statement as text, for a message with named fields."""
         return {
             _IDENTITY: self.identity.hex(),
             _MEDIA: ",".join(digest.hex() for digest in self.media),
@@ -89,12 +89,12 @@ class SignedClaim:
 
 
 def salt_proof(secret: bytes, salt: str) -> str:
-    """Proof, in hex, that an engine with the secret named this salt."""
+    """Return a proof in hex that an engine with the secret sent this salt."""
     return sign(secret, _SALT_DOMAIN, salt.encode()).hex()
 
 
 def salt_is_proved(proof: str | None, secret: bytes, salt: str) -> bool:
-    """Whether `proof` is the `salt_proof` of this salt."""
+    """Return whether `proof` is the `salt_proof` of this salt."""
     try:
         return is_signed(bytes.fromhex(proof or ""), secret, _SALT_DOMAIN, salt.encode())
     except ValueError:

@@ -1,4 +1,4 @@
-"""Reasons of refusals as HTTP statuses."""
+"""HTTP statuses of refusal reasons."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ _STATUS: Final[Mapping[str, int]] = {
 
 _OF_THE_MEDIUM: Final = frozenset({413, 415, 422, 424})
 OF_THE_FETCH: Final = frozenset({"remote_failed", "remote_timeout", "fetches_full"})
-"""Reasons for which another service, with another way to the URL's host, may have the medium."""
+"""Reasons for which another service, with another route to the URL's host, may succeed."""
 
-A_FAULT: Final = "a fault of the service; its log says which"
-"""The message for an internal error: an exception's text may hold paths, addresses and others' data."""
+A_FAULT: Final = "internal error of the service; see its log"
+"""Message for an internal error. An exception's text may contain paths, addresses and data of other
+clients."""
 
 
 def status_of(reason: str) -> int:
-    """The HTTP status of a reason: 422 for all reasons that concern the medium."""
+    """Return the HTTP status of a reason: 422 for all other reasons that concern the medium."""
     return _STATUS.get(reason, 422)
 
 
 def is_of_medium(reason: str) -> bool:
-    """Whether the medium is at fault, so that no other service and no later request would do."""
+    """Return whether the medium is at fault, so that neither another service nor a retry would help."""
     return status_of(reason) in _OF_THE_MEDIUM

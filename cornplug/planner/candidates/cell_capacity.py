@@ -86,7 +86,7 @@ class CellBuilder:
             if not profiles:
                 timed += self._timed_config(service, footprint, context_tokens)
             elif len(profiles) < len(service.components):
-                self.dropped[f"{service.name}: times of one component, a throughput of another"] += 1
+                self.dropped[f"{service.name}: one component has times, another has only a throughput"] += 1
             elif footprint.workload == workloads[0]:
                 yield from self._untimed(service, footprint, profiles, users, tiers)
         enough = self._enough_kv(users)
@@ -122,7 +122,7 @@ class CellBuilder:
     ) -> list[TimedConfig]:
         hardware = service_times(service, footprint, self.rules, context_tokens)
         if hardware is None:
-            self.dropped[f"{service.name}: no profile for it, or no room, on {footprint.gpu.name}"] += 1
+            self.dropped[f"{service.name}: no profile, or too little memory, on {footprint.gpu.name}"] += 1
             return []
         hardware = corrected(hardware, self.corrections.get(place(service, footprint)))
         self._reference.setdefault(service.name, hardware)
@@ -240,7 +240,7 @@ class CellBuilder:
             for name, of in users.items()
         }
         if not any(rates.values()):
-            self.dropped[f"{service.name}: no throughput is given for its requests under their SLOs"] += 1
+            self.dropped[f"{service.name}: no throughput for its requests under their SLOs"] += 1
             return
         preference = self._prior(footprint, users) if service.llm else 0.0
         tier = tiers.tiers[0]

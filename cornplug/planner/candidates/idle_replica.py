@@ -52,8 +52,8 @@ class IdleReplicas:
         if hardware is None or hardware.steps is None:
             raise ConfigError(
                 f"slo.idle of {of.name}",
-                f"no times of {service.name} on {idle.gpu} with tp = {idle.tp}, or no room for it",
-                f"Give {llm.name} a profile for it (a table or a roofline), or name another replica.",
+                f"{service.name} has no times on {idle.gpu} with tp = {idle.tp}, or does not fit",
+                f"Add a profile (table or roofline) to {llm.name}, or use another replica.",
             )
         return TimedConfig(service, config, hardware).station("random", 1)
 

@@ -57,7 +57,7 @@ def note(
         default=None,
     )
     if nearest is None:
-        return "it has no request path. Allow another structure"
+        return "no structure fits its requests. Allow another structure"
     if nearest.best is None:
         return _without_room(nearest.stage_budget.service.name, dropped)
     if nearest.excess <= 1:
@@ -67,18 +67,19 @@ def note(
 
 @dataclass(frozen=True)
 class Fit:
-    """How near the best replica comes to a promise for an isolated request."""
+    """How close the best replica comes to a bound for an isolated request."""
 
     stage_budget: StageBudget
     best: TimedConfig | None
     bound: LatencyBound
-    """Of one percentile: the one that it is farthest from."""
+    """Bound of one percentile: the percentile that is missed most."""
     first_s: float
     tpot_s: float
 
     @property
     def excess(self) -> float:
-        """How many times too slow, in the worse of both; infinite where nothing runs the service."""
+        """Factor by which the replica is too slow, the worse of both times. Infinite if nothing runs the
+        service."""
         return max(_times(self.first_s, self.bound.seconds), _times(self.tpot_s, self.bound.tpot_s))
 
     @property
@@ -96,8 +97,8 @@ class Fit:
         unit = "times the idle replica's" if self.bound.relative else "s"
         name, percentile = self.stage_budget.service.name, self.bound.percentile
         return (
-            f"{name} has {allowed:.3g} {unit} for {what} ({percentile}), "
-            f"and the best, {self.best.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
+            f"{name} may take {allowed:.3g} {unit} for {what} ({percentile}), "
+            f"but the fastest, {self.best.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )
 
@@ -137,15 +138,18 @@ def _best_fit(
 
 def _without_room(service: str, dropped: Mapping[str, int]) -> str:
     reasons = [text.partition(": ")[2] for text in dropped if text.startswith(f"{service}: ")]
-    return f"{service} has no cell ({'; '.join(reasons) or 'no footprint'}). Add a larger GPU or a profile"
+    return (
+        f"no replica can run {service} ({'; '.join(reasons) or 'none fits'}). Add a larger GPU or a profile"
+    )
 
 
 def _without_kv(service: str, best: TimedConfig, samples: Mapping[str, Sequence[SampledRequest]]) -> str:
-    """Times would do, so room does not: each request must fit the KV cache by itself."""
+    """Return the reason if latency is feasible, so KV memory is the limit: each request must fit into the
+    KV cache."""
     longest = max(d.prompt_tokens + d.output_tokens for d in samples[service])
     return (
-        f"{service} keeps its bounds for an isolated request, and carries no rate: its requests have up to "
-        f"{longest} tokens, the KV cache of {best.footprint.name} holds {best.hardware.kv_tokens}. "
+        f"{service} meets its bounds for an isolated request, but KV memory is too small: requests have up "
+        f"to {longest} tokens, and the KV cache of {best.footprint.name} holds {best.hardware.kv_tokens}. "
         "Add a GPU with more memory, a higher tp or a quantisation, or loosen the SLO"
     )
 
@@ -157,7 +161,7 @@ def _times(value: float, allowed: float | None) -> float:
 def _isolated_latency(
     station: Station, samples: Sequence[SampledRequest], bound: LatencyBound
 ) -> tuple[float, float]:
-    """Of isolated requests, at the bound's percentile: to the first token, and a token."""
+    """Return the times of isolated requests at the bound's percentile: to the first token, and per token."""
     overhead = station.steps.request_overhead_s if station.steps and "P" in station.tasks else 0.0
     first = [isolated_prefill_s(station, d) + overhead for d in samples]
     if station.generate:

@@ -135,21 +135,21 @@ def _tensor_parallel(service: Service) -> list[int]:
 
 def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
     if f.share < 1 and f.ranks > 1:
-        return "a part of a GPU has no parallel ranks"
+        return "a fraction of a GPU cannot have parallel ranks"
     if f.share < 1 and not rules.colocate:
         return "rules.colocate is off"
     if f.dp > 1 and f.tp * f.dp > f.nodes.gpus:
-        return f"attention data parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
+        return f"attention data parallelism is limited to one node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
     if f.tp > f.nodes.gpus:
-        return f"tensor parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
+        return f"tensor parallelism is limited to one node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
     if f.pcp > 1 and f.tp * f.pcp > f.nodes.gpus:
-        return f"prefill context parallelism stays inside a node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
+        return f"prefill context parallelism is limited to one node ({f.nodes.name} has {f.nodes.gpus} GPUs)"
     if f.tp * f.dp * f.pcp > TP_WITHOUT_NVLINK and not f.gpu.nvlink:
-        return f"{f.gpu.name} has no NVLink: tensor parallelism ends at {TP_WITHOUT_NVLINK}"
+        return f"{f.gpu.name} has no NVLink, so tensor parallelism is limited to {TP_WITHOUT_NVLINK}"
     if f.gpus > f.nodes.gpus and f.gpus % f.nodes.gpus:
         return f"{f.ranks} GPUs do not fill whole nodes of {f.nodes.name}"
     if f.quantisation == "fp8" and not f.gpu.fp8_tflops:
-        return f"{f.gpu.name} does not compute in fp8"
+        return f"{f.gpu.name} has no FP8 arithmetic"
     return None
 
 
@@ -157,16 +157,16 @@ def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
     """Against expert, attention data and context parallelism."""
     shape = service.components[0].shape
     if f.dp > 1 and f.pp > 1:
-        return "attention data parallelism is planned without pipeline stages"
+        return "attention data parallelism is not supported with pipeline parallelism"
     if f.dp > 1 and ("G" in service.tasks or not {"P", "D"} <= set(service.tasks)):
-        return "attention data parallelism is planned for engines that prefill and decode"
+        return "attention data parallelism is supported only for engines that both prefill and decode"
     if f.dcp > 1 and (reason := _reason_against_dcp(f, service)):
         return reason
     if f.pcp > 1 and (reason := _reason_against_pcp(f, service)):
         return reason
     experts = shape.experts if isinstance(shape, LLMShape) else None
     if f.expert_parallel and experts and experts % (f.tp * f.dp * f.pcp):
-        return f"{experts} experts cannot be dealt out evenly to {f.tp * f.dp * f.pcp} GPUs"
+        return f"{experts} experts cannot be distributed evenly to {f.tp * f.dp * f.pcp} GPUs"
     return None
 
 
@@ -174,18 +174,20 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
     """As vLLM's `ModelConfig.verify_with_parallel_config` has it; the rest is not planned."""
     main = service.components[0]
     if f.engine != "vllm" or "G" in service.tasks or not {"P", "D"} <= set(service.tasks):
-        return "decode context parallelism is planned for vLLM's engines that prefill and decode"
+        return "decode context parallelism is supported only for vLLM engines that both prefill and decode"
     if main.acceptance and main.speculative != "none":
-        return "decode context parallelism is planned without speculation"
+        return "decode context parallelism is not supported with speculative decoding"
     if f.tp % f.dcp:
-        return f"decode context parallelism divides tp: {f.tp} GPUs have no {f.dcp} parts"
+        return f"dcp must divide tp: {f.tp} GPUs cannot be divided into {f.dcp} parts"
     shape = main.shape
     if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
         return None
     if f.dcp * shape.kv_heads > f.tp:
         return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
     if shape.heads // shape.kv_heads % f.dcp:
-        return f"{shape.heads // shape.kv_heads} heads share a KV head: {f.dcp} ranks cannot divide them"
+        return (
+            f"the {shape.heads // shape.kv_heads} heads of each KV head cannot be divided among {f.dcp} ranks"
+        )
     return None
 
 
@@ -193,11 +195,13 @@ def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
     """As vLLM's `PCPManager.validate_config` has it; the rest is not planned."""
     main = service.components[0]
     if f.engine != "vllm" or service.tasks != "PD":
-        return "prefill context parallelism is planned for vLLM's engines that prefill and decode text"
+        return (
+            "prefill context parallelism is supported only for vLLM engines that both prefill and decode text"
+        )
     if not isinstance(main.shape, LLMShape) or main.shape.mla_rank is None:
         return "vLLM's prefill context parallelism is of models with latent attention (MLA)"
     if main.acceptance and main.speculative != "none":
-        return "prefill context parallelism is planned without speculation"
+        return "prefill context parallelism is not supported with speculative decoding"
     if f.pp > 1 or f.dp > 1 or f.dcp > 1:
-        return "prefill context parallelism is planned without pp, dp and dcp"
+        return "prefill context parallelism is not supported with pp, dp or dcp"
     return None

@@ -1,4 +1,4 @@
-"""Sizes of components, from the plan's file or a checkpoint, and their weight on a device."""
+"""Sizes of components, from the plan's file or a checkpoint, and their memory on a device."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from cornplug.planner.inputs import llm_shape, tower_shape
 from cornplug.planner.inputs.schema import Component, GeneratorShape, LLMShape, TowerShape
 
 _BYTES: Final[Mapping[str, float]] = {"none": 2.0, "fp8": 1.0, "awq": 0.52, "gptq": 0.52}
-"""Of a linear layer's parameter. Four bits come with a scale and a zero point for each group of 128."""
+"""Bytes per parameter of a linear layer. Four-bit weights have a scale and a zero point for each group of
+128."""
 _NO_WEIGHTS: Final = frozenset({"no_weights", "not_safetensors", "missing_shard"})
 _LAYER: Final = re.compile(r"layers\.(\d+)\.")
 
 
 def resolve(components: Sequence[Component]) -> list[Component]:
-    """The components, with shapes and fingerprints filled in from the checkpoints that they name.
+    """Return the components with shapes and fingerprints filled in from their checkpoints.
 
-    A component that names no checkpoint keeps the shape that it has, or None. Raises ConfigError
-    where a checkpoint cannot be read.
+    A component without a checkpoint keeps its shape, or None. Raises ConfigError if a checkpoint cannot be
+    read.
     """
     by_name = {c.name: c for c in components}
     return [_resolved(c, by_name) for c in components]
@@ -48,10 +49,11 @@ def _resolved(component: Component, components: Mapping[str, Component]) -> Comp
 def shape_of(
     component: Component, components: Mapping[str, Component]
 ) -> LLMShape | TowerShape | GeneratorShape:
-    """The shape of the plan's file, else of the checkpoint: counted from its weights, or from config.json.
+    """Return the shape from the plan's file, or from the checkpoint: counted from its weights, or from
+    config.json.
 
-    An encoder with `tower_of` and without a checkpoint has that LLM's. Raises ConfigError where
-    there is neither shape nor checkpoint, or where the checkpoint does not describe such a component.
+    An encoder with `tower_of` and without a checkpoint uses that LLM's checkpoint. Raises ConfigError if
+    there is neither a shape nor a checkpoint, or if the checkpoint does not describe such a component.
     """
     if component.shape is not None:
         return component.shape
@@ -59,10 +61,10 @@ def shape_of(
     if checkpoint is None or component.kind == "generator":
         raise ConfigError(
             f"components[{component.name}].shape",
-            f"the size of this {component.kind} is not known",
-            "Give a shape table, or `checkpoint`, a folder with its config.json."
+            f"the size of this {component.kind} is unknown",
+            "Add a shape table, or set `checkpoint` to a folder with its config.json."
             if component.kind != "generator"
-            else "Give shape = { parameters = ..., flops_per_unit = ... }.",
+            else "Add shape = { parameters = ..., flops_per_unit = ... }.",
         )
     try:
         if component.kind == "encoder":
@@ -71,19 +73,19 @@ def shape_of(
         return llm_shape.from_config(checkpoint.config, _counted(checkpoint, "language_model"))
     except CheckpointError as e:
         raise ConfigError(
-            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or give shape."
+            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or set shape."
         ) from e
     except ValidationError as e:
         first = e.errors()[0]
-        problem = f"no model can be as config.json says: {first['loc'][-1]}: {first['msg']}"
-        raise ConfigError(f"components[{component.name}].checkpoint", problem, "Or give shape.") from e
+        problem = f"config.json is invalid: {first['loc'][-1]}: {first['msg']}"
+        raise ConfigError(f"components[{component.name}].checkpoint", problem, "Or set shape.") from e
 
 
 def fingerprint_of(component: Component, components: Mapping[str, Component]) -> str | None:
-    """The fingerprint of an encoder's tower, in hex; None where neither checkpoint nor plan has one.
+    """Return the fingerprint of an encoder's tower in hex, or None if neither checkpoint nor plan has one.
 
-    Reads the tower's weights, unless their digests are known from before. Raises ConfigError for a
-    checkpoint that cannot be read.
+    Reads the tower's weights, unless their digests are cached. Raises ConfigError for a checkpoint that
+    cannot be read.
     """
     if component.fingerprint is not None or component.kind != "encoder":
         return component.fingerprint
@@ -96,12 +98,13 @@ def fingerprint_of(component: Component, components: Mapping[str, Component]) ->
         if e.reason in _NO_WEIGHTS | {"unknown_family"}:
             return None
         raise ConfigError(
-            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or give fingerprint."
+            f"components[{component.name}].checkpoint", str(e).rstrip("."), "Or set fingerprint."
         ) from e
 
 
 def checkpoint_of(component: Component, components: Mapping[str, Component]) -> Checkpoint | None:
-    """Its own, by `checkpoint` or `model`, or that of the LLM which its tower is of."""
+    """Return the component's checkpoint (by `checkpoint` or `model`), or the checkpoint of the LLM in
+    `tower_of`."""
     for one in (component, components.get(component.tower_of or "")):
         if one is None:
             continue
@@ -114,10 +117,11 @@ def checkpoint_of(component: Component, components: Mapping[str, Component]) -> 
 def weights_bytes(
     shape: LLMShape | TowerShape | GeneratorShape, quantisation: str, *, tp: int = 1, pp: int = 1, dp: int = 1
 ) -> int:
-    """Of the fullest rank. Embeddings keep 16 bits under any quantisation, and so do towers.
+    """Return the bytes of weights on the fullest rank. Embeddings and towers keep 16 bits under any
+    quantisation.
 
-    With attention data parallelism each group of `tp` ranks has all weights but the experts', which all
-    tp * dp ranks share.
+    With attention data parallelism each group of `tp` ranks has all weights except the experts, which are
+    spread over all tp * dp ranks.
     """
     if isinstance(shape, TowerShape):
         return math.ceil(shape.parameters * 2 / tp)
@@ -133,7 +137,8 @@ def weights_bytes(
 
 
 def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int) -> float:
-    """Of the routed experts that a rank of the fullest pipeline stage holds; 0: their number is not known."""
+    """Return the bytes of routed experts on a rank of the fullest pipeline stage, or 0 if their number is
+    unknown."""
     layers = math.ceil(shape.layers / pp) / shape.layers
     return shape.expert_parameters * _BYTES[quantisation] * layers / (tp * dp)
 
@@ -141,10 +146,11 @@ def expert_bytes(shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: in
 def kv_bytes_per_token(
     shape: LLMShape, *, tp: int = 1, pp: int = 1, dcp: int = 1, element_bytes: int = 2
 ) -> int:
-    """Of one rank: 2 L n d B, with heads spread over ranks and repeated beyond their number.
+    """Return the KV bytes per token on one rank: 2 L n d B. Heads are spread over the ranks, and repeated if
+    there are more ranks than heads.
 
-    Latent attention (MLA): L (r_kv + d_rope) B, the same on every rank. Of ranks with the same, decode
-    context parallelism gives each a `dcp`-th of a request's tokens.
+    With latent attention (MLA) it is L (r_kv + d_rope) B, the same on every rank. Decode context parallelism
+    divides a request's tokens by `dcp` among ranks with the same KV.
     """
     layers = math.ceil(shape.layers / pp)
     if shape.mla_rank is not None:
@@ -154,7 +160,8 @@ def kv_bytes_per_token(
 
 
 def _counted(checkpoint: Checkpoint, *parts: Part) -> int | None:
-    """Parameters in the weights' headers; None where they are not there, or packed."""
+    """Return the number of parameters in the weights' headers, or None if the weights are absent or
+    packed."""
     if "quantization_config" in checkpoint.config:
         return None
     if "language_model" in parts and _holds_more(checkpoint.config):
@@ -173,23 +180,26 @@ def _counted(checkpoint: Checkpoint, *parts: Part) -> int | None:
 
 
 def _holds_more(config: Mapping[str, Any]) -> bool:
-    """Whether a tower that no family knows would count as language model."""
+    """Return whether the checkpoint has a tower of an unknown family, which would be counted as part of
+    the language model."""
     known = str(config.get("model_type")) in FAMILIES
     return not known and any(name in config for name in ("vision_config", "audio_config"))
 
 
 def _beyond(checkpoint: Checkpoint, name: str) -> bool:
-    """Layers after the last one: for multi-token prediction, loaded for speculation only."""
+    """Return whether a weight belongs to a layer after the last one: multi-token prediction, loaded for
+    speculation only."""
     layers = llm_shape.text_config(checkpoint.config).get("num_hidden_layers")
     found = _LAYER.search(name)
     return name.startswith("model.layers.") and bool(found and layers and int(found[1]) >= layers)
 
 
 def _opened(component: Component, key: str, model: str) -> Checkpoint | None:
-    """None for a hub id that is not in the local cache: a plan may name models that are not here."""
+    """Open a checkpoint. Returns None for a hub id outside the local cache, because a plan may name models
+    that this host does not have."""
     try:
         return Checkpoint.open(model)
     except CheckpointError as e:
         if key == "model" and e.reason == "not_found":
             return None
-        raise ConfigError(f"components[{component.name}].{key}", str(e).rstrip("."), "Or give shape.") from e
+        raise ConfigError(f"components[{component.name}].{key}", str(e).rstrip("."), "Or set shape.") from e

@@ -1,4 +1,4 @@
-"""Components as a plan's input describes them: their sizes, and how fast they are where."""
+"""Components in a plan's input: their sizes, and their speed on each device."""
 
 from __future__ import annotations
 
@@ -29,147 +29,151 @@ from cornplug.planner.inputs.llm_shape import LLMShape
 
 
 class TowerShape(InputTable):
-    """Size of a vision or audio tower, projector included."""
+    """Size of a vision or audio tower, including the projector."""
 
     kind: Literal["tower"] = "tower"
-    """Follows from the component's kind."""
+    """Set from the component's kind if omitted."""
     layers: Count
-    """Blocks of the tower."""
+    """Number of blocks."""
     hidden: Count
-    """Its width."""
+    """Hidden size of the tower."""
     intermediate: Count
-    """Width of its MLP."""
+    """Hidden size of the tower's MLP."""
     parameters: Positive
-    """All weights, of the projector too."""
+    """Total number of weights, including the projector."""
     patches_per_token: Count = 1
-    """Patches that the tower computes for one token that the LLM sees (Qwen2-VL: 4)."""
+    """Patches that the tower computes for each token that the LLM receives (4 for Qwen2-VL)."""
 
 
 class GeneratorShape(InputTable):
-    """Size of a model that makes images or speech."""
+    """Size of a model that generates images or speech."""
 
     kind: Literal["generator"] = "generator"
-    """Follows from the component's kind."""
+    """Set from the component's kind if omitted."""
     parameters: Positive
-    """All weights."""
+    """Total number of weights."""
     flops_per_unit: Positive
-    """Floating-point operations for one unit (an image, a second of speech)."""
+    """Floating-point operations per unit, for example an image or a second of speech."""
 
 
 class ThroughputProfile(InputTable):
-    """Requests a second that one replica carries, as measured elsewhere; no times are known."""
+    """Throughput of one replica that was measured elsewhere. It contains no times."""
 
     kind: Literal["throughput"] = "throughput"
-    """Must be written: it tells the three kinds of profiles apart."""
+    """Selects this kind of profile. Required."""
     gpu: str
-    """Device type, of the GPU table."""
+    """GPU type, from the GPU table."""
     tp: Count = 1
     """Tensor-parallel degree of the replica."""
     pp: Count = 1
     """Pipeline-parallel degree of the replica."""
     engine: Engine | None = None
-    """Left out: either engine."""
+    """Engine that was measured. By default the profile holds for both."""
     quantisation: Quantisation = "none"
-    """Of the weights as measured."""
+    """Quantisation of the measured weights."""
     role: Literal["E", "P", "D", "PD", "EPD", "G"] | None = None
-    """For an LLM whose roles differ (DistServe's P 5.6 and D 10 requests/s). Left out: any role."""
+    """Role that was measured, for an LLM whose roles differ in throughput. By default the profile holds
+    for any role."""
     requests_per_s: Positive | dict[str, Positive]
-    """For every request type alike, or by "application/request"."""
+    """Requests per second of one replica: one number for all request classes, or a table by
+    "application/request"."""
     tpot_s: dict[str, Positive] = Field(default_factory=dict)
-    """Seconds per token at this rate, by request type, where the rate was measured under an SLO."""
+    """Seconds per output token at this rate, by request class. Use it if the rate was measured under a
+    latency target."""
     source: str = "given"
     """Machine, date and versions of the measurement."""
 
 
 class MeasuredProfile(InputTable):
-    """Times measured on a device: inline points, or a CSV file of `cornplug profile`."""
+    """Times measured on a device, as inline points or as a CSV file of `cornplug profile`."""
 
     kind: Literal["table"] = "table"
-    """Must be written: it tells the three kinds of profiles apart."""
+    """Selects this kind of profile. Required."""
     gpu: str
-    """Device type, of the GPU table."""
+    """GPU type, from the GPU table."""
     tp: Count = 1
     """Tensor-parallel degree of the replica."""
     pp: Count = 1
     """Pipeline-parallel degree of the replica."""
     engine: Engine | None = None
-    """Left out: either engine."""
+    """Engine that was measured. By default the profile holds for both."""
     quantisation: Quantisation = "none"
-    """Of the weights as measured."""
+    """Quantisation of the measured weights."""
     file: InputPath | None = None
-    """CSV of `cornplug profile`, in place of the points below; relative to the plan's file."""
+    """CSV file of `cornplug profile`, relative to the plan's file. Replaces the points below."""
     prefill_tokens: list[Count] = Field(default_factory=list)
-    """Prompt tokens of one iteration, ascending."""
+    """Prompt tokens per iteration, ascending."""
     prefill_s: list[Positive] = Field(default_factory=list)
-    """Seconds of one iteration that computes so many prompt tokens."""
+    """Seconds of an iteration with each number of prompt tokens."""
     decode_requests: list[Count] = Field(default_factory=list)
-    """Requests that decode together, ascending."""
+    """Requests in a decode batch, ascending."""
     decode_s: list[Positive] = Field(default_factory=list)
-    """Seconds of one iteration that gives so many requests one token each."""
+    """Seconds of a decode iteration with each number of requests."""
     kv_token_s: NonNegative = 0.0
     """Seconds added to a decode iteration for each token of context in the batch."""
     mixed_factor: Positive = 1.0
-    """An iteration of both kinds takes the longer of the two times this (Splitwise: 1.1)."""
+    """Factor for iterations with both prefill and decode: they take the longer of the two times,
+    multiplied by it (1.1 in Splitwise)."""
     request_overhead_s: NonNegative = 0.0
-    """Seconds of an engine's API process, network and tokenizer, once a request, off the device."""
+    """Seconds per request for the API process, network and tokenizer, which do not occupy the device."""
     encode_patches: list[Count] = Field(default_factory=list)
-    """Patches of one pass of a tower, ascending."""
+    """Patches in one pass of a tower, ascending."""
     encode_s: list[Positive] = Field(default_factory=list)
-    """Seconds of a pass over so many patches."""
+    """Seconds of a pass with each number of patches."""
     units: list[Positive] = Field(default_factory=list)
-    """Units of one request of a generator, ascending."""
+    """Units per request of a generator, ascending."""
     unit_s: list[Positive] = Field(default_factory=list)
-    """Seconds of a request of so many units."""
+    """Seconds of a request with each number of units."""
     kv_tokens: Count | None = None
-    """Tokens of KV cache that the engine reported. Left out: computed from shape and memory."""
+    """Tokens of KV cache that the engine reported. By default computed from the model's shape and the
+    GPU's memory."""
     source: str = "measured"
     """Machine, date and versions of the measurement."""
 
 
 class RooflineProfile(InputTable):
-    """Times from the GPU table: max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
+    """Times estimated from the GPU table: max(FLOP / (efficiency·peak), bytes / (efficiency·bandwidth))."""
 
     kind: Literal["roofline"] = "roofline"
-    """Must be written: it tells the three kinds of profiles apart."""
+    """Selects this kind of profile. Required."""
     gpu: str | None = None
-    """Device type that it is for, of the GPU table. Left out: any."""
+    """GPU type from the GPU table that the profile holds for. By default any."""
     compute_efficiency: Share | None = None
-    """Part of the GPU's peak FLOPS that is reached. Left out: of an LLM by GPU generation, precision and
-    experts, as fitted to published measurements; of a tower or generator 0.5."""
+    """Fraction of the GPU's peak FLOPS that is reached. By default 0.5 for towers and generators; for LLMs
+    it is fitted to published measurements by GPU generation, precision and experts."""
     bandwidth_efficiency: Share = 0.85
-    """Part of the GPU's memory bandwidth that is reached."""
+    """Fraction of the GPU's memory bandwidth that is reached."""
     step_overhead_s: NonNegative = 0.0003
-    """Seconds added to each iteration, besides those of its layers."""
+    """Seconds added to each iteration, on top of the time of its layers."""
     request_overhead_s: NonNegative = 0.035
-    """Seconds added to each request, off the device."""
+    """Seconds added to each request, which do not occupy the device."""
 
 
 Profile = Annotated[ThroughputProfile | MeasuredProfile | RooflineProfile, Field(discriminator="kind")]
 
 
 class ComponentResources(InputTable):
-    """One host's part for a component that `cornplug launch` starts from this file, with the first of the
-    component's engines, tp and shares. `cornplug plan` chooses for itself."""
+    """Devices of one host for a component, when `cornplug launch` starts this file. It uses the first of
+    the component's engines, tp and shares; `cornplug plan` chooses for itself."""
 
     device: Literal["gpu", "cpu"] = "gpu"
-    """The host's GPUs, or its cores."""
+    """Run on the host's GPUs or on its CPU cores."""
     devices: list[Whole] = Field(default_factory=list)
-    """Numbers of its GPUs or cores, in one row: tp for each replica. Left out: the next that no other
-    component has."""
+    """Indices of the GPUs or cores in one list, tp for each replica. By default the next free devices."""
     replicas: Count = 1
-    """Equal processes; those of an encoder are one service."""
+    """Number of identical processes. Replicas of an encoder form one service."""
     port: Annotated[int, Field(ge=1, le=65535, strict=True)] | None = None
-    """Of the first replica, the others follow. Left out: the next from `launch.port` on."""
+    """Port of the first replica; the other replicas use the following ports. By default the next free port
+    from `launch.port` on."""
     flags: list[str] = Field(default_factory=list)
-    """Flags of the engine or the service beside those that follow from this file; the last one of a name
-    counts."""
+    """Extra flags of the engine or service. They override flags that cornplug derives from this file."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables beside the launcher's own."""
+    """Environment variables added to the launcher's own."""
     command: list[Model] = Field(default_factory=list)
-    """Generator without `server` only: its server's program and arguments, with "{port}" for the port and
-    "{host}" for the address; ./NAME is beside the file."""
+    """Program and arguments of a generator's server, if `server` is not set. "{port}" and "{host}" are
+    replaced, and ./NAME is relative to the file."""
     health: str = "/health"
-    """With `command`: path of the URL that answers 200 once the server serves."""
+    """With `command`: URL path that returns status 200 when the server is ready."""
 
 
 _SIZES: Final[Mapping[str, tuple[float, ...]]] = {
@@ -186,86 +190,86 @@ SHAPES: Final[Mapping[str, type[LLMShape | TowerShape | GeneratorShape]]] = {
     "llm": LLMShape,
     "generator": GeneratorShape,
 }
-"""Component's kind -> its shape's table."""
+"""Component kind -> model of its shape table."""
 SHAPE_KINDS: Final[Mapping[str, str]] = {
     kind: table.model_fields["kind"].default for kind, table in SHAPES.items()
 }
-_CHAIN: Final = (
-    "Write some of {allowed}: sizes that divide each other are what makes packing onto nodes exact."
-)
+_CHAIN: Final = "Choose from {allowed}, which let replicas pack exactly onto nodes."
 
 
 def _chain(key: str) -> dict[str, JsonValue]:
-    """Of a field's JSON schema: the sizes that it may list."""
+    """Return the part of a field's JSON schema that lists its allowed sizes."""
     return {"items": {"enum": list(_SIZES[key])}, "minItems": 1}
 
 
 class Component(InputTable):
-    """A model, or a tower or generator of one, that applications use."""
+    """A model, tower or generator that applications use."""
 
     name: Name
-    """Name in this file."""
+    """Name of the component in this file."""
     kind: Kind
-    """Encoder: a vision or audio tower. Generator: makes images or speech from an LLM's output."""
+    """"encoder" is a vision or audio tower. "generator" makes images or speech from an LLM's output."""
     model: Model | None = None
-    """The model's name on the command line: a hub id or a folder. Left out: `checkpoint`."""
+    """Model name on the command line: a hub id or a folder. By default `checkpoint`."""
     checkpoint: InputPath | None = None
-    """A folder with config.json; shape, and fingerprint where the weights are there, come from it."""
+    """Folder with a config.json, from which the shape is read. If the folder contains weights, the
+    fingerprint is read too."""
     shape: Annotated[LLMShape | TowerShape | GeneratorShape, Field(discriminator="kind")] | None = None
-    """Its size, where no checkpoint says it."""
+    """Size of the component, if there is no checkpoint."""
     fingerprint: str | None = None
-    """Of the tower's weights: encoders with the same one are one service."""
+    """Fingerprint of the tower's weights. Encoders with the same fingerprint are planned as one service."""
     tower_of: Name | None = None
-    """Encoder only: the LLM component whose checkpoint holds this tower."""
+    """Encoder only: the LLM component whose checkpoint contains this tower."""
     quantisations: list[Quantisation] = Field(default=["none"])
-    """Of the weights, among which the plan chooses."""
+    """Quantisations of the weights to choose from."""
     prefill_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
-    """Of the weights of engines that only prefill (P + D). Left out: `quantisations`."""
+    """Quantisations to choose from for engines that only prefill (P + D). By default `quantisations`."""
     decode_quantisations: list[Quantisation] | None = Field(default=None, min_length=1)
-    """Of the weights of engines that only decode (P + D). Left out: `quantisations`."""
+    """Quantisations to choose from for engines that only decode (P + D). By default `quantisations`."""
     tp: list[Count] = Field(default=[1, 2, 4, 8], json_schema_extra=_chain("tp"))
-    """Tensor-parallel degrees among which the plan chooses."""
+    """Tensor-parallel degrees to choose from."""
     pp: list[Count] = Field(default=[1], json_schema_extra=_chain("pp"))
-    """Pipeline-parallel degrees among which the plan chooses."""
+    """Pipeline-parallel degrees to choose from."""
     dp: list[Count] = Field(default=[1], json_schema_extra=_chain("dp"))
-    """Attention data-parallel degrees among which the plan chooses, of a mixture of experts: a replica has
-    dp groups of tp GPUs, each with the attention's weights, requests and KV of its own; experts are spread
-    over all tp * dp."""
+    """Attention data-parallel degrees to choose from, for mixtures of experts. Each of the dp groups of tp
+    GPUs has its own attention weights, requests and KV, and all tp * dp GPUs share the experts."""
     dcp: list[Count] = Field(default=[1], json_schema_extra=_chain("dcp"))
-    """Decode context-parallel degrees among which the plan chooses, on vLLM: so many of a group's tp GPUs
-    divide each request's KV where they would repeat it, with MLA or where tp is more than KV heads."""
+    """Decode context-parallel degrees to choose from, on vLLM. A degree of n divides each request's KV
+    among n GPUs that would otherwise hold copies of it, which needs MLA or a tp above the number of KV
+    heads."""
     pcp: list[Count] = Field(default=[1], json_schema_extra=_chain("pcp"))
-    """Prefill context-parallel degrees among which the plan chooses, on vLLM, of models with MLA that get no
-    media: a replica has pcp groups of tp GPUs, which divide each prompt's tokens."""
+    """Prefill context-parallel degrees to choose from, on vLLM, for MLA models without media. A replica
+    has pcp groups of tp GPUs, which divide the tokens of each prompt."""
     expert_parallel: Flag = False
-    """Each GPU of a replica holds whole experts, not a part of each. The degree is tp * dp * pcp."""
+    """Place whole experts on each GPU instead of a shard of every expert. The degree is tp * dp * pcp."""
     shares: list[Positive] = Field(default=[1.0], json_schema_extra=_chain("shares"))
-    """Parts of one GPU that a replica may have: 0.25, 0.5, 1."""
+    """Fractions of a GPU that a replica may use: 0.25, 0.5 or 1."""
     engines: list[Engine] = Field(default=["vllm", "sglang"])
-    """Engines among which the plan chooses."""
+    """Engines to choose from."""
     tower: Literal["engine", "service"] = "engine"
-    """LLM only. "service": engines whose media all come from encoder services load no vision tower, and fail
-    requests with media while no service answers. "engine": such engines then encode by themselves."""
+    """LLM only. With "service", engines that get all media from encoder services load no tower, and fail
+    requests with media while no service is available; with "engine" they fall back to their own tower."""
     server: GeneratorServer | None = None
-    """Generator only: the server whose command cornplug writes; its program must be on the PATH. Left out:
-    your own server."""
+    """Generator only: the server whose command cornplug writes; its program must be on the PATH. By
+    default you provide the server."""
     speculative: Literal["none", "mtp", "eagle3"] = "none"
-    """Speculative decoding: by the model's own draft layers (mtp) or a draft model (eagle3)."""
+    """Speculative decoding with the model's own draft layers (mtp) or with a draft model (eagle3)."""
     speculative_model: Model | None = None
-    """The draft model of eagle3, a hub id or a folder."""
+    """Draft model for eagle3, a hub id or a folder."""
     acceptance: Share = 0.0
-    """Share of draft tokens accepted, as measured. 0: speculation is not planned for."""
+    """Measured fraction of draft tokens that are accepted. With 0, the plan ignores speculation."""
     max_model_len: Count | None = None
-    """Tokens of the longest request that the engines take. Left out: the model's own limit."""
+    """Maximum tokens of a request that the engines accept. By default the model's own limit."""
     profiles: list[Profile] = Field(default=[RooflineProfile()], min_length=1)
-    """Its times; the first profile that fits GPU, engine, degrees and quantisation is taken."""
+    """Speed of the component. The first profile that matches GPU, engine, degrees and quantisation is
+    used."""
     resources: ComponentResources | None = None
-    """Its part of the host, for `cornplug launch`."""
+    """Devices of the component on this host, for `cornplug launch`."""
 
     @model_validator(mode="before")
     @classmethod
     def _shape_is_of_its_kind(cls, table: Any) -> Any:
-        """`kind` need not be said twice."""
+        """Fill in `kind` of the shape from the component's kind."""
         if not isinstance(table, dict) or not isinstance(table.get("shape"), dict):
             return table
         kind = SHAPE_KINDS.get(str(table.get("kind")))
@@ -273,12 +277,12 @@ class Component(InputTable):
             return table
         said = table["shape"].get("kind", kind)
         if said != kind:
-            remedy = f'Write kind = "{kind}" there, or leave it out.'
-            raise wrong("shape", f"a shape of kind {said!r} on a component of kind {table['kind']!r}", remedy)
+            remedy = f'Write kind = "{kind}" in the shape, or omit it.'
+            raise wrong("shape", f"shape of kind {said!r} in a component of kind {table['kind']!r}", remedy)
         return {**table, "shape": {"kind": kind, **table["shape"]}}
 
     def quantisations_for(self, tasks: str) -> list[Quantisation]:
-        """Those of a service with these tasks of "EPDG"."""
+        """Return the quantisations for a service that runs these tasks, letters of "EPDG"."""
         if "P" in tasks and "D" not in tasks:
             return self.prefill_quantisations or self.quantisations
         if "D" in tasks and "P" not in tasks:
@@ -287,7 +291,7 @@ class Component(InputTable):
 
     @property
     def any_quantisations(self) -> set[Quantisation]:
-        """Those of some service."""
+        """Quantisations that any service of the component may use."""
         return {q for tasks in ("PD", "P", "D") for q in self.quantisations_for(tasks)}
 
     @model_validator(mode="after")
@@ -299,49 +303,49 @@ class Component(InputTable):
     def _errors(self) -> Iterator[Exception]:
         wanted = SHAPE_KINDS[self.kind]
         if self.shape is not None and self.shape.kind != wanted:
-            yield wrong("shape", f"a {self.shape.kind}'s shape on {self.kind} {self.name!r}", "Give its own.")
+            yield wrong("shape", f"{self.kind} {self.name!r} has a {self.shape.kind} shape", "Fix it.")
         if self.tower != "engine" and self.kind != "llm":
-            yield wrong("tower", f"{self.kind} {self.name!r} has no engine", "Leave it out.")
+            yield wrong("tower", f"{self.kind} {self.name!r} has no engine", "Remove it.")
         if self.tower_of is not None and self.kind != "encoder":
             yield wrong(
-                "tower_of", f"{self.name!r} is no encoder", 'Leave it out, or write kind = "encoder".'
+                "tower_of", f"{self.name!r} is not an encoder", 'Remove it, or write kind = "encoder".'
             )
         for key in ("prefill_quantisations", "decode_quantisations"):
             if self.kind != "llm" and getattr(self, key) is not None:
-                yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Leave it out.")
+                yield wrong(key, f"{self.kind} {self.name!r} neither prefills nor decodes", "Remove it.")
         yield from self.parallelism_errors()
         for key in ("dcp", "pcp"):
             if all(degree == 1 for degree in getattr(self, key)):
                 continue
             if self.kind != "llm":
-                yield wrong(key, f"{self.kind} {self.name!r} has no KV", "Leave it out.")
+                yield wrong(key, f"{self.kind} {self.name!r} has no KV", "Remove it.")
             elif "vllm" not in self.engines:
-                yield wrong(key, "it is planned on vLLM only", 'Add "vllm" to engines, or leave it out.')
+                yield wrong(key, "supported on vLLM only", 'Add "vllm" to engines, or remove the key.')
         for key, allowed in _SIZES.items():
             chosen = getattr(self, key)
             if not chosen or not set(chosen) <= set(allowed):
                 remedy = _CHAIN.format(allowed=", ".join(f"{a:g}" for a in allowed))
-                yield wrong(key, f"{chosen} is not of the chain 1/4, 1/2, 1, 2, 4, 8", remedy)
+                yield wrong(key, f"{chosen} is not a list of allowed sizes", remedy)
 
     def parallelism_errors(self) -> Iterator[PydanticCustomError]:
-        """Reasons why no replica can have the expert and attention data parallelism that are asked for.
+        """Yield the reasons why the expert or attention data parallelism is impossible.
 
-        A shape that only a checkpoint says is checked when it is read.
+        If only a checkpoint describes the shape, it is checked when the checkpoint is read.
         """
         key = "dp" if any(degree > 1 for degree in self.dp) else "expert_parallel"
         if key == "expert_parallel" and not self.expert_parallel:
             return
         if self.kind != "llm":
-            yield wrong(key, f"{self.kind} {self.name!r} has no experts", "Leave it out.")
+            yield wrong(key, f"{self.kind} {self.name!r} has no experts", "Remove it.")
         elif isinstance(self.shape, LLMShape) and self.shape.active_parameters is None:
             yield wrong(
                 key,
-                f"{self.name!r} is dense: it has no experts to spread",
-                "Leave it out. Replicas are a dense model's data parallelism.",
+                f"{self.name!r} is a dense model without experts",
+                "Remove it. For a dense model, replicas take the place of data parallelism.",
             )
         elif isinstance(self.shape, LLMShape) and self.shape.experts is None:
             yield wrong(
                 key,
-                f"the experts of {self.name!r} are not known",
-                "Write experts and experts_per_token in its shape.",
+                f"the number of experts of {self.name!r} is unknown",
+                "Add experts and experts_per_token to its shape.",
             )

@@ -1,4 +1,4 @@
-"""Checks across the tables of a plan's input: names that exist, files that are there, SLOs."""
+"""Checks across the tables of a plan's input: references to names and files, and latency targets."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _SEPARATE_ENCODER: Final = frozenset({"E+PD", "E+P+D"})
 
 
 def errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """All contradictions between tables, in no order; where components' names repeat, only those."""
+    """Yield all contradictions between tables, in no particular order. If names of components repeat, only
+    these are reported."""
     components = plan_input.component
     yield from application_errors(plan_input)
     if len(components) < len(plan_input.components):
@@ -54,12 +55,13 @@ def errors(plan_input: PlanInput) -> Iterator[InputError]:
     yield from _divided_prompts(plan_input)
     change = plan_input.change
     if change is not None and not change.plan.is_file():
-        remedy = "Name the plan.json of the running deployment."
-        yield InputError(("change", "plan"), f"no file {change.plan}", remedy)
+        remedy = "Set the path of the running deployment's plan.json."
+        yield InputError(("change", "plan"), f"file {change.plan} not found", remedy)
 
 
 def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
-    """Names that repeat, and applications that contradict other tables; a launch checks them, too."""
+    """Yield repeated names, and contradictions between applications and other tables. A launch uses these
+    checks too."""
     doubles = list(duplicates(("components",), [c.name for c in plan_input.components]))
     yield from doubles
     if doubles:
@@ -72,11 +74,13 @@ def application_errors(plan_input: PlanInput) -> Iterator[InputError]:
 
 
 def duplicates(place: Place, names: Sequence[str]) -> Iterator[InputError]:
-    """One error for each name of a list of tables that an earlier table has."""
+    """Yield one error for each name that an earlier table of the list already has."""
     for i, name in enumerate(names):
         if name in names[:i]:
             first = f"{place[-1]}[{names.index(name)}]"
-            yield InputError((*place, i, "name"), f"{name!r} is {first}'s name", "Choose another one.")
+            yield InputError(
+                (*place, i, "name"), f"{name!r} is already the name of {first}", "Choose another name."
+            )
 
 
 def _machines(
@@ -104,18 +108,18 @@ def _component(
         yield from _reference((*place, "tower_of"), component.tower_of, "llm", components)
     if component.speculative == "eagle3" and component.speculative_model is None:
         yield InputError(
-            (*place, "speculative_model"), "missing, which EAGLE-3 needs", "Name the draft model."
+            (*place, "speculative_model"), "missing, but EAGLE-3 needs it", "Set it to the draft model."
         )
     if component.server is not None and component.kind != "generator":
-        remedy = "Leave it out: its engine is started by the engine's own command."
-        yield InputError((*place, "server"), f"on a component of kind {component.kind!r}", remedy)
+        remedy = "Remove it. The engine has its own command."
+        yield InputError((*place, "server"), f"not allowed in a component of kind {component.kind!r}", remedy)
     yield from _size(place, component, components)
 
 
 def _size(place: Place, component: Component, components: Mapping[str, Component]) -> Iterator[InputError]:
     if component.checkpoint is not None and not (component.checkpoint / "config.json").is_file():
         problem = f"no config.json in {component.checkpoint}"
-        yield InputError((*place, "checkpoint"), problem, "Name a checkpoint's folder, or give shape.")
+        yield InputError((*place, "checkpoint"), problem, "Set it to a checkpoint's folder, or add shape.")
         return
     if component.shape is not None:
         return
@@ -123,42 +127,43 @@ def _size(place: Place, component: Component, components: Mapping[str, Component
         checkpoint = component_shapes.checkpoint_of(component, components)
     except ConfigError as e:
         key = e.field.removeprefix(f"components[{component.name}].")
-        if key != e.field:  # otherwise it is told of at the LLM whose tower this is
+        if key != e.field:  # otherwise the error is reported for the LLM that contains this tower
             yield _at((*place, key), e)
         return
     if checkpoint is None:
         if not all(_says_all(p, component.kind) for p in component.profiles):
             yield InputError(
                 (*place, "shape"),
-                f"the size of {component.name!r} is not known, which its profile needs",
-                "Give shape, or checkpoint = a folder with config.json, or a profile of throughputs.",
+                f"the size of {component.name!r} is unknown, but its profile needs it",
+                'Add shape, or checkpoint (a folder with config.json), or a profile of kind "throughput".',
             )
         return
     yield from _quantised(place, component, checkpoint.config)
     if "index_topk" in text_config(checkpoint.config) and max(component.pcp) > 1:
-        problem = "the model attends to chosen tokens only, and vLLM 0.32 would run it without CUDA graphs"
-        yield InputError((*place, "pcp"), problem, "Leave it out.")
+        problem = "vLLM 0.32 runs models with sparse attention without CUDA graphs if pcp is set"
+        yield InputError((*place, "pcp"), problem, "Remove it.")
 
 
 def _divided_prompts(plan_input: PlanInput) -> Iterator[InputError]:
-    """vLLM's prefill context parallelism takes no media: `PCPManager.validate_config`."""
+    """Reject media with vLLM's prefill context parallelism, as `PCPManager.validate_config` does."""
     seeing = {a.llm for a in plan_input.applications if any(r.media for r in a.requests)}
     seeing |= {c.tower_of for c in plan_input.components if c.tower_of is not None}
     for i, component in enumerate(plan_input.components):
         if component.name in seeing and any(degree > 1 for degree in component.pcp):
-            problem = f"{component.name!r} gets media, and vLLM divides prompts of text only"
-            yield InputError(("components", i, "pcp"), problem, "Leave it out.")
+            problem = f"{component.name!r} receives media, and vLLM supports pcp for text only"
+            yield InputError(("components", i, "pcp"), problem, "Remove it.")
 
 
 def _says_all(profile: Profile, kind: Kind) -> bool:
-    """Whether nothing else is asked of the model: of an LLM's times, how much KV cache there is."""
+    """Return whether the profile makes the model's shape unnecessary. For the times of an LLM, it must
+    also give the KV cache size."""
     if isinstance(profile, MeasuredProfile) and kind == "llm":
         return profile.kv_tokens is not None or profile.file is not None
     return isinstance(profile, (ThroughputProfile, MeasuredProfile))
 
 
 def _quantised(place: Place, component: Component, config: dict[str, Any]) -> Iterator[InputError]:
-    """A checkpoint that is quantised already cannot be served in another quantisation."""
+    """Reject other quantisations for a checkpoint that is already quantised."""
     method = str((config.get("quantization_config") or {}).get("quant_method", ""))
     if component.kind != "llm" or method not in ("awq", "gptq", "fp8"):
         return
@@ -197,13 +202,13 @@ def _curves(place: Place, profile: MeasuredProfile) -> Iterator[InputError]:
         except ConfigError as e:
             yield _at((*place, "file"), e)
     if profile.file is None and not curves:
-        yield InputError(place, "no times", "Give file, or points such as prefill_tokens and prefill_s.")
+        yield InputError(place, "no times", "Add file, or points such as prefill_tokens and prefill_s.")
     for x, y in curves:
         xs, ys = getattr(profile, x), getattr(profile, y)
         if len(xs) != len(ys):
-            yield InputError((*place, y), f"{len(ys)} times for {len(xs)} {x}", "Write one for each.")
+            yield InputError((*place, y), f"{len(ys)} times for {len(xs)} {x}", "Write one time for each.")
         if any(b <= a for a, b in pairwise(xs)):
-            yield InputError((*place, x), f"{xs} does not grow", "Write each point once, the smallest first.")
+            yield InputError((*place, x), f"{xs} is not ascending", "Write each point once, smallest first.")
 
 
 # Applications -------------------------------------------------------------------------------
@@ -223,12 +228,14 @@ def _application(
         yield from _request(at, request, components)
         yield from _idle(at if request.slo else place, request, request.slo or application.slo, gpus)
         if application.workload == "online" and request.job is not None:
-            remedy = 'Write workload = "offline" for the application, or rate in place of job.'
-            yield InputError((*at, "job"), f"{application.name} is online: its requests do not wait", remedy)
+            remedy = 'Write workload = "offline" for the application, or use rate instead of job.'
+            yield InputError(
+                (*at, "job"), f"{application.name} is online, so its requests cannot wait", remedy
+            )
         if application.workload == "online" and not (request.slo or application.slo).bounded:
             yield InputError(
                 (*at, "slo"),
-                f"no bound on the times of {application.name}/{request.name}, which is online",
+                f"missing for the online request class {application.name}/{request.name}",
                 'Write slo = { ttft_s = 1.0, tpot_s = 0.05 }, or workload = "offline" for the application.',
             )
 
@@ -237,13 +244,15 @@ def _structures(place: Place, application: Application) -> Iterator[InputError]:
     wanted = set(application.structures or ())
     place = (*place, "structures")
     if application.structures == []:
-        yield InputError(place, "empty, so nothing may be planned for it", "Leave it out to allow all.")
+        yield InputError(place, "empty, so no structure is allowed", "Remove it to allow all structures.")
     if "+G" in wanted and not any(r.generates for r in application.requests):
-        yield InputError(place, '"+G", and no request has generates', 'Leave "+G" out, or add generates.')
+        yield InputError(
+            place, '"+G" is listed, but no request has generates', 'Remove "+G", or add generates.'
+        )
     bases = wanted - {"+G"}
     if bases and bases <= _SEPARATE_ENCODER and not any(r.media for r in application.requests):
         remedy = 'Add "monolith" or "P+D", or [[applications.requests.media]].'
-        yield InputError(place, "only with an encoder apart, and no request has media", remedy)
+        yield InputError(place, "all structures have a separate encoder, but no request has media", remedy)
 
 
 def _request(place: Place, request: RequestSpec, components: Mapping[str, Component]) -> Iterator[InputError]:
@@ -260,13 +269,15 @@ def _request(place: Place, request: RequestSpec, components: Mapping[str, Compon
 
 
 def _idle(place: Place, request: RequestSpec, slo: Slo, gpus: Mapping[str, GpuSpec]) -> Iterator[InputError]:
-    """`place`: of the table whose `slo` it is."""
+    """Check the reference replica of slowdowns. `place` is the table that contains `slo`."""
     if slo.idle is not None and slo.idle.gpu not in gpus:
         remedy = f"{nearest(slo.idle.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         yield InputError((*place, "slo", "idle", "gpu"), f"no GPU {slo.idle.gpu!r} in the table", remedy)
     if slo.relative and request.generates is not None:
-        remedy = "Bound its times in seconds: ttft_s, tpot_s or e2e_s."
-        yield InputError((*place, "slo"), f"a slowdown of {request.name}, which has generates", remedy)
+        remedy = "Use bounds in seconds: ttft_s, tpot_s or e2e_s."
+        yield InputError(
+            (*place, "slo"), f"slowdowns are not supported for {request.name}, which has generates", remedy
+        )
 
 
 def _reference(
@@ -285,7 +296,7 @@ def _a(kind: Kind) -> str:
 
 
 def _at(place: Place, error: ConfigError) -> InputError:
-    """Another module's error, at the key that led there."""
+    """Convert an error of another module into an error at the key that caused it."""
     text = str(error).removesuffix(f". {error.remedy}")
     if error.field.startswith("components["):
         text = text.removeprefix(f"{error.field}: ")

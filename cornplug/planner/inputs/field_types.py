@@ -1,4 +1,4 @@
-"""Field types of the tables of a plan's input: numbers, names, lengths, paths, and errors."""
+"""Field types for the tables of a plan's input: numbers, names, lengths, paths, and validation errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cornplug.settings.byte_size import bytes_of
 
 
 def wrong(key: str, problem: str, remedy: str) -> PydanticCustomError:
-    """An error of a validator. `key` is the one within its table; "" for the table itself."""
+    """Create a validation error. `key` is a key of the validated table, or "" for the table itself."""
     return PydanticCustomError(
         "plan_input", "{key}: {problem}. {remedy}", {"key": key, "problem": problem, "remedy": remedy}
     )
@@ -47,7 +47,7 @@ _SizeText = Annotated[
 ]
 Gib = Annotated[NonNegative, BeforeValidator(_gib, json_schema_input_type=NonNegative | _SizeText)]
 PositiveGib = Annotated[Positive, BeforeValidator(_gib, json_schema_input_type=Positive | _SizeText)]
-"""A number of GiB, or a text with a unit: 64, "64GiB", "512 MiB"."""
+"""Number of GiB, or text with a unit: 64, "64GiB", "512 MiB"."""
 Share = Annotated[float, Field(ge=0, le=1, strict=True)]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Whole = Annotated[int, Field(ge=0, strict=True)]
@@ -63,7 +63,7 @@ RouterPolicy = Literal["power_of_two", "random"]
 
 
 def _from_its_file(path: Path, info: ValidationInfo) -> Path:
-    """Relative to the file that names it, where `toml_reader.py` says which that is."""
+    """Resolve a path relative to the file that contains it, if `toml_reader.py` passed its folder."""
     folder: Path | None = (info.context or {}).get("folder")
     return path if folder is None else folder / path
 
@@ -74,22 +74,22 @@ def _model_from_its_file(model: str, info: ValidationInfo) -> str:
 
 InputPath = Annotated[Path, AfterValidator(_from_its_file)]
 Model = Annotated[str, AfterValidator(_model_from_its_file)]
-"""A hub id, or a folder: ./NAME is beside the file that says it."""
+"""Hub id or folder. ./NAME is relative to the file that contains it."""
 
 
 _HOST: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*|\[[0-9A-Fa-f:.]+\]")
-"""A host's name, IPv4 address, or IPv6 address in brackets, as URLs have it."""
+"""Host name, IPv4 address, or IPv6 address in brackets, as in URLs."""
 _EVERY_ADDRESS: Final = re.compile(r"[0.]+|\[[0:.]*\]")
 
 
 def names_one_host(host: str) -> bool:
-    """Whether a text is an address to connect to, and not one to listen at every address."""
+    """Return whether a text is an address to connect to, not a wildcard address to listen on."""
     return _HOST.fullmatch(host) is not None and _EVERY_ADDRESS.fullmatch(host) is None
 
 
 def _one_host(host: str) -> str:
     if not names_one_host(host):
-        raise wrong("", f"{host!r} is no address of one host", "Write its name or its IPv4 address.")
+        raise wrong("", f"{host!r} is not the address of one host", "Write a host name or IPv4 address.")
     return host
 
 
@@ -99,30 +99,30 @@ def _listen_host(host: str) -> str:
 
 Host = Annotated[str, AfterValidator(_one_host)]
 ListenHost = Annotated[str, AfterValidator(_listen_host)]
-"""A host's own address, or 0.0.0.0."""
+"""Address of a host, or 0.0.0.0."""
 
 
 class InputTable(BaseModel):
-    """A table of the file. The docstring under a field is its description in the JSON schema and in
-    docs/plan-input.md."""
+    """Base class of the file's tables. The docstring under a field is its description in the JSON schema
+    and in docs/plan-input.md."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class LogNormal(InputTable):
-    """A log-normal length, cut off at `max` (drawn again beyond it)."""
+    """A log-normal length with a maximum. Longer samples are drawn again."""
 
     mean: Positive
-    """Of the log-normal before the cut-off."""
+    """Mean of the log-normal before the cut-off."""
     cv: NonNegative = 1.0
-    """Standard deviation / mean."""
+    """Coefficient of variation: standard deviation / mean."""
     max: Count = 1_000_000
-    """Largest length."""
+    """Largest possible length."""
 
     @model_validator(mode="after")
     def _max_above_mean(self) -> Self:
         if self.max < self.mean:
-            raise wrong("max", f"{self.max} is below the mean, {self.mean:g}", "Raise it, or leave it out.")
+            raise wrong("max", f"{self.max} is below the mean, {self.mean:g}", "Increase it, or omit it.")
         return self
 
 
@@ -132,21 +132,21 @@ class Histogram(InputTable):
     values: list[Count] = Field(min_length=1)
     """Lengths that occur."""
     weights: list[NonNegative] = Field(min_length=1)
-    """Of each value; they need not sum to 1."""
+    """Weight of each value. The weights need not sum to 1."""
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> Self:
         if len(self.values) != len(self.weights) or sum(self.weights) <= 0:
             raise wrong(
                 "weights",
-                f"{len(self.weights)} for {len(self.values)} values, or all zero",
-                "Write one for each of values, and not all zero.",
+                f"{len(self.weights)} weights for {len(self.values)} values, or all weights are zero",
+                "Write one weight for each value, with at least one above zero.",
             )
         return self
 
 
 def _length_kind(value: Any) -> str:
-    """Which one is meant, so that an error is told of that one only."""
+    """Return which form of a length is meant, so that only errors of that form are reported."""
     if isinstance(value, Histogram) or (isinstance(value, dict) and {"values", "weights"} & value.keys()):
         return "histogram"
     return "log-normal" if isinstance(value, (dict, LogNormal)) else "number"

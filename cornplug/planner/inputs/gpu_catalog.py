@@ -1,4 +1,4 @@
-"""GPUs and machines of a plan's input, and the GPU and price tables that come with cornplug."""
+"""GPUs and machines in a plan's input, and the GPU and price tables that come with cornplug."""
 
 from __future__ import annotations
 
@@ -26,114 +26,117 @@ from cornplug.planner.inputs.field_types import (
 )
 from cornplug.planner.inputs.input_error import InputError, nearest
 
-_PRICE_TABLES: Final = "Its tables are [[prices]] with shape, gpu, gpus, price_per_hour, source and date."
+_PRICE_TABLES: Final = "Write [[prices]] tables with shape, gpu, gpus, price_per_hour, source and date."
 
 
 def _no_truth_value(value: Any) -> Any:
-    """The value; `true` would pass for 1."""
+    """Reject booleans, because `true` would be accepted as 1."""
     if isinstance(value, bool):
-        raise wrong("", f"{str(value).lower()} is not one of its values", "Write 1, 2, 4 or 8.")
+        raise wrong("", f"{str(value).lower()} is not an allowed value", "Write 1, 2, 4 or 8.")
     return value
 
 
 class GpuSpec(InputTable):
-    """One device type; overrides or adds to the table that comes with cornplug."""
+    """A GPU type that overrides or extends the table that comes with cornplug."""
 
     name: Name
-    """As `gpu` of [[pool]] and of profiles says it; a known name replaces that row of the table."""
+    """Name that `gpu` of [[pool]] and of profiles refers to. A known name replaces that row of the table."""
     memory_gib: PositiveGib
-    """Memory of one device, GiB."""
+    """Memory of one GPU in GiB."""
     bandwidth_gb_s: Positive
-    """Of its memory, 10^9 bytes a second."""
+    """Memory bandwidth in 10^9 bytes per second."""
     bf16_tflops: Positive
-    """Dense, not sparse, 10^12 a second."""
+    """Dense BF16 throughput in 10^12 operations per second."""
     fp8_tflops: NonNegative = 0.0
-    """Dense, 10^12 a second; 0: no FP8 arithmetic."""
+    """Dense FP8 throughput in 10^12 operations per second. 0 means that the GPU has no FP8 arithmetic."""
     link_gb_s: Positive = 32.0
-    """To another GPU of the node, one direction, 10^9 bytes a second."""
+    """Bandwidth to another GPU of the node in one direction, in 10^9 bytes per second."""
     nic_gb_s: Positive = 25.0
-    """Its part of the node's network card, 10^9 bytes a second."""
+    """The GPU's share of the node's network bandwidth, in 10^9 bytes per second."""
     watts: NonNegative = 0.0
-    """Power at full load."""
+    """Power in watts at full load."""
     nvlink: Flag = False
-    """Without it tensor parallelism ends at 2."""
+    """Whether the GPUs of a node are connected by NVLink. Without it, tensor parallelism is limited to 2."""
     generation: Literal["ampere", "ada", "hopper", "blackwell", "cpu"] = "ampere"
-    """Memory is counted by it: "cpu" for a core of a processor."""
+    """GPU generation, which determines efficiency and memory overhead. "cpu" is a core of a processor."""
     source: str = "given"
-    """Where the figures come from."""
+    """Source of these figures."""
 
 
 class NodeClass(InputTable):
-    """Machines of one shape that can be had."""
+    """Identical machines that you can rent or own."""
 
     name: Name
-    """Name in this file."""
+    """Name of the machine type in this file."""
     gpu: str
-    """Device type, of the GPU table or of [[gpus]]."""
+    """GPU type, from the GPU table or [[gpus]]."""
     gpus: Annotated[Literal[1, 2, 4, 8], BeforeValidator(_no_truth_value)] = 8
-    """Of one machine."""
+    """Number of GPUs in one machine."""
     price_per_hour: NonNegative | None = None
-    """Dollars for the whole machine. Left out: the price table's, by `shape`, else by GPU and number."""
+    """Price of the whole machine in dollars. By default taken from the price table, by `shape` or else by
+    GPU and number of GPUs."""
     shape: str | None = None
-    """An instance shape of the price table: p5.48xlarge."""
+    """Instance type in the price table, such as p5.48xlarge."""
     stock: Whole = 64
-    """Machines that can be had at most."""
+    """Maximum number of machines."""
     dram_gib: Gib = 512.0
-    """Memory of one machine that caches may take, GiB."""
+    """Memory of one machine that caches may use, in GiB."""
     nic_gb_s: Positive | None = None
-    """Of the whole machine's network card, 10^9 bytes a second. Left out: gpus times the GPU's part."""
+    """Network bandwidth of the whole machine, in 10^9 bytes per second. By default the number of GPUs
+    times each GPU's share."""
     spot: Flag = False
-    """The provider may take all of them back at once: online work is on them up to rules.spot_share only.
-    Give `price_per_hour`: the price table has prices on demand."""
+    """Spot machines, which the provider may take back all at once. Online requests use them only up to
+    rules.spot_share; set `price_per_hour`, because the price table has on-demand prices."""
     weights_gb_s: Positive = 2.0
-    """10^9 bytes a second at which a machine reads weights from its disk or the network, for
+    """Speed at which a machine reads weights from disk or network, in 10^9 bytes per second. Used for
     `growth_per_minute` of requests."""
     host: Host | None = None
-    """Its address, for command lines. Left out: `cornplug launch --address HOST_n=...` sets it."""
+    """Address of the machine, for command lines. By default set with `cornplug launch --address
+    HOST_n=...`."""
 
 
 class GpuPrice(InputTable):
-    """A row of a price table."""
+    """Row of a price table."""
 
     shape: str
-    """The cloud's name of the machine: p5.48xlarge."""
+    """The cloud's name of the machine, such as p5.48xlarge."""
     gpu: str
     gpus: int
     price_per_hour: Positive
-    """Dollars for the whole machine."""
+    """Price of the whole machine in dollars."""
     source: str
     date: str
 
 
 def gpu_table(own: Iterable[GpuSpec] = ()) -> dict[str, GpuSpec]:
-    """All devices by name: cornplug's table, with the plan's `own` rows over it."""
+    """Return all GPU types by name. The plan's `own` rows override cornplug's table."""
     return {**_known_gpus(), **{gpu.name: gpu for gpu in own}}
 
 
 def price_table(own: Path | None = None) -> tuple[GpuPrice, ...]:
-    """The rows of the plan's `own` price table, or cornplug's. Raises ConfigError for an unreadable file."""
+    """Return the plan's `own` price table, or cornplug's. Raises ConfigError for an unreadable file."""
     if own is None:
         return _known_prices()
     try:
         content = own.read_bytes()
     except OSError as e:
-        raise ConfigError(str(own), f"the price table cannot be read: {e.strerror}", "Name a file.") from e
+        raise ConfigError(str(own), f"cannot read the price table: {e.strerror}", "Correct the path.") from e
     return _prices(content, str(own))
 
 
 def node_classes(
     pool: Iterable[NodeClass], gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]
 ) -> tuple[NodeClass, ...]:
-    """The pool with every price filled in, and every GPU in the table.
+    """Return the pool with every price filled in, and every GPU in the table.
 
-    A class without price and shape has the price of the first row with its GPU and number of GPUs.
-    Raises ConfigError: a GPU, shape or price that is not known, a shape that is another machine.
+    A class without a price or shape has the price of the first row with its GPU and number of GPUs. Raises
+    ConfigError if a GPU, shape or price is unknown, or if a shape belongs to another machine.
     """
     return tuple(priced(i, nodes, gpus, prices) for i, nodes in enumerate(pool))
 
 
 def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequence[GpuPrice]) -> NodeClass:
-    """The `i`-th class of the pool. Raises InputError as `node_classes`."""
+    """Return the `i`-th class of the pool with its price. Raises InputError as `node_classes` does."""
     if nodes.gpu not in gpus:
         remedy = f"{nearest(nodes.gpu, list(gpus))} Or describe it in a [[gpus]] table."
         raise InputError(("pool", i, "gpu"), f"no GPU {nodes.gpu!r} in the table", remedy)
@@ -146,7 +149,7 @@ def priced(i: int, nodes: NodeClass, gpus: Mapping[str, GpuSpec], prices: Sequen
             raise InputError(
                 ("pool", i),
                 f"no price for a machine with {nodes.gpus} x {nodes.gpu}",
-                f"Write price_per_hour = DOLLARS; shapes in the table (GPUs): {', '.join(shapes) or 'none'}.",
+                f"Set price_per_hour. Shapes in the table (GPUs): {', '.join(shapes) or 'none'}.",
             )
         return nodes.model_copy(update={"price_per_hour": found.price_per_hour, "shape": found.shape})
     return _of_shape(i, nodes, prices)
@@ -158,13 +161,13 @@ def _of_shape(i: int, nodes: NodeClass, prices: Sequence[GpuPrice]) -> NodeClass
         if nodes.price_per_hour is not None:
             return nodes
         known = [p.shape for p in prices if p.gpu == nodes.gpu] or [p.shape for p in prices]
-        remedy = f"{nearest(str(nodes.shape), known)} Or write price_per_hour = DOLLARS."
+        remedy = f"{nearest(str(nodes.shape), known)} Or set price_per_hour."
         raise InputError(("pool", i, "shape"), f"no shape {nodes.shape!r} in the price table", remedy)
     if (found.gpu, found.gpus) != (nodes.gpu, nodes.gpus):
         raise InputError(
             ("pool", i, "shape"),
             f"{found.shape} has {found.gpus} x {found.gpu}, not {nodes.gpus} x {nodes.gpu}",
-            f"Write gpu = {found.gpu!r} and gpus = {found.gpus}, or another shape.",
+            f"Write gpu = {found.gpu!r} and gpus = {found.gpus}, or choose another shape.",
         )
     if nodes.price_per_hour is not None:
         return nodes
@@ -191,10 +194,10 @@ def _prices(content: bytes, name: str) -> tuple[GpuPrice, ...]:
     try:
         rows = tomllib.loads(content.decode()).get("prices")
         if not isinstance(rows, list):
-            raise ConfigError(name, "no [[prices]] in it", _PRICE_TABLES)
+            raise ConfigError(name, "it contains no [[prices]]", _PRICE_TABLES)
         return tuple(GpuPrice.model_validate(row) for row in rows)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError(name, f"no TOML: {e}", _PRICE_TABLES) from e
+        raise ConfigError(name, f"invalid TOML: {e}", _PRICE_TABLES) from e
     except ValidationError as e:
         first = e.errors()[0]
         problem = f"row {first['input']}: {'.'.join(map(str, first['loc']))}: {first['msg']}"

@@ -1,4 +1,4 @@
-"""The error of a field of a plan's input, and the field's place."""
+"""Error for a field of a plan's input, and the location of the field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BARE_KEY: Final = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class InputError(ConfigError):
-    """A field of the input is wrong; `field` reads "applications[0].llm"."""
+    """Error for an invalid field of the input. `field` reads "applications[0].llm"."""
 
     def __init__(self, place: Place, problem: str, remedy: str) -> None:
         super().__init__(field(place), problem, remedy)
@@ -25,7 +25,7 @@ class InputError(ConfigError):
 
 
 def field(place: Place) -> str:
-    """A place as TOML's dotted keys, with positions in brackets."""
+    """Format a place as TOML's dotted keys, with positions in brackets."""
     text = ""
     for part in place:
         if isinstance(part, int):
@@ -36,7 +36,7 @@ def field(place: Place) -> str:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """For a remedy: the known name that was probably meant, and the others."""
+    """Return a remedy that suggests the closest known name and lists the others."""
     close = get_close_matches(name, known, 1, 0.6)
     guess = f"Did you mean {close[0]!r}? " if close else ""
     return f"{guess}Known: {', '.join(known) or 'none'}."

@@ -1,7 +1,7 @@
-"""The JSON schema (draft 2020-12) of a plan's TOML file, from the tables' models.
+"""The JSON schema (draft 2020-12) of a plan's TOML file, generated from the models of its tables.
 
-It says all that one place of a file can say: keys, types, ranges, and the rules within a table that its
-validators check. `toml_reader.py` also sees names, files, prices and comparisons of two numbers.
+It covers what one place of a file can show: keys, types, ranges, and the rules within a table that its
+validators check. `toml_reader.py` also checks names, files, prices and comparisons of two numbers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def _if(condition: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _is(key: str, value: str, *, default: bool = False) -> dict[str, Any]:
-    """A table whose key has this value; `default`: one without the key, too."""
+    """Return a schema for a table whose key has this value. With `default`, tables without the key match
+    too."""
     return {"properties": {key: {"const": value}}} | ({} if default else {"required": [key]})
 
 
@@ -74,11 +75,11 @@ _RULES: Final[Mapping[str, list[dict[str, Any]]]] = {
         {"properties": {"structures": {"minItems": 1}}},
     ],
 }
-"""Table -> rules on several of its keys, as the validators and `cross_checks.py` have them."""
+"""Table -> rules on several of its keys, as in the validators and `cross_checks.py`."""
 
 
 class _TomlSchema(GenerateJsonSchema):
-    """TOML has no null: a key that may be left out has the schema of its values."""
+    """Schema generator for TOML, which has no null: an optional key has the schema of its values."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -99,7 +100,7 @@ class _TomlSchema(GenerateJsonSchema):
 
 
 def plan_schema(file: type[PlanInput] = PlanInput) -> dict[str, Any]:
-    """The schema of a file as plain data, for `json.dumps`."""
+    """Return the schema of a file as plain data, for `json.dumps`."""
     schema = file.model_json_schema(schema_generator=_TomlSchema)
     tables = cast(dict[str, dict[str, Any]], schema["$defs"])
     for name, rules in _RULES.items():

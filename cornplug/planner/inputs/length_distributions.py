@@ -15,7 +15,7 @@ _NORMAL: Final = NormalDist()
 
 
 def mean(length: Length) -> float:
-    """Expected length. A log-normal is truncated at its `max`; rounding is not counted.
+    """Return the expected length. A log-normal is truncated at its `max`, and rounding is ignored.
 
     E[X | X <= m] = mean * Phi(z - sigma) / Phi(z), z = (ln m - mu) / sigma.
     """
@@ -31,9 +31,9 @@ def mean(length: Length) -> float:
 
 
 def quantile(length: Length, q: float) -> int:
-    """Smallest length that a share `q` (0 to 1) of all does not exceed."""
+    """Return the smallest length that a fraction `q` (0 to 1) of all lengths does not exceed."""
     if not 0 <= q <= 1:
-        raise ValueError(f"q is a share from 0 to 1, not {q}")
+        raise ValueError(f"q must be from 0 to 1, not {q}")
     if isinstance(length, int):
         return length
     if isinstance(length, Histogram):
@@ -48,7 +48,7 @@ def quantile(length: Length, q: float) -> int:
 
 
 def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64]:
-    """`n` lengths. A log-normal is rounded, and is at least 1."""
+    """Draw `n` lengths. A log-normal is rounded, and is at least 1."""
     if isinstance(length, int):
         return np.full(n, length, np.int64)
     if isinstance(length, Histogram):
@@ -57,7 +57,7 @@ def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64
         return chosen
     mu, sigma = _underlying(length)
     lengths = rng.lognormal(mu, sigma, n)
-    # `max` is no less than `mean` (checked in inputs.py), so that each round keeps over half.
+    # The model checks that `max` is at least `mean`, so each round keeps more than half of the samples.
     while (beyond := lengths > length.max).any():
         lengths[beyond] = rng.lognormal(mu, sigma, int(beyond.sum()))
     tokens: NDArray[np.int64] = np.maximum(np.rint(lengths), 1).astype(np.int64)
@@ -65,7 +65,7 @@ def sample(length: Length, rng: np.random.Generator, n: int) -> NDArray[np.int64
 
 
 def _underlying(length: LogNormal) -> tuple[float, float]:
-    """Mean and standard deviation of the logarithm."""
+    """Return mean and standard deviation of the logarithm."""
     variance = math.log1p(length.cv**2)
     return math.log(length.mean) - variance / 2, math.sqrt(variance)
 

@@ -1,5 +1,5 @@
-"""A language model's size, as a plan's input writes it or from config.json: parameters by arithmetic, as its
-modules are built."""
+"""Size of a language model, from a plan's input or from config.json. Parameters are counted by the
+arithmetic of its modules."""
 
 from __future__ import annotations
 
@@ -17,44 +17,52 @@ _EXPERTS: Final = ("experts", "experts_per_token")
 
 
 class LLMShape(InputTable):
-    """A language model's size. A checkpoint's config.json has it, too."""
+    """Size of a language model. If the component has a checkpoint, its config.json is used instead."""
 
     kind: Literal["llm"] = "llm"
-    """Follows from the component's kind."""
+    """Set from the component's kind if omitted."""
     layers: Count
-    """num_hidden_layers of config.json."""
+    """`num_hidden_layers` in config.json."""
     hidden: Count
-    """hidden_size of config.json."""
+    """`hidden_size` in config.json."""
     heads: Count
-    """num_attention_heads of config.json."""
+    """`num_attention_heads` in config.json."""
     kv_heads: Count
-    """num_key_value_heads of config.json."""
+    """`num_key_value_heads` in config.json."""
     head_dim: Count
-    """Width of one head: hidden / heads where config.json does not say it."""
+    """Size of one head: `head_dim` in config.json, or hidden / heads."""
     parameters: Positive
-    """All weights, of experts too."""
+    """Total number of weights, including all experts."""
     active_parameters: Positive | None = None
-    """Weights that one token passes through. Left out: all of them."""
+    """Number of weights that one token passes through. By default all."""
     experts: Count | None = None
-    """Routed experts of a layer (num_experts or n_routed_experts of config.json), for `dp` and
+    """Routed experts per layer (`num_experts` or `n_routed_experts` in config.json). Needed for `dp` and
     `expert_parallel`."""
     experts_per_token: Count | None = None
-    """Of them, those that a token is sent to: num_experts_per_tok of config.json."""
+    """Experts that each token is routed to (`num_experts_per_tok` in config.json)."""
     mla_rank: Count | None = None
-    """kv_lora_rank + qk_rope_head_dim of a model with latent attention (MLA)."""
+    """`kv_lora_rank` + `qk_rope_head_dim` of a model with multi-head latent attention (MLA)."""
     max_context: Count = 32_768
-    """Tokens of the longest request that the model takes."""
+    """Maximum tokens of a request that the model accepts."""
     embedding_parameters: NonNegative = 0.0
-    """Of all, those of embeddings and head: quantisation leaves them alone."""
+    """Number of weights in the embeddings and the output head, which are not quantised."""
 
     @model_validator(mode="after")
     def _parts_of_the_whole(self) -> Self:
         if self.kv_heads > self.heads:
-            raise wrong("kv_heads", f"{self.kv_heads} of {self.heads} heads", "Write at most as many.")
+            raise wrong(
+                "kv_heads",
+                f"{self.kv_heads} KV heads for {self.heads} heads",
+                "Write at most the number of heads.",
+            )
         for key in ("active_parameters", "embedding_parameters"):
             part = getattr(self, key)
             if part is not None and part > self.parameters:
-                raise wrong(key, f"{part:g} of {self.parameters:g} parameters", "Write at most as many.")
+                raise wrong(
+                    key,
+                    f"{part:g} is more than the {self.parameters:g} parameters",
+                    "Write a smaller number.",
+                )
         return self
 
     @model_validator(mode="after")
@@ -65,18 +73,18 @@ class LLMShape(InputTable):
         missing = next((k for k in ("active_parameters", *_EXPERTS) if getattr(self, k) is None), None)
         if missing is not None:
             raise wrong(
-                missing, "it is missing beside the others of a mixture of experts", "Write all three."
+                missing, "missing, but the shape has experts", "Write all three keys of a mixture of experts."
             )
         if self.experts_per_token >= self.experts:  # type: ignore[operator]
-            remedy = "Write fewer; a model whose tokens go to all experts has none to write."
+            remedy = "Write a smaller number, or omit both keys if each token uses all experts."
             raise wrong("experts_per_token", f"{said[1]} of {said[0]} experts", remedy)
         return self
 
     @property
     def expert_parameters(self) -> float:
-        """Weights of all routed experts; 0: there are none, or their number is not known.
+        """Number of weights in all routed experts, or 0 if the model has none or their number is unknown.
 
-        A token passes through k of E: the other (E - k) / E of them are those that are not active.
+        A token passes through k of E experts, so the inactive weights are (E - k) / E of all expert weights.
         """
         if self.experts is None or self.experts_per_token is None or self.active_parameters is None:
             return 0.0
@@ -107,7 +115,7 @@ _DEFAULTS: Final[Mapping[str, Json]] = {
         "max_position_embeddings": 131072,
     },
 }
-"""Defaults of transformers' config classes: published checkpoints with a tower leave their LLM's out."""
+"""Defaults of transformers' config classes, which published checkpoints with a tower omit for their LLM."""
 
 _QKV_BIAS: Final = ("qwen2", "qwen2_vl", "qwen2_5_vl", "qwen2_moe", "qwen2_vl_text", "qwen2_5_vl_text")
 _HEAD_NORMS: Final = ("qwen3", "gemma3")
@@ -115,7 +123,7 @@ _TIED_BY_DEFAULT: Final = ("gemma", "gemma2", "gemma3", "gemma3_text")
 
 
 def text_config(config: Json) -> Json:
-    """The language model's part of config.json, with its class's defaults."""
+    """Return the language model's part of config.json, with the defaults of its class."""
     for name in ("text_config", "llm_config"):
         if isinstance(nested := config.get(name), Mapping):
             return {**_DEFAULTS.get(str(nested.get("model_type")), {}), **nested}
@@ -123,9 +131,10 @@ def text_config(config: Json) -> Json:
 
 
 def from_config(config: Json, counted: int | None = None) -> LLMShape:
-    """The shape that config.json describes. `counted`: its parameters, where the weights are there.
+    """Return the shape that config.json describes. `counted` is the number of parameters, if the weights are
+    present.
 
-    Raises CheckpointError("bad_config") for a file without the fields of a decoder.
+    Raises CheckpointError("bad_config") if the file has no fields of a decoder.
     """
     text = text_config(config)
     attention = _attention(text)
@@ -163,7 +172,7 @@ def from_config(config: Json, counted: int | None = None) -> LLMShape:
 @dataclass(frozen=True)
 class _AttentionShape:
     parameters: int
-    """Of one layer."""
+    """Number of weights per layer."""
     kv_heads: int
     head_dim: int
     mla_rank: int | None = None
@@ -187,7 +196,8 @@ def _attention(text: Json) -> _AttentionShape:
 
 
 def _latent_attention(text: Json, hidden: int, heads: int) -> _AttentionShape:
-    """MLA (DeepSeek-V2, -V3): queries and keys-values through low ranks; the `mla_rank` vector is cached."""
+    """Return the shape of MLA (DeepSeek-V2 and V3), where queries, keys and values go through low ranks
+    and only a vector of `mla_rank` is cached."""
     rank, rope = _number(text, "kv_lora_rank"), _number(text, "qk_rope_head_dim")
     nope, value = _number(text, "qk_nope_head_dim"), _number(text, "v_head_dim")
     q_rank = text.get("q_lora_rank")
@@ -202,7 +212,7 @@ class _Experts:
     layers: int = 0
     number: int = 0
     chosen: int = 0
-    """Of `number`, for one token."""
+    """Number of experts that one token is routed to."""
     one: int = 0
     """Parameters of one expert of one layer."""
     shared: int = 0
@@ -228,7 +238,8 @@ _EXPERT_COUNTS: Final = ("n_routed_experts", "num_experts", "num_local_experts")
 
 
 def _is_sparse(text: Json, layer: int) -> bool:
-    """Whether a layer has experts: DeepSeek's two fields, Qwen's two, or all of them (Mixtral)."""
+    """Return whether a layer has experts, by DeepSeek's two fields, Qwen's two fields, or by default all
+    layers (Mixtral)."""
     if layer < int(text.get("first_k_dense_replace") or 0) or layer in (text.get("mlp_only_layers") or ()):
         return False
     if "moe_layer_freq" in text:
@@ -249,7 +260,7 @@ def _number(text: Json, name: str) -> int:
     value = text.get(name)
     if not isinstance(value, int) or value <= 0:
         raise CheckpointError(
-            f"config.json of {text.get('model_type')!r} has no {name}. Give the component's [shape] instead.",
+            f"config.json of {text.get('model_type')!r} has no {name}. Add [shape] to the component instead.",
             reason="bad_config",
         )
     return value

@@ -1,4 +1,4 @@
-"""Tables of measured times: the CSV that `cornplug profile` writes and a profile's `file` names.
+"""Tables of measured times: the CSV file of `cornplug profile`, which `file` of a profile refers to.
 
     # machine: 2 cores of ...
     # date: 2026-11-21
@@ -6,8 +6,8 @@
     prefill,H100,8,1,vllm,none,prompt_tokens,2048,0.252
     kv_tokens,H100,8,1,vllm,none,tokens,89235,
 
-Above the header stand lines of provenance, `# key: value`. `quantity` is the unit of `x`, fixed
-for each kind (`QUANTITIES`). `engine` may be empty: the row holds for both.
+Lines of provenance, `# key: value`, precede the header. `quantity` is the unit of `x`, fixed for each kind
+(`QUANTITIES`). If `engine` is empty, the row holds for both engines.
 
 kind       x                                          seconds
 prefill    prompt tokens of one iteration             of the iteration
@@ -44,7 +44,7 @@ QUANTITIES: Final = {
     "mixed": "factor",
 }
 TIMELESS: Final = frozenset({"kv_tokens", "mixed"})
-"""Kinds whose figure is x itself."""
+"""Kinds of rows without a time. Their value is x."""
 _CHOICES: Final = {
     "kind": tuple(QUANTITIES),
     "engine": ("vllm", "sglang", ""),
@@ -66,11 +66,11 @@ class ProfileRow:
     gpu: str
     x: float
     seconds: float | None = None
-    """None for the kinds in TIMELESS."""
+    """Measured time. None for the kinds in TIMELESS."""
     tp: int = 1
     pp: int = 1
     engine: str | None = None
-    """None: holds for either."""
+    """Engine that was measured. None if the row holds for both."""
     quantisation: str = "none"
 
 
@@ -80,12 +80,12 @@ class ProfileTable:
     provenance: Mapping[str, str] = field(default_factory=dict)
 
     def profiles(self) -> list[tuple[str, int, int, str | None, str]]:
-        """(gpu, tp, pp, engine, quantisation) of which it has rows, in their order."""
+        """Return the tuples (gpu, tp, pp, engine, quantisation) that have rows, in order."""
         return list(dict.fromkeys((r.gpu, r.tp, r.pp, r.engine, r.quantisation) for r in self.rows))
 
 
 def write(path: Path, table: ProfileTable) -> None:
-    """Write a table that `read` gives back equal, but for line breaks in provenance (blanks)."""
+    """Write a table. `read` returns an equal table, except that line breaks in provenance become spaces."""
     with path.open("w", encoding="utf-8", newline="") as file:
         for key, value in table.provenance.items():
             file.write(f"# {key}: {' '.join(value.split())}\n")
@@ -110,12 +110,12 @@ def write(path: Path, table: ProfileTable) -> None:
 
 
 def read(path: Path) -> ProfileTable:
-    """The table's rows. Raises ConfigError with file, line and column where it is malformed."""
+    """Read the table. Raises ConfigError with file, line and column if it is malformed."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            str(path), f"cannot be read: {error}", "Give a CSV of `cornplug profile`"
+            str(path), f"cannot be read: {error}", "Pass a CSV file of `cornplug profile`"
         ) from error
     provenance: dict[str, str] = {}
     rows: list[ProfileRow] = []
@@ -132,7 +132,7 @@ def read(path: Path) -> ProfileTable:
         else:
             rows.append(_row(f"{path}:{number}", next(csv.reader([line]))))
     if not rows:
-        raise ConfigError(str(path), "has no rows", "Write it with `cornplug profile`")
+        raise ConfigError(str(path), "has no rows", "Create it with `cornplug profile`")
     _refuse_doubles(path, rows)
     return ProfileTable(tuple(rows), provenance)
 
@@ -140,25 +140,33 @@ def read(path: Path) -> ProfileTable:
 def _check_header(place: str, line: str) -> None:
     found = tuple(cell.strip() for cell in next(csv.reader([line])))
     if found != COLUMNS:
-        raise ConfigError(place, f"header is {','.join(found)}", f"Write {','.join(COLUMNS)}")
+        raise ConfigError(place, f"the header is {','.join(found)}", f"Write {','.join(COLUMNS)}")
 
 
 def _row(place: str, cells: list[str]) -> ProfileRow:
     if len(cells) != len(COLUMNS):
-        raise ConfigError(place, f"{len(cells)} columns", f"Write {len(COLUMNS)}: {','.join(COLUMNS)}")
+        raise ConfigError(
+            place, f"{len(cells)} columns", f"Write {len(COLUMNS)} columns: {','.join(COLUMNS)}"
+        )
     row = dict(zip(COLUMNS, (cell.strip() for cell in cells), strict=True))
     for column, choices in _CHOICES.items():
         if row[column] not in choices:
             remedy = f"Write one of {', '.join(c or repr(c) for c in choices)}"
-            raise ConfigError(f"{place} {column}", f"{row[column]!r} is not known", remedy)
+            raise ConfigError(f"{place} {column}", f"{row[column]!r} is not an allowed value", remedy)
     kind = row["kind"]
     if row["quantity"] != QUANTITIES[kind]:
-        raise ConfigError(f"{place} quantity", f"{row['quantity']!r}", f"{kind} counts {QUANTITIES[kind]}")
+        raise ConfigError(
+            f"{place} quantity",
+            f"{row['quantity']!r} is not an allowed value",
+            f"Write {QUANTITIES[kind]} in rows of kind {kind}",
+        )
     if kind in TIMELESS and row["seconds"]:
-        raise ConfigError(f"{place} seconds", f"{kind} has no time", "Leave it empty; the figure is x")
+        raise ConfigError(
+            f"{place} seconds", f"rows of kind {kind} have no time", "Leave it empty and write the value in x"
+        )
     if not row["gpu"]:
         raise ConfigError(
-            f"{place} gpu", "is empty", "Name the device, as the input file does: H100, cpu-core"
+            f"{place} gpu", "is empty", "Write the GPU type as in the input file, such as H100 or cpu-core"
         )
     return ProfileRow(
         kind=kind,
@@ -178,35 +186,37 @@ def _number(place: str, column: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{place} {column}", f"{text!r} is no positive number", "Write one: 0.252")
+        raise ConfigError(
+            f"{place} {column}", f"{text!r} is not a positive number", "Write a number such as 0.252"
+        )
     return value
 
 
 def _count(place: str, column: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{place} {column}", f"{text!r} is no count", "Write 1, 2, 4 or 8")
+        raise ConfigError(f"{place} {column}", f"{text!r} is not a valid degree", "Write 1, 2, 4 or 8")
     return int(text)
 
 
 def _refuse_doubles(path: Path, rows: Iterable[ProfileRow]) -> None:
     seen: set[tuple[object, ...]] = set()
     for r in rows:
-        # A profile has one figure of each of these, for any x.
+        # A profile has one value for each of these kinds, whatever x is.
         x = None if r.kind in TIMELESS or r.kind in ("kv_token", "overhead") else r.x
         key = (r.kind, r.gpu, r.tp, r.pp, r.engine, r.quantisation, x)
         if key in seen:
             raise ConfigError(
-                str(path), f"{r.kind} of {r.gpu} TP{r.tp} at x = {r.x:g} stands twice", "Keep one of the rows"
+                str(path), f"{r.kind} of {r.gpu} TP{r.tp} at x = {r.x:g} occurs twice", "Remove one row"
             )
         seen.add(key)
 
 
 def loaded(profile: MeasuredProfile, engine: str) -> MeasuredProfile:
-    """The profile with the points of its file; points given inline stay where the file has none.
+    """Return the profile with the points of its file. Inline points are kept if the file has none of that
+    kind.
 
-    Rows of the profile's GPU, TP, PP and quantisation count, of this engine or of neither.
-    Raises ConfigError if the file has no such row: a profile that silently measures nothing would
-    look like a component that no replica can serve.
+    Uses rows with the profile's GPU, TP, PP and quantisation, for this engine or for both. Raises ConfigError
+    if the file has no such row: otherwise the component would look as if no replica could serve it.
     """
     if profile.file is None:
         return profile
@@ -231,7 +241,8 @@ def _fits(row: ProfileRow, profile: MeasuredProfile, engine: str) -> bool:
 
 
 def _points(rows: Iterable[ProfileRow]) -> dict[str, Any]:
-    """Fields of `MeasuredProfile` that these rows fill. An engine's own row goes before one of both."""
+    """Return the fields of `MeasuredProfile` that these rows set. Rows for one engine override rows for
+    both."""
     of: dict[str, dict[float, ProfileRow]] = {}
     for r in sorted(rows, key=lambda r: (r.kind, r.engine is not None, r.x)):
         of.setdefault(r.kind, {})[r.x] = r

@@ -1,5 +1,4 @@
-"""Request classes, which are the demands of the pool, and one request of a class as every model of its time
-sees it."""
+"""Request classes, which are the demands of the pool, and the sizes of one sampled request."""
 
 from __future__ import annotations
 
@@ -12,19 +11,19 @@ from cornplug.planner.inputs.slo import IdleTimes, PercentileBounds
 
 @dataclass(frozen=True)
 class RequestClass:
-    """An application's requests of one kind."""
+    """Requests of one kind of an application."""
 
     app: Application
     request: RequestSpec
 
     @property
     def name(self) -> str:
-        """The demand's: "application/request"."""
+        """Name of the demand: "application/request"."""
         return f"{self.app.name}/{self.request.name}"
 
     @property
     def slo(self) -> Slo:
-        """A job's last answers have a bound, too."""
+        """Latency targets of the class. For a job they also bound the last responses."""
         slo, job = self.request.slo or self.app.slo, self.request.job
         if job is None or slo.every("e2e"):
             return slo
@@ -33,18 +32,18 @@ class RequestClass:
 
     @property
     def rate(self) -> float:
-        """Requests a second that are planned for."""
+        """Requests per second that the plan must carry."""
         return self.request.rate * self.request.peak
 
     @property
     def by_hour(self) -> bool:
-        """Whether its rate is known by hours of the day."""
+        """Whether the rate is given for each hour of the day."""
         return self.request.rate_by_hour is not None
 
     def share_at(self, hour: int) -> float:
-        """The part of `rate` that an hour of the day brings; 1 where hours are not known.
+        """Return the fraction of `rate` in an hour of the day, or 1 if the rate is not given by hour.
 
-        A rate that was observed in place of the input's scales the whole day.
+        An observed rate that replaces the input's rate scales the whole day.
         """
         hours = self.request.rate_by_hour
         return 1.0 if hours is None else hours[hour] / max(hours)
@@ -55,13 +54,13 @@ class RequestClass:
 
 
 def request_classes(applications: Iterable[Application]) -> dict[str, RequestClass]:
-    """All request classes by name, in the order of the applications."""
+    """Return all request classes by name, in the order of the applications."""
     classes = [RequestClass(app, request) for app in applications for request in app.requests]
     return {c.name: c for c in classes}
 
 
 class RequestSamples(tuple["SampledRequest", ...]):
-    """Draws of a class. Their hash, by which capacities are remembered, is computed once."""
+    """Sampled requests of a class. Their hash, a key for computed capacities, is calculated once."""
 
     _hash: int | None = None
 
@@ -78,17 +77,17 @@ class SampledRequest:
     prompt_tokens: int
     """All tokens of the prompt: text, shared prefix and media."""
     cached_tokens: int
-    """Of these, tokens whose KV is in a cache."""
+    """Tokens of the prompt whose KV is in a cache."""
     patches: tuple[int, ...]
-    """Patches of each item that must be encoded (the others' embeddings are cached)."""
+    """Patches of each item that must be encoded. Items with a cached embedding are omitted."""
     output_tokens: int
-    """At least 1: the first token comes out of prefill."""
+    """Tokens of the response. At least 1, because prefill generates the first token."""
     units: float
-    """Of a generator's work; 0 where there is none."""
+    """Units of a generator's work, or 0 without a generator."""
     idle: IdleTimes | None = None
-    """Where its class's SLO bounds a slowdown."""
+    """Times on the reference replica, if the class's SLO bounds a slowdown."""
 
     @property
     def computed_tokens(self) -> int:
-        """Prompt tokens that prefill computes: at least one, as the engines do."""
+        """Prompt tokens that prefill computes. At least one, as in the engines."""
         return max(self.prompt_tokens - self.cached_tokens, 1)

@@ -15,12 +15,12 @@ from cornplug.planner.inputs.schema import RequestMedia, RequestSpec
 
 @dataclass(frozen=True)
 class HitShares:
-    """Shares of look-ups that caches answer."""
+    """Hit rates of the caches."""
 
     embedding: Mapping[str, float]
-    """Encoder -> share of its items; 0 for an encoder that is not named."""
+    """Encoder -> hit rate of its items. Encoders that are not listed have 0."""
     prefix: float
-    """Share of requests whose shared prefix is cached."""
+    """Fraction of requests whose shared prefix is cached."""
 
 
 def sample_requests(
@@ -31,10 +31,10 @@ def sample_requests(
     patches_per_token: Mapping[str, int],
     hits: HitShares,
 ) -> list[SampledRequest]:
-    """`n` requests. Items add their tokens to the prompt, whether their embeddings are cached or not.
+    """Draw `n` requests. Items add their tokens to the prompt, whether their embeddings are cached or not.
 
-    `patches_per_token` is by encoder; one that is not named computes a patch a token. The shared
-    prefix stands first, so that its hit caches no more than the text. Raises as `traces.read`.
+    `patches_per_token` is by encoder, with a default of 1. The shared prefix is at the start of the prompt,
+    so a hit caches at most the text. Raises as `traces.read` does.
     """
     text, output = _text_and_output(request, rng, n)
     tokens = text.copy()
@@ -66,7 +66,7 @@ def _text_and_output(
             np.maximum(length_distributions.sample(request.output, rng, n), 1),
         )
     trace = traces.read(request.trace, request.trace_format)
-    # Both lengths of one request together: long prompts and short answers may go hand in hand.
+    # Both lengths come from the same request, because they may be correlated.
     rows = rng.integers(len(trace.at_s), size=n)
     return trace.prompt_tokens[rows], trace.output_tokens[rows]
 
@@ -74,7 +74,7 @@ def _text_and_output(
 def _items(
     media: RequestMedia, rng: np.random.Generator, n: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """For each item of all requests: the index of its request, and its tokens."""
+    """Return the index of its request and the number of tokens for each item of all requests."""
     owner = np.repeat(np.arange(n), length_distributions.sample(media.items, rng, n))
     return owner, length_distributions.sample(media.tokens, rng, len(owner))
 

@@ -1,4 +1,4 @@
-"""Request classes as a plan's input writes them: their load, lengths and media."""
+"""Request classes in a plan's input: their load, lengths and media."""
 
 from __future__ import annotations
 
@@ -23,106 +23,109 @@ _HOURS: Final[dict[str, JsonValue]] = {"minItems": 24, "maxItems": 24}
 
 
 class RequestMedia(InputTable):
-    """Items that an encoder turns into tokens of the prompt."""
+    """Media items that an encoder turns into tokens of the prompt."""
 
     encoder: Name
-    """A component of kind "encoder"."""
+    """Name of a component of kind "encoder"."""
     items: Length = 1
-    """Media of one request."""
+    """Number of media items per request."""
     tokens: Length
-    """Tokens an item adds to the prompt."""
+    """Tokens that an item adds to the prompt."""
     hit_rate: Share | None = None
-    """Of items whose embedding is in the cache, where it is known; else from the next two."""
+    """Fraction of items whose embedding is in the cache, if known. Otherwise it is computed from
+    `catalogue` and `zipf`."""
     catalogue: Count | None = None
-    """Different items that come again, drawn by a Zipf law."""
+    """Number of different items that recur. Their popularity follows a Zipf law."""
     zipf: Positive = 0.8
-    """Exponent of that law: the larger, the more requests are for the same few items."""
+    """Exponent of the Zipf law. With a larger exponent, more requests use the same few items."""
 
 
 class SharedPrefix(InputTable):
-    """Tokens at the head of a prompt that other requests begin with, too."""
+    """Tokens at the start of the prompt that other requests share."""
 
     tokens: Count
-    """Length of the shared part."""
+    """Length of the shared prefix."""
     hit_rate: Share | None = None
-    """Of requests whose prefix is in a cache, where it is known; else from the next two."""
+    """Fraction of requests whose prefix is in a cache, if known. Otherwise it is computed from `distinct`
+    and `zipf`."""
     distinct: Count = 1
-    """Different prefixes, drawn by a Zipf law."""
+    """Number of different prefixes. Their popularity follows a Zipf law."""
     zipf: Positive = 0.8
-    """Exponent of that law."""
+    """Exponent of the Zipf law."""
 
 
 class RampGeneration(InputTable):
-    """Images or speech made from the answer."""
+    """Images or speech generated from the response."""
 
     generator: Name
-    """A component of kind "generator"."""
+    """Name of a component of kind "generator"."""
     units: Length = 1
-    """Units of one request: images, seconds of speech."""
+    """Units per request: images, or seconds of speech."""
 
 
 class RequestSpec(InputTable):
-    """Requests of one kind: a request class is planned for as a whole."""
+    """Requests of one kind, planned together as a request class."""
 
     name: Name
-    """Unique in its application."""
+    """Name of the class, unique in its application."""
     rate: Positive
-    """Requests a second, on average. A class has this, `rate_by_hour` or `job`."""
+    """Mean requests per second. A class has either `rate`, `rate_by_hour` or `job`."""
     rate_by_hour: list[NonNegative] | None = Field(default=None, json_schema_extra=_HOURS)
-    """Requests a second on average in each hour of a day, from midnight, all classes by one clock. The plan
-    carries the highest, and says which of its machines each hour needs."""
+    """Mean requests per second in each hour of the day, from midnight. The plan carries the highest rate,
+    and lists the machines that each hour needs."""
     job: Job | None = None
-    """So many requests by a deadline: `job = { requests = 500000, deadline_hours = 8 }`. The report says when
-    it is done, and for how many dollars."""
+    """Number of requests with a deadline: `job = { requests = 500000, deadline_hours = 8 }`. The report
+    gives its completion time and cost."""
     peak: Annotated[float, Field(ge=1, strict=True)] = 1.0
-    """The plan is made for rate x peak."""
+    """Factor by which the planned rate exceeds the mean rate."""
     growth_per_minute: NonNegative = 0.0
-    """Share by which its rate may grow within a minute. Until further replicas have read their weights and
-    started, those that run must carry it; with 0, no reserve is kept for that. Online only."""
+    """Fraction by which the rate may grow within a minute (online only). The plan keeps a reserve that
+    carries the growth until more replicas have started; 0 keeps none."""
     burst: Positive = 1.0
-    """Squared coefficient of variation of the times between arrivals; 1: Poisson."""
+    """Squared coefficient of variation of the times between arrivals. 1 is a Poisson process."""
     prompt: Length = 512
-    """Text tokens, the shared prefix among them."""
+    """Number of text tokens in the prompt, including the shared prefix."""
     output: Length = 128
-    """Tokens of the answer."""
+    """Number of tokens in the response."""
     trace: InputPath | None = None
-    """File of prompt and output lengths together, in place of `prompt` and `output`."""
+    """File with pairs of prompt and output lengths, in place of `prompt` and `output`."""
     trace_format: Literal["azure", "mooncake", "csv"] = "csv"
-    """Azure's CSV, Mooncake's JSON lines, or a CSV of at_s, prompt_tokens, output_tokens."""
+    """Format of the trace: Azure's CSV, Mooncake's JSON lines, or a CSV with the columns at_s,
+    prompt_tokens, output_tokens."""
     media: list[RequestMedia] = Field(default_factory=list)
-    """Images, audio or video of a request."""
+    """Images, audio clips or videos in a request."""
     prefix: SharedPrefix | None = None
-    """Head of the prompt that other requests have, too."""
+    """Start of the prompt that other requests share."""
     generates: RampGeneration | None = None
-    """Work of a generator after the answer."""
+    """Work of a generator after the response."""
     slo: Slo | None = None
-    """Left out: the application's."""
+    """Latency targets of this class. By default the application's."""
     weight: Positive = 1.0
-    """Of one request in the goodput."""
+    """Weight of one request in the goodput."""
 
     @model_validator(mode="before")
     @classmethod
     def _rate_of_hours(cls, table: Any) -> Any:
-        """The table with its highest hour's rate; hours that are no numbers are told of by their field."""
+        """Set `rate` to the highest hour's rate. Field validation reports hours that are not numbers."""
         if not isinstance(table, dict) or table.get("rate_by_hour") is None:
             return table
         hours = table["rate_by_hour"]
         known = isinstance(hours, list) and all(type(rate) in (int, float) for rate in hours)
         if known and len(hours) != _HOURS["minItems"]:
             problem = f"{len(hours)} rates for the 24 hours of a day"
-            raise wrong("rate_by_hour", problem, "Write 24 of them, from midnight on.")
+            raise wrong("rate_by_hour", problem, "Write 24 rates, starting at midnight.")
         highest = max(hours) if known else 1.0
         if highest == 0:
-            raise wrong("rate_by_hour", "no hour has a request", "Write the rate of one at least.")
+            raise wrong("rate_by_hour", "the rate of every hour is 0", "Set at least one rate above 0.")
         for other in ("job", "rate"):
             if table.get(other) not in (None, highest):
-                raise wrong(other, "rate_by_hour says the rates", f"Leave out {other}, or rate_by_hour.")
+                raise wrong(other, "rate_by_hour already sets the rate", f"Remove {other} or rate_by_hour.")
         return {**table, "rate": highest}
 
     @model_validator(mode="before")
     @classmethod
     def _rate_of_job(cls, table: Any) -> Any:
-        """The table with the job's rate; a wrong job is told of by its own table."""
+        """Set `rate` from the job. Validation of the job's own table reports its errors."""
         if not isinstance(table, dict) or table.get("job") is None:
             return table
         try:
@@ -130,7 +133,7 @@ class RequestSpec(InputTable):
         except ValidationError:
             rate = 1.0
         if table.get("rate", rate) != rate:
-            raise wrong("rate", "the job says how many requests there are, and by when", "Leave out rate.")
+            raise wrong("rate", "the job already sets the rate", "Remove rate.")
         return {**table, "rate": rate}
 
     @model_validator(mode="after")
@@ -139,7 +142,7 @@ class RequestSpec(InputTable):
         if self.trace is not None and duplicates:
             raise wrong(
                 duplicates[0],
-                "the trace gives lengths, too",
-                f"Leave out {' and '.join(duplicates)}, or trace.",
+                "the trace already sets the lengths",
+                f"Remove {' and '.join(duplicates)}, or trace.",
             )
         return self

@@ -1,11 +1,12 @@
 """Schema of the planner's input: the tables and fields of a plan's TOML file.
 
-Only shapes and ranges are checked here, and the fields of one table against each other; checks across
-tables are in `cross_checks.py`. Reading the file, and finding the line of an error, is
-`toml_reader.py`; the meaning of a length is `length_distributions.py`.
-Times are seconds, rates requests per second, memory GiB (2**30) unless a name says otherwise;
-a size may have a unit: "64GiB". A docstring
-under a field is its description in `cornplug plan schema` and in docs/plan-input.md.
+The models check shapes and ranges, and the fields of one table against each other. `cross_checks.py` checks
+across tables. `toml_reader.py` reads the file and finds the line of an error, and `length_distributions.py`
+interprets lengths.
+
+Times are in seconds, rates in requests per second and memory in GiB (2**30) unless a name says otherwise. A
+size may have a unit: "64GiB". The docstring under a field is its description in `cornplug plan schema` and in
+docs/plan-input.md.
 """
 
 from __future__ import annotations
@@ -101,213 +102,226 @@ __all__ = [
 
 
 class AppNamespace(InputTable):
-    """The application's part of the store: the settings `store.namespaces.NAME` of docs/configuration.md."""
+    """The application's namespace in the store: the settings `store.namespaces.NAME` of
+    docs/configuration.md."""
 
     share: Share = 0.0
-    """Fraction of the store that is guaranteed; others borrow the idle part of it."""
+    """Fraction of the store that is guaranteed to this namespace. Other namespaces may borrow the part
+    that is idle."""
     ceiling: Annotated[float, Field(gt=0, le=1, strict=True)] = 1.0
-    """Fraction of the store that is never exceeded."""
+    """Largest fraction of the store that this namespace may use."""
     priority: Annotated[int, Field(strict=True)] = 0
-    """Order in which namespaces keep room that no share guarantees, the highest longest."""
+    """Eviction order for entries beyond the guaranteed shares. Namespaces with the highest priority are
+    evicted last."""
     ttl_s: Positive | None = None
-    """Seconds from an entry's writing to its end. Left out: it has no end."""
+    """Seconds after which an entry expires. By default entries do not expire."""
     pinned: Flag = False
-    """Entries stay until they are deleted or `ttl_s` ends them. Needs a ceiling below 1."""
+    """Keep entries until they are deleted or `ttl_s` expires. Requires a ceiling below 1."""
 
 
 class Route(InputTable):
-    """The path of one request class through the components."""
+    """Path of one request class through the components."""
 
     request: Name
-    """A request class of the application."""
+    """Name of a request class of the application."""
     path: list[Name] = Field(min_length=1)
-    """Components in the order of the work: encoders, the LLM, the generator. Without an encoder the LLM's
-    engine encodes by itself."""
+    """Components in processing order: encoders, the LLM, the generator. If no encoder is listed, the LLM's
+    engine runs its own tower."""
 
 
 class Application(InputTable):
-    """Requests to one LLM, with their SLO."""
+    """Requests to one LLM, with their latency targets."""
 
     name: Name
-    """Name in this file."""
+    """Name of the application in this file."""
     llm: Name
-    """A component of kind "llm"."""
+    """Name of a component of kind "llm"."""
     workload: Workload = "online"
-    """Online work keeps its SLO first; semi-online work can wait seconds, offline work hours."""
+    """Urgency of the requests. Online requests have latency targets, semi-online requests can wait for
+    seconds, offline requests for hours."""
     qos: Name = "default"
-    """Class of service, as the encoder service and admission know it."""
+    """Class of service that the encoder service and admission control use for these requests."""
     slo: Slo = Slo()
-    """Of all its requests that have none themselves."""
+    """Latency targets of all request classes that do not set their own."""
     structures: list[Structure] | None = None
-    """Structures that a plan may use for it. Left out: all. E, P, D: encode, prefill, decode on separate
-    engines; "+G": generator apart from the LLM."""
+    """Structures that a plan may use, by default all. E, P and D are encode, prefill and decode on
+    separate engines, and "+G" is a generator apart from the LLM."""
     requests: list[RequestSpec] = Field(min_length=1)
-    """Its request classes."""
+    """Request classes of the application."""
     routes: list[Route] = Field(default_factory=list)
-    """Paths of a launch from this file. A class without one takes every component that it names and that is
-    launched. `cornplug plan` chooses paths by itself."""
+    """Paths of request classes when `cornplug launch` starts this file; `cornplug plan` chooses paths
+    itself. A class without a route uses every launched component that it names."""
     system_prompt: str | None = None
-    """`cornplug launch` sends it to the LLM's engine before users come, so that its KV is in the store."""
+    """Prompt that `cornplug launch` sends to the LLM's engine before users connect, so that its KV is in
+    the store."""
     prefixes: list[str] = Field(default_factory=list)
-    """Texts that follow the system prompt in many requests (documents, examples), sent in the same way."""
+    """Texts that follow the system prompt in many requests, such as documents or examples. They are sent
+    in the same way."""
     tenant: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")] | None = None
-    """Its requests carry this `cache_salt` (routes.json says it): entries of different tenants are never
-    shared."""
+    """`cache_salt` that clients must send with these requests; routes.json contains it. Entries of
+    different tenants are never shared."""
     namespace: AppNamespace | None = None
-    """Its part of the store. Left out: it shares the namespace "default"."""
+    """Namespace of the application in the store. By default it uses the namespace "default"."""
 
 
 # The rest -----------------------------------------------------------------------------------
 
 
 class CacheOptions(InputTable):
-    """Sizes among which the plan chooses, GiB of a node's DRAM in the store; 0: none."""
+    """Sizes of the store to choose from, in GiB of a node's DRAM. 0 means no cache."""
 
     embedding_gib: list[Gib] = Field(default=[0.0])
-    """Sizes of the cache of encoder outputs."""
+    """Sizes of the cache for encoder outputs."""
     prefix_gib: list[Gib] = Field(default=[0.0])
-    """Sizes of the cache for the KV of prompts."""
+    """Sizes of the cache for KV pages of prompts."""
 
 
 class PlanRules(InputTable):
-    """What the plan optimises, and the room that it leaves."""
+    """Objective of the plan, and the capacity that it keeps in reserve."""
 
     objective: Literal["cost", "goodput", "max-min"] = "cost"
-    """Least dollars for all requests; most weighted requests a second; or the largest part of every class."""
+    """Goal of the plan. "cost": the lowest price that serves all requests; "goodput": the most weighted
+    requests per second; "max-min": the largest fraction served of every request class."""
     max_utilisation: Share = 0.95
-    """Share of a cell's capacity that all work together may fill."""
+    """Largest fraction of a replica's capacity that all requests together may use."""
     online_share: Share = 0.8
-    """Share of a cell's capacity that online work may fill; the rest is for work that can wait."""
+    """Largest fraction of a replica's capacity that online requests may use. The rest is for requests that
+    can wait."""
     n_plus_one: Flag | Literal["node"] = True
-    """An online application survives the loss of one replica of each of its services; "node": of any one
-    node, with all replicas on it."""
+    """Keep enough capacity for online applications to survive the loss of one replica of each service.
+    "node": the loss of any one node with all of its replicas."""
     spot_share: Annotated[float, Field(ge=0, le=1, strict=True)] = 0.0
-    """Share of each online request class's work that spot machines may do: so much of it may stop at once."""
+    """Largest fraction of each online request class that spot machines may serve. This fraction may stop
+    at once."""
     start_s: NonNegative = 60.0
-    """Seconds in which a replica starts, beside those for reading its weights, for `growth_per_minute` of
-    requests."""
+    """Seconds that a replica needs to start, not counting the time to read its weights. Used for
+    `growth_per_minute` of requests."""
     use_idle_gpus: Flag = True
-    """Further replicas fill GPUs of rented nodes that would be idle; false: they stay free for other work."""
+    """Fill idle GPUs of rented nodes with extra replicas. If false, these GPUs stay free for other work."""
     network_utilisation: Share = 0.7
-    """Share of the nodes' network cards that planned traffic may fill."""
+    """Largest fraction of the nodes' network bandwidth that planned traffic may use."""
     router: RouterPolicy = "power_of_two"
-    """Of vllm-router and sglang-router; neither knows the work of a request."""
+    """Policy of vllm-router and sglang-router. Neither policy takes the size of a request into account."""
     split: Literal["fractional", "slices"] = "fractional"
-    """How a request class is divided among cells: at will, or in equal slices."""
+    """How a request class is divided among groups of replicas: in any proportion, or in equal slices."""
     slices: Count = 1
-    """With split = "slices": a request type's rate is served in multiples of rate / slices."""
+    """Number of equal slices into which the rate of a request class is divided, for `split = "slices"`."""
     colocate: Flag = True
-    """Parts of GPUs may be planned for."""
+    """Allow replicas that use a fraction of a GPU."""
     disaggregation_efficiency_p: Share = 0.9
-    """Of a prefill engine's throughput, what a P+D pair reaches (AIConfigurator's constant)."""
+    """Fraction of a prefill engine's throughput that a P+D pair reaches. The default is AIConfigurator's
+    constant."""
     disaggregation_efficiency_d: Share = 0.92
-    """Of a decode engine's throughput, what a P+D pair reaches (AIConfigurator's constant)."""
+    """Fraction of a decode engine's throughput that a P+D pair reaches. The default is AIConfigurator's
+    constant."""
     interference: Share = 0.1
-    """Speed that a replica loses to its neighbours on the same GPU."""
+    """Fraction of its speed that a replica loses to other replicas on the same GPU."""
     simulate: Flag = True
-    """Capacities and the whole plan are confirmed by simulation; false: closed forms only."""
+    """Confirm capacities and the whole plan by simulation. If false, only closed-form estimates are used."""
     seed: Whole = 0
-    """Of sampled request lengths and of the simulation."""
+    """Seed for sampled request lengths and for the simulation."""
 
 
 class SolverOptions(InputTable):
-    """When the search for a plan ends."""
+    """Limits of the search for a plan."""
 
     gap: NonNegative = 0.01
-    """The search ends when no plan can be better by more than this share of the objective."""
+    """Stop when no plan can be better by more than this fraction of the objective."""
     work: Positive = 20.0
-    """Million solver steps x non-zero coefficients at which a solve ends; a core does 0.3 to 2.5 a second.
-    A step is a point at which HiGHS checks its limits. Their number depends on the input alone, and so does
-    the plan."""
+    """Limit of a solve, in millions of HiGHS steps times non-zero coefficients; a core does 0.3 to 2.5
+    million per second. The limit does not depend on the machine's speed, so the same input gives the same
+    plan."""
     time_limit_s: Positive = 600.0
-    """Seconds after which a solve ends before its work is done. The plan then depends on the machine, and
-    says so."""
+    """Seconds after which a solve stops even if `work` is not used up. The plan then depends on the
+    machine, and reports that."""
     threads: Count = 1
-    """Of HiGHS, the solver. From 1.16 on it searches otherwise with several: a search that `work` ends may
-    then find another plan, and always the same one with the same number."""
+    """Number of threads of the HiGHS solver. From HiGHS 1.16 on, a search that stops at `work` may find a
+    different plan for a different number of threads."""
 
 
 class ChangeRules(InputTable):
-    """The current deployment, and the cost that a change of it may have."""
+    """The current deployment, and how much a change of it may cost."""
 
     plan: InputPath
-    """plan.json of the running deployment."""
+    """Path of the running deployment's plan.json."""
     horizon_hours: Positive = 24.0
     """Hours over which the cost of a change is spread."""
     max_changes: Whole | None = None
-    """Most starts and role switches. Left out: any number."""
+    """Maximum number of replica starts and role switches. By default unlimited."""
     min_dwell_s: NonNegative = 900.0
-    """Seconds that a replica runs at least before it is stopped."""
+    """Minimum time in seconds that a replica runs before it is stopped."""
     start_s: NonNegative = 300.0
-    """From a command to a serving replica: loading, graphs, warm-up."""
+    """Seconds from the start command until a replica serves, including loading, graph capture and warm-up."""
     role_switch: Flag = False
     """SGLang's P and D replicas run with a transfer backend that can change their role (mooncake)."""
     role_switch_s: NonNegative = 30.0
-    """Seconds of a role switch, in which the replica serves nothing."""
+    """Seconds that a role switch takes. The replica serves nothing during this time."""
     gain: Annotated[float, Field(ge=1, strict=True)] = 1.2
-    """A new plan is worth it when it saves this times its switching cost."""
+    """Factor by which the savings of a new plan must exceed the cost of switching to it."""
 
 
 class ClassOfService(InputTable):
-    """A class of service: the settings `qos.classes.NAME` of docs/configuration.md, but for keys."""
+    """A class of service: the settings `qos.classes.NAME` of docs/configuration.md, except API keys."""
 
     name: Name
-    """As `qos` of an application says it."""
+    """Name of the class, as used in `qos` of an application."""
     share: Share = 0.0
-    """Fraction of the encoder service's time that is guaranteed."""
+    """Fraction of the encoder service's time that is guaranteed to the class."""
     priority: Annotated[int, Field(strict=True)] = 0
-    """Order of classes where no share decides, and of their requests in an engine: the highest first."""
+    """Priority of the class beyond the guaranteed shares, and of its requests in an engine. The highest is
+    served first."""
     deadline_s: Positive | None = None
-    """Of requests that name none. Engines refuse those that would be late."""
+    """Deadline in seconds of requests that do not set one. Engines reject requests that would miss it."""
 
 
 class LaunchOptions(InputTable):
-    """The host of a launch from this file."""
+    """Host settings for a launch from this file."""
 
     host: ListenHost = "127.0.0.1"
-    """Address that engines, encoder services and routers listen at; "0.0.0.0": every address of the host. Its
-    own processes and routes.json then use 127.0.0.1."""
+    """Address that engines, encoder services and routers listen on. With "0.0.0.0" they listen on all
+    addresses, and local connections use 127.0.0.1."""
     allow_anonymous: Flag = False
-    """Encoder services that other hosts reach, as in a plan of several hosts, require no key. A launch of
-    such a service needs this, on a private network, or keys (`CORNPLUG_ENCODER_REQUIRE_KEY`)."""
+    """Let encoder services that listen for other hosts accept requests without an API key. Use it only on
+    a private network; otherwise require keys (`CORNPLUG_ENCODER_REQUIRE_KEY`)."""
     port: Annotated[int, Field(ge=1, le=60000, strict=True)] = 8000
-    """Of the first engine; further ones follow. Encoder services begin 750 above it."""
+    """Port of the first engine. The next engines use the following ports, and encoder services start 750
+    above."""
     store_gib: Gib | None = None
-    """GiB of the host's store; 0: nothing is shared. Left out: a quarter of the memory that the host has left
+    """Size of the host's store in GiB, 0 for no sharing. By default a quarter of the memory that is free
     when the store starts."""
     store_flags: list[str] = Field(default_factory=list)
-    """Further flags of the launched `cornplug serve-store`: `--far`, `--disk`, `--disk-size`, `--metrics`,
-    `--quarantine-s`, `--clamp`. Other users of the host can read them: a far store's URL with a password is
-    set as `CORNPLUG_STORE_FAR` of the launcher."""
+    """Extra flags of `cornplug serve-store`: `--far`, `--disk`, `--disk-size`, `--metrics`,
+    `--quarantine-s`, `--clamp`. Other users of the host can read flags, so set a far store's URL with a
+    password as `CORNPLUG_STORE_FAR` instead."""
 
 
 class PlanInput(InputTable):
     """Input of `cornplug plan`."""
 
     name: Name = "plan"
-    """Of the plan."""
+    """Name of the plan."""
     components: list[Component] = Field(min_length=1)
-    """Models and their parts."""
+    """Models, towers and generators that applications use."""
     applications: list[Application] = Field(min_length=1)
-    """Applications with their load and SLOs."""
+    """Applications with their load and latency targets."""
     pool: list[NodeClass] = Field(min_length=1)
-    """Machines that can be had."""
+    """Machines that you can rent or own."""
     gpus: list[GpuSpec] = Field(default_factory=list)
-    """Device types beside those of cornplug's table, or in their place."""
+    """GPU types to add to cornplug's table, or to replace in it."""
     prices: InputPath | None = None
-    """A price table in place of cornplug's own, in the same format."""
+    """Path of a price table that replaces cornplug's own, in the same format."""
     caches: CacheOptions = CacheOptions()
-    """Caches among whose sizes the plan chooses."""
+    """Store sizes to choose from."""
     rules: PlanRules = PlanRules()
-    """Objective, room for peaks and losses, router."""
+    """Objective, reserve capacity, and router policy."""
     solver: SolverOptions = SolverOptions()
     """Limits of the search."""
     change: ChangeRules | None = None
     """The running deployment, for re-planning."""
     qos: list[ClassOfService] = Field(default_factory=list)
-    """Classes of service, for `cornplug launch`; a plan computes its own."""
+    """Classes of service for `cornplug launch`. A plan computes its own."""
     launch: LaunchOptions = LaunchOptions()
-    """Host and store, for `cornplug launch`."""
+    """Host and store settings for `cornplug launch`."""
 
     @property
     def component(self) -> dict[str, Component]:

@@ -1,4 +1,4 @@
-"""Service-level objectives of a request class: bounds on percentiles of its times, or a job's deadline."""
+"""Latency targets of a request class: bounds on percentiles of its times, or a job's deadline."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Percentile = Literal["mean", "p50", "p90", "p95", "p99"]
 Quantity = Literal["ttft", "tpot", "e2e"]
 QUANTITIES: Final[tuple[Quantity, ...]] = ("ttft", "tpot", "e2e")
 SENT: Final = 0.98
-"""Part of a job's time in which its requests are sent."""
+"""Fraction of a job's time during which its requests are sent."""
 Slowdown = Annotated[float, Field(gt=1, strict=True, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
 class IdleTimes:
-    """Seconds of one request by itself on the idle replica of its SLO, or their means over a class."""
+    """Seconds of a single request on the idle reference replica, or the means over a class."""
 
     ttft_s: float
     tpot_s: float
@@ -41,34 +41,35 @@ class IdleTimes:
 class SloBound:
     percentile: Percentile
     value: float
-    """Seconds, or times the idle replica's."""
+    """Bound in seconds, or as a multiple of the idle replica's time."""
     relative: bool = False
 
     def seconds(self, idle: IdleTimes | None, quantity: Quantity) -> float:
-        """Of a slowdown: those of a mean request."""
+        """Return the bound in seconds. A slowdown is converted for a mean request."""
         return self.value * idle.at(quantity) if self.relative and idle is not None else self.value
 
 
 class PercentileBounds(InputTable):
-    """Bounds on one more percentile, in `also` of an SLO."""
+    """Bounds on one more percentile, in `also` of an `slo` table."""
 
     percentile: Percentile = "p95"
-    """Of the requests, that must keep the bounds."""
+    """Percentile of requests that must meet the bounds."""
     ttft_s: Positive | None = None
-    """Seconds from arrival to the first token. Left out: no bound."""
+    """Bound on the seconds from arrival to the first token. By default no bound."""
     tpot_s: Positive | None = None
-    """Seconds for each further token. Left out: no bound."""
+    """Bound on the seconds for each further token. By default no bound."""
     e2e_s: Positive | None = None
-    """Seconds from arrival to the end of the answer. Left out: no bound."""
+    """Bound on the seconds from arrival to the end of the response. By default no bound."""
     ttft_slowdown: Slowdown | None = None
-    """Time to the first token over that of the same request by itself on the SLO's `idle` replica."""
+    """Bound on the time to the first token, as a multiple of its time when the request runs alone on the
+    `idle` replica."""
     tpot_slowdown: Slowdown | None = None
-    """The same of the time for each further token."""
+    """Bound on the time for each further token, as a multiple of its time on the `idle` replica."""
     e2e_slowdown: Slowdown | None = None
-    """The same of the whole answer."""
+    """Bound on the time of the whole response, as a multiple of its time on the `idle` replica."""
 
     def bounds(self, quantity: Quantity) -> list[SloBound]:
-        """Of this percentile: in seconds, as a slowdown, or both."""
+        """Return the bounds of this percentile, in seconds, as a slowdown, or both."""
         seconds, slowdown = getattr(self, f"{quantity}_s"), getattr(self, f"{quantity}_slowdown")
         found = [] if seconds is None else [SloBound(self.percentile, seconds)]
         return found if slowdown is None else [*found, SloBound(self.percentile, slowdown, relative=True)]
@@ -79,64 +80,66 @@ class PercentileBounds(InputTable):
 
     @property
     def relative(self) -> bool:
-        """Whether one is a slowdown."""
+        """Whether any bound is a slowdown."""
         return any(bound.relative for quantity in QUANTITIES for bound in self.bounds(quantity))
 
     def scaled(self, factor: float) -> Self:
-        """The same with every bound times `factor`."""
+        """Return a copy with every bound multiplied by `factor`."""
         keys = [f"{quantity}_{unit}" for quantity in QUANTITIES for unit in ("s", "slowdown")]
         bounds = {key: getattr(self, key) for key in keys}
         return self.model_copy(update={k: v * factor for k, v in bounds.items() if v is not None})
 
 
 class Job(InputTable):
-    """A number of requests, all answered by a deadline, in place of a rate."""
+    """A number of requests with a common deadline, in place of a rate."""
 
     requests: Count
-    """How many."""
+    """Number of requests."""
     deadline_hours: Positive
-    """From the first request to the last answer."""
+    """Hours from the first request to the last response."""
 
     @property
     def rate(self) -> float:
-        """Requests a second: all are sent in `SENT` of the time."""
+        """Requests per second, if all are sent within the fraction `SENT` of the time."""
         return self.requests / (SENT * 3600 * self.deadline_hours)
 
     @property
     def last_answer_s(self) -> float:
-        """Seconds that the last answers have."""
+        """Seconds left for the last responses after all requests are sent."""
         return (1 - SENT) * 3600 * self.deadline_hours
 
 
 class IdleReplica(InputTable):
-    """The replica by whose times for a lone request slowdowns are measured. It need not be in the pool."""
+    """Reference replica for slowdowns. Its times for a single request are the unit, and it need not be in
+    the pool."""
 
     gpu: str
-    """Device type, of the GPU table or of [[gpus]]."""
+    """GPU type, from the GPU table or [[gpus]]."""
     tp: Count = 1
-    """Its tensor-parallel degree."""
+    """Tensor-parallel degree of the replica."""
     engine: Engine | None = None
-    """Left out: the LLM's first."""
+    """Engine of the replica. By default the first engine of the LLM."""
     quantisation: Quantisation = "none"
-    """Of its weights."""
+    """Quantisation of the replica's weights."""
 
 
 class Slo(PercentileBounds):
-    """Bounds on percentiles of the requests' times. An online application needs one bound at least."""
+    """Bounds on percentiles of request times. An online application needs at least one bound."""
 
     also: list[PercentileBounds] = Field(default_factory=list)
-    """Bounds on other percentiles, which a plan keeps, too:
-    `also = [{ percentile = "p99", ttft_s = 3.0 }]`."""
+    """Bounds on other percentiles that the plan must also meet: `also = [{ percentile = "p99", ttft_s =
+    3.0 }]`."""
     idle: IdleReplica | None = None
-    """The replica by which slowdowns are measured: `idle = { gpu = "A100-80", tp = 8 }`."""
+    """Reference replica for slowdowns: `idle = { gpu = "A100-80", tp = 8 }`."""
 
     @property
     def tables(self) -> tuple[PercentileBounds, ...]:
-        """All of its bounds; a percentile may have several tables, each with bounds on other times."""
+        """All tables of bounds. A percentile may have several tables, each with bounds on other times."""
         return (self, *self.also)
 
     def every(self, quantity: Quantity) -> list[SloBound]:
-        """Its bounds on a time. Stages divide the first one; others follow in proportion."""
+        """Return all bounds on a time. The first bound is divided among the stages; the others follow in
+        proportion."""
         return [bound for table in self.tables for bound in table.bounds(quantity)]
 
     @property
@@ -148,12 +151,13 @@ class Slo(PercentileBounds):
         return any(bound.relative for quantity in QUANTITIES for bound in self.every(quantity))
 
     def first_s(self, quantity: Quantity, idle: IdleTimes | None = None) -> float | None:
-        """Seconds of the first bound; None: not bounded. `idle`: means of the class, if slowdowns count."""
+        """Return the seconds of the first bound, or None without a bound. `idle` has the means of the
+        class, if slowdowns count."""
         bounds = [b for b in self.every(quantity) if idle is not None or not b.relative]
         return bounds[0].seconds(idle, quantity) if bounds else None
 
     def scaled(self, factor: float) -> Self:
-        """The same with every bound times `factor`."""
+        """Return a copy with every bound multiplied by `factor`."""
         also = [table.scaled(factor) for table in self.also]
         return super().scaled(factor).model_copy(update={"also": also})
 
@@ -161,19 +165,19 @@ class Slo(PercentileBounds):
     def _each_bound_once(self) -> Self:
         for i, table in enumerate(self.also):
             if not table.bounded:
-                remedy = "Write ttft_s, tpot_s or e2e_s in it, or leave it out."
-                raise wrong("also", f"no bound in table {i + 1} of it", remedy)
+                remedy = "Add ttft_s, tpot_s or e2e_s to the table, or remove it."
+                raise wrong("also", f"table {i + 1} has no bound", remedy)
         for quantity in QUANTITIES:
             seen = [(bound.percentile, bound.relative) for bound in self.every(quantity)]
             for one in seen:
                 if seen.count(one) > 1:
                     problem = f"a second {quantity}_{'slowdown' if one[1] else 's'} for {one[0]}"
-                    raise wrong("also", problem, "Leave one of them out, or give it another percentile.")
+                    raise wrong("also", problem, "Remove one of them, or change its percentile.")
         return self
 
     @model_validator(mode="after")
     def _slowdown_of_something(self) -> Self:
         if self.relative and self.idle is None:
-            remedy = 'Write idle = { gpu = "A100-80", tp = 1 }, the replica that is slowed down.'
-            raise wrong("idle", "missing, by which slowdowns are measured", remedy)
+            remedy = 'Add the reference replica, such as idle = { gpu = "A100-80", tp = 1 }.'
+            raise wrong("idle", "missing, but the slowdowns need it", remedy)
         return self

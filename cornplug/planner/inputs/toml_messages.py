@@ -1,4 +1,4 @@
-"""pydantic's errors, reworded for the author of the file: the key, the problem, the remedy."""
+"""pydantic's errors, reworded for the author of the file: key, problem, remedy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _EXAMPLES: Final[Mapping[str, str]] = {
     **{key: _LENGTH.format(key) for key in ("prompt", "output", "items", "units")},
     "name": 'name = "chat"',
     "kind": 'kind = "llm"',
-    "llm": 'llm = "NAME", of a component',
-    "encoder": 'encoder = "NAME", of a component',
-    "generator": 'generator = "NAME", of a component',
+    "llm": 'llm = "NAME" of a component',
+    "encoder": 'encoder = "NAME" of a component',
+    "generator": 'generator = "NAME" of a component',
     "n_plus_one": 'n_plus_one = true, false or "node"',
     "rate": "rate = 4.0, in requests per second",
-    "peak": "peak = 1.5, to plan for half as many again",
-    "burst": "burst = 1.0, which is Poisson",
+    "peak": "peak = 1.5, to plan for 1.5 times the mean rate",
+    "burst": "burst = 1.0 for a Poisson process",
     "tokens": "tokens = 256",
     "hit_rate": "hit_rate = 0.3",
     "ttft_s": "ttft_s = 1.0",
@@ -46,7 +46,7 @@ _WORDS: Final[Mapping[str, str]] = {
     "int": "a whole number",
     "float": "a number",
     "finite": "a number",
-    "string": "a text in quotes",
+    "string": "a string in quotes",
     "path": "a path in quotes",
     "list": "a list",
     "model": "a table",
@@ -58,11 +58,12 @@ _LENGTH_TAGS: Final[Mapping[str, type[InputTable]]] = {"log-normal": LogNormal, 
 
 
 def problems(error: ValidationError, data: Mapping[str, Any]) -> list[InputError]:
-    """One for each place; where a value fits none of several forms, the form that it was closest to."""
+    """Return one error for each place. If a value matches none of several forms, the closest form is
+    reported."""
     found: dict[Place, InputError] = {}
     for detail in error.errors():
         if detail["type"] == "union_tag_not_found" and detail["loc"][-1] == "shape":
-            continue  # its kind is the component's, which is wrong itself, then (inputs.py fills it in)
+            continue  # The kind is filled in from the component, whose own kind is wrong and reported.
         one = _problem(detail, data)
         found.setdefault(one.place, one)
     inner = {place[:end] for place in found for end in range(len(place))}
@@ -100,7 +101,7 @@ def _missing(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> Inp
 
 def _unknown_key(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     keys = sorted(_keys_at(place[:-1], detail["loc"]))
-    return InputError(place, "there is no such key", nearest(str(place[-1]), keys))
+    return InputError(place, "unknown key", nearest(str(place[-1]), keys))
 
 
 def _wrong_type(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
@@ -111,13 +112,13 @@ def _wrong_type(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> 
 
 def _not_one_of(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     expected = str(detail.get("ctx", {}).get("expected", "")).replace("'", '"')
-    return InputError(place, f"{_shown(detail['input'])} is not one of its values", f"Write {expected}.")
+    return InputError(place, f"{_shown(detail['input'])} is not an allowed value", f"Write {expected}.")
 
 
 def _no_tag(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     context = detail.get("ctx", {})
     tag = context.get("tag")
-    problem = f'"{tag}" is not one of its values' if tag else "missing"
+    problem = f'"{tag}" is not an allowed value' if tag else "missing"
     return InputError((*place, "kind"), problem, f"Write kind = {_PROFILE_KINDS}.")
 
 
@@ -136,7 +137,7 @@ def _empty(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> Input
 
 def _bad_name(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
     remedy = "Use letters, digits, '.', '_' and '-', with a letter or digit first."
-    return InputError(place, f"{_shown(detail['input'])} is no name", remedy)
+    return InputError(place, f"{_shown(detail['input'])} is not a valid name", remedy)
 
 
 def _of_a_validator(place: Place, detail: ErrorDetails, data: Mapping[str, Any]) -> InputError:
@@ -164,7 +165,7 @@ def _example(place: Place, otherwise: str = "") -> str:
     key = next((part for part in reversed(place) if isinstance(part, str)), "")
     if key in _EXAMPLES:
         return f"Write, for example, {_EXAMPLES[key]}."
-    return otherwise or f"Write {key} = ..., or leave out the whole table."
+    return otherwise or f"Add {key} = ..., or remove the whole table."
 
 
 def _shown(value: object) -> str:
@@ -177,7 +178,7 @@ def _shown(value: object) -> str:
 
 
 def _keys_at(place: Place, loc: Place) -> set[str]:
-    """The keys of the table at a place, by the models; `loc` names the union's member, where one is."""
+    """Return the keys of the table at a place, from the models. `loc` names the member of a union, if any."""
     tables: list[type[InputTable]] = [PlanInput]
     for key in place:
         if isinstance(key, str):

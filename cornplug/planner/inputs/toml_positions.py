@@ -1,6 +1,6 @@
-"""On which line of a TOML file each key and list element stands. `tomllib` does not tell.
+"""Line numbers of keys and list elements in a TOML file, which `tomllib` does not report.
 
-For text that `tomllib` has taken: nothing is checked here, and values are only passed over.
+The text must be valid for `tomllib`. Values are skipped, and nothing is checked here.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ _DOT: Final = re.compile(r"[ \t]*\.[ \t]*")
 
 
 def lines_of(text: str) -> dict[Place, int]:
-    """Place -> line, from 1. A table made by dotted keys has the line of the first of them."""
+    """Return the line of each place, counted from 1. A table made by dotted keys has the line of the first
+    key."""
     return _Scan(text).places()
 
 
 def line_of(lines: dict[Place, int], place: Place) -> int:
-    """Line of the place, or of the closest table around it; 1 where the file has neither."""
+    """Return the line of the place, or of the closest table around it. Returns 1 if the file has neither."""
     while place and place not in lines:
         place = place[:-1]
     return lines.get(place, 1)
@@ -41,7 +42,7 @@ class _Scan:
         self._newlines = [m.start() for m in re.finditer("\n", text)]
         self._lines: dict[Place, int] = {}
         self._elements: dict[Place, int] = {}
-        """[[tables]] seen so far, by the place of their list."""
+        """Number of [[tables]] seen so far, by the place of their list."""
 
     def places(self) -> dict[Place, int]:
         table: Place = ()
@@ -68,7 +69,7 @@ class _Scan:
             self._lines.setdefault(place[:end], line)
 
     def _inside(self, keys: Place) -> Place:
-        """The place that a header names: its keys, each [[list]] at its latest element."""
+        """Return the place that a header refers to: its keys, with each [[list]] at its latest element."""
         place: Place = ()
         for key in keys:
             place += (key,)
@@ -136,7 +137,7 @@ class _Scan:
         return found
 
     def _skip(self, pattern: re.Pattern[str]) -> bool:
-        """Whether it matched; blanks always do."""
+        """Skip a match, and return whether the pattern matched. Blanks always match."""
         found = pattern.match(self._text, self._at)
         self._at = found.end() if found else self._at
         return found is not None

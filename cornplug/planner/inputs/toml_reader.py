@@ -1,4 +1,4 @@
-"""Reading a plan's TOML file: every error of it at once, each with its line and a remedy."""
+"""Reader for a plan's TOML file. It reports all errors together, each with its line and a remedy."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ File = TypeVar("File", bound=PlanInput)
 
 
 def read(path: Path) -> PlanInput:
-    """The input of a plan, as `read_as` reads it."""
+    """Read the input of a plan, as `read_as` does."""
     return read_as(PlanInput, path, cross_checks.errors)
 
 
 def read_as(table: type[File], path: Path, checks: Callable[[File], Iterable[InputError]]) -> File:
-    """The file's contents; paths in it are relative to it.
+    """Read the file's contents. Paths in it are relative to the file.
 
-    Raises ConfigError. Its text has a line for each error, "plan.toml:17 applications[0].llm: problem.
-    Remedy", in the order of the file; its `field` is the first one's. Checks across
-    tables follow once every table is valid in itself.
+    Raises ConfigError. Its text has a line for each error in file order, "plan.toml:17 applications[0].llm:
+    problem. Remedy", and its `field` is that of the first error. Checks across tables run only if every table
+    is valid in itself.
     """
     text = _text(path)
     try:
@@ -52,9 +52,11 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8").replace("\r\n", "\n")
     except OSError as e:
-        raise ConfigError(str(path), f"cannot be read: {e.strerror}", "Name a plan's TOML file.") from e
+        raise ConfigError(
+            str(path), f"cannot be read: {e.strerror}", "Pass the path of a plan's TOML file."
+        ) from e
     except UnicodeDecodeError as e:
-        raise ConfigError(str(path), "no UTF-8 text", "Name a plan's TOML file.") from e
+        raise ConfigError(str(path), "not UTF-8 text", "Pass the path of a plan's TOML file.") from e
 
 
 def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> ConfigError:
@@ -62,7 +64,7 @@ def _syntax_error(path: Path, text: str, error: tomllib.TOMLDecodeError) -> Conf
     line = int(found[1]) if found and found[1] else text.count("\n") + 1
     problem = _WHERE.sub("", str(error))
     content = text.splitlines()[line - 1].strip() if line <= text.count("\n") + 1 and text else ""
-    remedy = "TOML wants key = value, texts in quotes, and headers such as [rules] or [[components]]."
+    remedy = "Use TOML syntax: key = value, strings in quotes, and headers such as [rules] or [[components]]."
     return ConfigError(f"{path}:{line}", f"{problem}: {content}" if content else problem, remedy)
 
 

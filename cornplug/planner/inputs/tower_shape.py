@@ -1,4 +1,4 @@
-"""A tower's size from config.json, projector included: weights and work of an encoder for one item."""
+"""Size of a tower from config.json, including the projector: weights and work for one item."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _GATED_MLP: Final = ("qwen2_5_vl",)
 
 
 def from_config(config: Json, counted: int | None = None) -> TowerShape:
-    """The tower and projector of a vision or audio model.
+    """Return the shape of the tower and projector of a vision or audio model.
 
-    `counted`: their parameters, where the weights are there. Raises CheckpointError: "bad_config"
-    (no tower in config.json), "unknown_family" (a tower that its family does not know).
+    `counted` is their number of parameters, if the weights are present. Raises CheckpointError: "bad_config"
+    if config.json has no tower, "unknown_family" if the family does not know this tower.
     """
     tower = _tower_config(config)
     hidden = _first(tower, _WIDTH)
@@ -54,7 +54,7 @@ def _tower_config(config: Json) -> Json:
         if isinstance(found := config.get(name), Mapping):
             return found
     raise CheckpointError(
-        f"config.json of {_kind(config)!r} describes no tower. Name a model with one, or give [shape].",
+        f"config.json of {_kind(config)!r} has no tower. Use a model with a tower, or add [shape].",
         reason="bad_config",
     )
 
@@ -75,7 +75,8 @@ def _patches_per_token(config: Json, tower: Json) -> int:
 
 
 def _stem(tower: Json, hidden: int) -> int:
-    """Weights that turn pixels or mel bins into the first layer's input, and those of its position table."""
+    """Return the number of weights that turn pixels or mel bins into the first layer's input, including
+    the position table."""
     if "num_mel_bins" in tower:
         return (
             3 * hidden * (int(tower["num_mel_bins"]) + hidden) + int(tower["max_source_positions"]) * hidden
@@ -114,7 +115,7 @@ def _first(tower: Json, names: tuple[str, ...]) -> int:
     found = next((tower[name] for name in names if isinstance(tower.get(name), int)), None)
     if found is None:
         raise CheckpointError(
-            f"config.json's tower has none of {', '.join(names)}. Give the component's [shape] instead.",
+            f"the tower in config.json has none of {', '.join(names)}. Add [shape] to the component instead.",
             reason="bad_config",
         )
     return int(found)

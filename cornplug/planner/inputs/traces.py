@@ -1,7 +1,7 @@
-"""Recorded requests: when they came, and how many tokens they took and gave.
+"""Recorded requests: arrival times and numbers of prompt and output tokens.
 
-Formats: "azure" (Azure LLM inference traces 2023 and 2024, CSV), "mooncake" (Mooncake's FAST'25 traces,
-JSON lines), "csv" (our own: at_s, prompt_tokens, output_tokens).
+Formats: "azure" (Azure LLM inference traces 2023 and 2024, CSV), "mooncake" (Mooncake's FAST'25 traces, JSON
+lines), "csv" (cornplug's own: at_s, prompt_tokens, output_tokens).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class RequestTrace:
-    """One entry a request, in the order of arrival."""
+    """Requests in order of arrival, one array entry per request."""
 
     at_s: NDArray[np.float64]
-    """From the first request on."""
+    """Seconds since the first request."""
     prompt_tokens: NDArray[np.int64]
     output_tokens: NDArray[np.int64]
 
@@ -37,7 +37,7 @@ class RequestTrace:
 @dataclass(frozen=True)
 class _Layout:
     columns: tuple[str, str, str]
-    """Of arrival, prompt tokens and output tokens."""
+    """Column names of arrival, prompt tokens and output tokens."""
     seconds: Callable[[Any], float]
 
 
@@ -51,18 +51,18 @@ _LAYOUTS: Final[Mapping[Format, _Layout]] = {
     "csv": _Layout(("at_s", "prompt_tokens", "output_tokens"), float),
 }
 
-_OBJECTS: Final = "Mooncake traces hold one object a line."
+_OBJECTS: Final = "Mooncake traces contain one JSON object per line."
 
 
 def read(path: Path, format: Format) -> RequestTrace:
-    """The trace in a file. Read again only when the file has changed.
+    """Read the trace in a file. A file is read again only if it has changed.
 
-    Raises ConfigError, which names file, line and column.
+    Raises ConfigError with file, line and column.
     """
     try:
         stat = path.stat()
     except OSError as e:
-        raise ConfigError(str(path), f"the trace cannot be read: {e.strerror}", "Name a file.") from e
+        raise ConfigError(str(path), f"cannot read the trace: {e.strerror}", "Correct the path.") from e
     return _read(path, format, stat.st_mtime_ns, stat.st_size)
 
 
@@ -73,9 +73,11 @@ def _read(path: Path, format: Format, _changed_ns: int, _size: int) -> RequestTr
         with path.open(encoding="utf-8-sig", newline="") as f:
             rows = list(_json_rows(f, path) if format == "mooncake" else _csv_rows(f, path, layout))
     except UnicodeDecodeError as e:
-        raise ConfigError(str(path), "the trace is no text", "Unpack it, if it is compressed.") from e
+        raise ConfigError(
+            str(path), "the trace is not a text file", "Decompress it if it is compressed."
+        ) from e
     if not rows:
-        raise ConfigError(str(path), "the trace has no requests", "Name a file with at least one.")
+        raise ConfigError(str(path), "the trace has no requests", "Use a file with at least one request.")
     at, prompt, output = zip(*(_numbers(path, line, row, layout) for line, row in rows), strict=True)
     at_s = np.asarray(at)
     order = np.argsort(at_s, kind="stable")
@@ -91,7 +93,7 @@ def _csv_rows(file: Iterator[str], path: Path, layout: _Layout) -> Iterator[tupl
         raise ConfigError(
             f"{path}:1",
             f"no column {', '.join(lacking)}; the first line has {', '.join(reader.fieldnames or ())}",
-            f"Its first line must be {','.join(layout.columns)}, or another trace_format fits.",
+            f"Make the first line {','.join(layout.columns)}, or set another trace_format.",
         )
     for row in reader:
         yield reader.line_num, row
@@ -104,9 +106,9 @@ def _json_rows(file: Iterator[str], path: Path) -> Iterator[tuple[int, Mapping[s
         try:
             row = json.loads(text)
         except json.JSONDecodeError as e:
-            raise ConfigError(f"{path}:{line}", f"no JSON: {e.msg}", _OBJECTS) from e
+            raise ConfigError(f"{path}:{line}", f"invalid JSON: {e.msg}", _OBJECTS) from e
         if not isinstance(row, dict):
-            raise ConfigError(f"{path}:{line}", "no JSON object", _OBJECTS)
+            raise ConfigError(f"{path}:{line}", "not a JSON object", _OBJECTS)
         yield line, row
 
 
@@ -115,7 +117,7 @@ def _numbers(path: Path, line: int, row: Mapping[str, Any], layout: _Layout) -> 
     return (
         _cell(path, line, row, at, layout.seconds, "a time"),
         _cell(path, line, row, prompt, _tokens, "a number of tokens"),
-        # A request that gave nothing still took one step: the engines give at least one token.
+        # A request without output still took one step, because engines generate at least one token.
         max(_cell(path, line, row, output, _tokens, "a number of tokens"), 1),
     )
 
@@ -133,6 +135,6 @@ def _cell(
     try:
         return parse(row[column])
     except KeyError as e:
-        raise ConfigError(f"{path}:{line} {column}", "missing", f"Every line needs {what} there.") from e
+        raise ConfigError(f"{path}:{line} {column}", "missing", f"Write {what} in every line.") from e
     except (ValueError, TypeError) as e:
         raise ConfigError(f"{path}:{line} {column}", f"{row[column]!r} is not {what}", "Correct it.") from e

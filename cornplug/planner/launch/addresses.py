@@ -62,24 +62,24 @@ def hosts(plan: Plan) -> dict[tuple[str, int], str]:
 
 
 def check_address(field: str, host: str) -> None:
-    """Raises ConfigError, in the name of `field`, for an address that names no one host."""
+    """Raise ConfigError for `field` if an address is not the address of one host."""
     if not names_one_host(host):
         raise ConfigError(
             field,
-            f"{host!r} is no address of one host",
-            "Write the name or the IPv4 address by which other hosts reach it.",
+            f"{host!r} is not the address of one host",
+            "Set the host name or IPv4 address that other hosts use to reach it.",
         )
 
 
 def serves_others(bound: str) -> bool:
-    """Whether a server that listens at this address is reached from beyond its host, or may be."""
+    """Return whether a server that listens on this address may be reached from other hosts."""
     return not is_loopback(bound)
 
 
 def sites(plan: Plan) -> list[ReplicaAddress]:
-    """Every process of every group, in the plan's order.
+    """Return every process of every group, in the plan's order.
 
-    Raises ConfigError for a plan whose replicas are not placed, or placed where there is no node.
+    Raises ConfigError for a plan whose replicas are not placed, or are placed on a missing node.
     """
     where = hosts(plan)
     sizes = {nodes.name: nodes.gpus for nodes in plan.nodes}
@@ -92,7 +92,7 @@ def sites(plan: Plan) -> list[ReplicaAddress]:
             spans = list(_spans(group, node, first, sizes[group.nodes]))
             names = [_host(where, group, number) for number, _ in spans]
             port = group.ports[replica] if group.ports else base + taken[names[0], base]
-            # The other ports follow from this one: replicas with the same keep the same.
+            # The other ports are derived from this port, so that they are stable too.
             number = port - base if 0 <= port - base < MOST_SERVERS else taken[names[0], base]
             for rank, (_, devices) in enumerate(spans):
                 taken[names[rank], base] += 1
@@ -117,25 +117,26 @@ def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
     if group.ports and len(group.ports) != group.replicas:
         raise ConfigError(
             f"groups[{group.name!r}].ports",
-            f"{group.replicas} replicas, and {len(group.ports)} ports",
-            "Write one for each replica, or none.",
+            f"{group.replicas} replicas, but {len(group.ports)} ports",
+            "Write one port for each replica, or none.",
         )
     if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
         raise ConfigError(
             f"groups[{group.name!r}].placement",
-            f"{group.replicas} replicas, and {len(group.placement)} places of the form [node, first GPU]",
-            "Make the plan again with `cornplug plan`, or write one place for each replica.",
+            f"{group.replicas} replicas, but {len(group.placement)} entries of the form [node, first GPU]",
+            "Run `cornplug plan` again, or write one entry for each replica.",
         )
     if group.nodes not in sizes:
         raise ConfigError(
             f"groups[{group.name!r}].nodes",
-            f"{group.nodes!r} is none of the plan's nodes: {', '.join(sizes)}",
-            "Name one of them.",
+            f"{group.nodes!r} is not one of the plan's nodes: {', '.join(sizes)}",
+            "Use one of these names.",
         )
 
 
 def _spans(group: ReplicaGroup, node: int, first: int, gpus: int) -> Iterator[tuple[int, Sequence[int]]]:
-    """(node's number, its GPUs) of each process of a replica: whole nodes where one is not enough."""
+    """Yield (node number, GPUs) of each process of a replica. A replica that needs more than one node gets
+    whole nodes."""
     needed = group.ranks
     if needed <= gpus:
         yield node, range(first, first + needed)
@@ -149,6 +150,6 @@ def _host(where: dict[tuple[str, int], str], group: ReplicaGroup, number: int) -
         raise ConfigError(
             f"groups[{group.name!r}].placement",
             f"node {number} of {group.nodes!r} is not in the plan",
-            "Make the plan again with `cornplug plan`.",
+            "Run `cornplug plan` again.",
         )
     return where[group.nodes, number]

@@ -30,7 +30,7 @@ _MLA: Final[dict[Generation, dict[str, str]]] = {
 
 
 def generation_of(gpu: str) -> Generation | None:
-    """Of a device type's name ("H100", "NVIDIA-L40S", "A100-80"); None for a name that says nothing."""
+    """Return the generation of a GPU type ("H100", "NVIDIA-L40S", "A100-80"), or None for an unknown name."""
     for pattern, generation in _GENERATIONS:
         if re.search(pattern, gpu, re.IGNORECASE):
             return generation

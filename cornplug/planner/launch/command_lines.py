@@ -44,31 +44,31 @@ Kind = Literal["store", "encoder", "engine", "router", "external"]
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """One process."""
+    """Command of one process."""
 
     group: str
-    """Of the plan; "store", "kv-server" or a router's name where it belongs to none."""
+    """Group of the plan, or "store", "kv-server" or a router's name for other processes."""
     replica: int
     host: str
     argv: tuple[str, ...]
-    """Empty for a process that `launch` does not start: a generator that another server runs."""
+    """Arguments. Empty for a process that `launch` does not start, such as a generator on another server."""
     env: Mapping[str, str]
     kind: Kind
     port: int | None = None
     health: str | None = None
-    """URL that answers 200 to this host once it serves."""
+    """URL that returns status 200 to this host when the process is ready."""
     socket: str | None = None
-    """Unix socket that is there once it serves, where it has no URL."""
+    """Unix socket that exists when the process is ready, if it has no URL."""
     rank: int = 0
-    """Over 0: the part of a replica on a further node, which serves nothing itself."""
+    """Rank of the process in its replica. Ranks above 0 run on further nodes and serve no requests."""
     cores: tuple[int, ...] = ()
-    """It is kept to these cores; empty: anywhere."""
+    """CPU affinity of the process, empty for none."""
     gpus: tuple[int, ...] = ()
-    """It runs on these GPUs of its host."""
+    """GPUs of the host that the process uses."""
     share: float = 1.0
     """Of each of them."""
     settings: str = ""
-    """Text of the settings file that it reads as it starts, where another text needs a new start."""
+    """Text of the settings file that it reads at startup, if a change of the text requires a restart."""
     beside_others: bool = False
     """Others share its GPU: the next is started when this one is ready, for each takes of the memory
     that it finds."""
@@ -79,7 +79,8 @@ class LaunchCommand:
         return None if self.port is None else f"http://{self.host}:{self.port}"
 
     def resolved(self, values: Mapping[str, str]) -> LaunchCommand:
-        """With `values` in place of its variables ("HOST_1" -> "10.0.0.1"); others stay."""
+        """Return the command with `values` for its variables ("HOST_1" -> "10.0.0.1"). Other variables
+        stay."""
 
         def fill(text: str) -> str:
             return Template(text).safe_substitute(values)
@@ -95,7 +96,8 @@ class LaunchCommand:
 
 
 def name_of(command: LaunchCommand) -> str:
-    """Name for its log and messages: group and replica, in characters that a file's name may have."""
+    """Return the name for logs and messages: group and replica, in characters that are allowed in file
+    names."""
     plain = re.sub(r"[^A-Za-z0-9.]+", "-", command.group).strip("-")
     if command.kind in ("store", "router"):
         return plain
@@ -136,7 +138,8 @@ def _with_secret(command: LaunchCommand) -> LaunchCommand:
 
 
 def files(plan: Plan, *, transfer: Transfer = "nixl", without: Collection[str | None] = ()) -> dict[str, str]:
-    """Text of the files that the commands refer to, by name. `without`: addresses that do not serve now."""
+    """Return the text of the files that the commands refer to, by name. `without` has addresses that do not
+    serve yet."""
     placed = sites(plan)
     table = entries(plan, routers(plan, placed, transfer=transfer), without=without)
     found = {"routes.json": json.dumps(table, indent=2) + "\n"}
@@ -188,7 +191,7 @@ def _storing(
 
 
 def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[LaunchCommand]:
-    """LMCache's server on each host of a vLLM pair that hands over through it."""
+    """Yield LMCache's server on each host of a vLLM pair that transfers KV through it."""
     if transfer != "lmcache":
         return []
     pairs = [s for s in placed if s.group.engine == "vllm" and role_of(s.group) != "PD" and s.group.kv]
@@ -209,7 +212,8 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
 def _encoders(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    """A group's replicas on one host are one service of several processes, behind one socket."""
+    """Return the encoder command. A group's replicas on one host are one service of several processes, behind
+    one socket."""
     stored = _storing(plan, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:

@@ -18,7 +18,7 @@ _VARIABLE: Final = re.compile(r"\$\{[A-Z0-9_]+\}")
 
 
 def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path]:
-    """Write commands.txt and the files that its commands refer to; returns their paths."""
+    """Write commands.txt and the files that its commands refer to. Returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     found = {FILE: text(plan, transfer=transfer), **files(plan, transfer=transfer)}
     for name, content in found.items():
@@ -27,7 +27,7 @@ def write(plan: Plan, folder: Path, *, transfer: Transfer = "nixl") -> list[Path
 
 
 def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
-    """The commands by host, in the order in which they are started, the routers last."""
+    """Return the commands by host, in start order, routers last."""
     every = commands(plan, transfer=transfer)
     lines = [
         f"# The processes of the plan {_one_line(plan.name)!r}, in the order in which they are started.",
@@ -43,7 +43,7 @@ def text(plan: Plan, *, transfer: Transfer = "nixl") -> str:
 
 
 def line(command: LaunchCommand) -> str:
-    """One command for a shell: its environment, its cores, its arguments."""
+    """Return one command for a shell: environment, cores, arguments."""
     words = ["env", *(f"{name}={quoted(value)}" for name, value in sorted(command.env.items()))]
     words = words if command.env else []
     if command.cores:
@@ -52,7 +52,7 @@ def line(command: LaunchCommand) -> str:
 
 
 def quoted(word: str) -> str:
-    """A word for a shell that expands the plan's own variables in it and nothing else."""
+    """Quote a word for a shell, so that only the plan's own variables in it are expanded."""
     if not _VARIABLE.search(word):
         return shlex.quote(word)
     parts = _VARIABLE.split(word)
@@ -62,7 +62,7 @@ def quoted(word: str) -> str:
 
 
 def hosts_in(command: LaunchCommand) -> list[str]:
-    """Names of the hosts ("HOST_1") whose addresses the command lacks."""
+    """Return the names of hosts ("HOST_1") whose addresses the command still needs."""
     texts = (*command.argv, *command.env.values(), command.health or "")
     found = {name.strip("${}") for text in texts for name in _VARIABLE.findall(text)}
     return sorted(name for name in found if name.startswith("HOST_"))
@@ -94,5 +94,5 @@ def _lines(some: Sequence[LaunchCommand]) -> Iterator[str]:
 
 
 def _one_line(text: str) -> str:
-    """A plan's text for a comment, which must not go on in the next line."""
+    """Return a plan's text for a comment, on a single line."""
     return " ".join(text.split())

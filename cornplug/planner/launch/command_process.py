@@ -1,4 +1,4 @@
-"""A plan's command as a process of this host, with the program that this environment has for it."""
+"""Process of a plan's command on this host, with the program from this environment."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cornplug.processes import ManagedProcess, answers
 
 _HOST_OF_URL: Final = re.compile(r"https?://([\w.-]+)")
 READY_S: Final = 1800.0
-"""Longest time that a server may take to load: hundreds of gigabytes from a slow disk."""
+"""Maximum time for a server to load, for hundreds of gigabytes from a slow disk."""
 _LOOK_S: Final = 60.0
 
 
@@ -38,14 +38,14 @@ class CommandProcess(ManagedProcess):
         )
 
     def ready(self) -> bool:
-        """Whether it serves; at once where it has neither a URL nor a socket to ask."""
+        """Return whether the process is ready. Always true if it has neither a URL nor a socket."""
         self.check("before it was ready")
         if self.command.health is not None:
             return answers(self.command.health)
         return self.command.socket is None or Path(self.command.socket).is_socket()
 
     def spawn(self) -> None:
-        """Start it on its cores. Raises ConfigError where this process may not use them."""
+        """Start the process on its cores. Raises ConfigError if the cores are not available."""
         if self.log.exists():
             self.log.replace(self.log.with_suffix(".log.1"))
         super().spawn()
@@ -60,54 +60,57 @@ class CommandProcess(ManagedProcess):
             allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(
                 f"groups[{self.command.group!r}].placement",
-                f"cores {list(cores)} are not available to this process ({e.strerror}); these are: {allowed}",
-                "Plan for as many cores as there are.",
+                f"cores {list(cores)} are not available to this process ({e.strerror}), only {allowed}",
+                "Plan for the available cores.",
             ) from e
 
 
 def check_programs(commands: Iterable[LaunchCommand]) -> None:
-    """Raises ConfigError for a program that is not installed, before any process is started."""
+    """Raise ConfigError for a program that is not installed. Called before any process is started."""
     for command in commands:
         if command.argv:
             program(command.argv)
 
 
 def program(argv: Sequence[str]) -> list[str]:
-    """The first words to execute for a command's. Raises ConfigError for a program that is not installed."""
+    """Return the words that replace a command's first word. Raises ConfigError if the program is not
+    installed."""
     word = argv[0]
     if word == "cornplug":
         return [sys.executable, "-P", "-m", "cornplug.cli"]
     if word == "python" and "-m" in argv[1:2]:
-        # No module is read from the folder where the launch began.
+        # -P: do not import modules from the current folder.
         return [_python_with(argv[2].partition(".")[0]), "-P"]
     variable = f"CORNPLUG_{word.upper().replace('-', '_')}"
     beside = Path(sys.executable).with_name(word)
     named = os.environ.get(variable)
     if named:
         if shutil.which(named) is None:
-            raise ConfigError(variable, f"{named} is no program for {word}", "Name one that can be executed.")
+            raise ConfigError(
+                variable, f"{named} is not an executable for {word}", "Set the path of an executable."
+            )
         return [named]
     found = shutil.which(word) or (str(beside) if beside.exists() else None)
     if found is None:
-        raise ConfigError(word, "not installed here", f"Run: pip install {word}, or name it in {variable}.")
+        raise ConfigError(word, "not installed", f"Run: pip install {word}, or set its path in {variable}.")
     return [found]
 
 
 def _python_with(module: str) -> str:
-    """The interpreter that has SGLang or its router: CORNPLUG_SGLANG_PYTHON, else this one."""
+    """Return the interpreter with SGLang or its router: CORNPLUG_SGLANG_PYTHON, or else this one."""
     named = os.environ.get("CORNPLUG_SGLANG_PYTHON") or sys.executable
     if not _has_module(named, module):
         raise ConfigError(
             module,
             f"not installed in the environment of {named}",
-            "Name the interpreter of its environment in CORNPLUG_SGLANG_PYTHON.",
+            "Set CORNPLUG_SGLANG_PYTHON to the interpreter of its environment.",
         )
     return named
 
 
 @functools.cache
 def _has_module(interpreter: str, module: str) -> bool:
-    """Whether an interpreter finds a module; False where it cannot be run."""
+    """Return whether an interpreter finds a module. False if it cannot be run."""
     if interpreter == sys.executable:
         return importlib.util.find_spec(module) is not None
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"

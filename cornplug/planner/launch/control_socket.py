@@ -26,7 +26,7 @@ Tell = Callable[[str], None]
 
 
 class ControlSocket:
-    """Where a launcher takes new plans, one after the other."""
+    """Socket on which a launcher accepts new plans, one at a time."""
 
     def __init__(self, run_dir: Path) -> None:
         self._claim = SocketClaim(run_dir / NAME, setting="--run-dir")
@@ -34,7 +34,7 @@ class ControlSocket:
         self._peer: socket.socket | None = None
 
     def poll(self, apply: Apply) -> None:
-        """Serve one caller, if there is one: apply its plan, and say how that went."""
+        """Serve one caller, if there is one: apply its plan, and send the result."""
         try:
             peer, _ = self._claim.listener.accept()
         except BlockingIOError:
@@ -61,11 +61,11 @@ class ControlSocket:
         self._send({"text": text})
 
     def close(self) -> None:
-        """Give the folder up."""
+        """Release the folder."""
         self._claim.close()
 
     def _send(self, message: dict[str, Any]) -> None:
-        """To a caller that may be gone: the plan is applied all the same."""
+        """Send a message. The plan is applied even if the caller has disconnected."""
         if self._peer is not None:
             with contextlib.suppress(OSError):
                 self._peer.sendall(frame(json.dumps(message).encode(), limit=_LIMIT))
@@ -73,7 +73,7 @@ class ControlSocket:
 
 @contextmanager
 def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
-    """The socket of a launcher. Raises SocketTaken where another launcher runs in that folder."""
+    """Open the socket of a launcher. Raises SocketTaken if another launcher runs in the folder."""
     run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = ControlSocket(run_dir)
     try:
@@ -92,17 +92,17 @@ def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
         except OSError as e:
             raise ConfigError(
                 "--apply",
-                f"no launcher answers at {path} ({e.strerror})",
-                "Start the first plan with `cornplug launch`, or name its folder with --run-dir.",
+                f"no launcher responds at {path} ({e.strerror})",
+                "Start the first plan with `cornplug launch`, or set its folder with --run-dir.",
             ) from e
         if foreign_user(sock) is not None:
-            raise ConfigError("--run-dir", f"{path} is another user's", "Name a folder of yours.")
+            raise ConfigError("--run-dir", f"{path} belongs to another user", "Set a folder of your own.")
         sock.sendall(frame(plan.model_dump_json().encode(), limit=_LIMIT))
         while True:
             try:
                 message = json.loads(receive_frame(sock, limit=_LIMIT))
             except OSError:
-                return "the launcher ended, or refused the plan: see its output"
+                return "the launcher ended, or refused the plan; see its output"
             if "status" in message:
                 return message.get("error") if message["status"] else None
             tell(message["text"])

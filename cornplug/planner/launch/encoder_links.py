@@ -21,18 +21,18 @@ _TOLERANCE: Final = 1.1
 """Times the least overload of a service that the sockets may cost."""
 
 ReplicaHost = tuple[str, str]
-"""Group, and host of the rank that serves."""
+"""Group, and host of the serving rank."""
 Flow = Sequence[tuple[ReplicaAddress, float]]
-"""Services with the planned rate of requests from each."""
+"""Services, with the planned rate of requests to each."""
 
 
 @dataclass(frozen=True)
 class EncoderLink:
-    """The value of an engine's `--cornplug-encoder`."""
+    """Value of an engine's `--cornplug-encoder`."""
 
     socket: str | None = None
     urls: tuple[str, ...] = ()
-    """Of services on several hosts, or on another one: these hosts need one secret."""
+    """Whether the services are on other hosts, so that the hosts need one secret."""
 
     @property
     def flags(self) -> list[str]:
@@ -41,29 +41,31 @@ class EncoderLink:
 
     @property
     def extra_config(self) -> dict[str, str]:
-        """The flag as vLLM's `..._connector_extra_config` takes it."""
+        """Return the flag in the form of vLLM's `..._connector_extra_config`."""
         if self.socket:
             return {"encoder.socket": self.socket}
         return {"encoder.engine_urls": ",".join(self.urls)} if self.urls else {}
 
 
 def encoder_socket(site: ReplicaAddress) -> str:
-    """Path of the encoder's unix socket, without the group's name: it may have at most 107 bytes."""
+    """Return the path of the encoder's unix socket. It omits the group's name, because it may have at most
+    107 bytes."""
     return f"${{RUN_DIR}}/encoder-{site.port}.sock"
 
 
 def encoder_url(site: ReplicaAddress, model: str) -> str:
-    """Where SGLang finds the encoder of `model`: a service of several models wants its name."""
+    """Return the URL of the encoder of `model` for SGLang. A service with several models needs the model's
+    name."""
     return site.url if len(site.group.encoder_models) < 2 else f"{site.url}/sglang/{url_name(model)}"
 
 
 def replica_host(site: ReplicaAddress) -> ReplicaHost:
-    """Key of a process in `encoder_links`: all ranks of a replica have the link of rank 0."""
+    """Return the key of a process in `encoder_links`. All ranks of a replica use the link of rank 0."""
     return site.group.name, site.master.rpartition(":")[0]
 
 
 def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
-    """Names of the groups that encode for an engine's group, on some route."""
+    """Return the names of the groups that encode for an engine's group on any route."""
     if group.engine not in _PULLING:
         return []
     found: dict[str, None] = {}
@@ -78,7 +80,8 @@ def encoders_of(plan: Plan, group: ReplicaGroup) -> list[str]:
 
 
 def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
-    """The first replica of each service that encodes for a group: replicas on one host are one service."""
+    """Return the first replica of each service that encodes for a group. Replicas on one host are one
+    service."""
     names = encoders_of(plan, group)
     first: dict[ReplicaHost, ReplicaAddress] = {}
     for site in placed:
@@ -89,12 +92,13 @@ def services_of(plan: Plan, group: ReplicaGroup, placed: Sequence[ReplicaAddress
 
 
 def without_tower(plan: Plan, group: ReplicaGroup) -> bool:
-    """Whether a group's engines load no tower: the input says so, and services encode all of its media."""
+    """Return whether a group's engines load no tower: the input sets it, and services encode all of its
+    media."""
     return group.tower == "service" and "E" not in group.tasks and bool(encoders_of(plan, group))
 
 
 def encoder_links(plan: Plan, placed: Sequence[ReplicaAddress]) -> dict[ReplicaHost, EncoderLink]:
-    """The link of each group's replicas on a host; engines that no service encodes for have none."""
+    """Return the link of each group's replicas on a host. Engines without a service have no link."""
     flows = _Flows(plan, placed)
     to = {group.name: flows.to(group, services_of(plan, group, placed)) for group in plan.groups}
     asked = {replica_host(s): to[s.group.name] for s in placed if s.rank == 0 and to[s.group.name]}
@@ -125,12 +129,12 @@ def _weighted(flow: Flow) -> tuple[str, ...]:
 def _local(
     flows: _Flows, asked: Mapping[ReplicaHost, Flow], beside: Mapping[ReplicaHost, ReplicaAddress]
 ) -> set[ReplicaHost]:
-    """The engines that ask their host's socket, chosen by the planned loads."""
+    """Choose the engines that use their host's socket, by the planned loads."""
     if all(len({site.host for site, _ in flow}) == 1 for flow in asked.values()):
         return set(beside)
 
     def overload(local: Collection[ReplicaHost]) -> float:
-        """The largest ratio of a service's load to the planned one."""
+        """Return the largest ratio of a service's load to its planned load."""
         loads: dict[ReplicaHost, float] = defaultdict(float)
         for engine, flow in asked.items():
             parts = [(beside[engine], 1.0)] if engine in local else flow
@@ -150,7 +154,7 @@ def _local(
 
 
 class _Flows:
-    """Planned requests a second with media that an encoder service takes."""
+    """Planned requests per second with media that an encoder service receives."""
 
     def __init__(self, plan: Plan, placed: Sequence[ReplicaAddress]) -> None:
         self._replicas = Counter(replica_host(site) for site in placed if site.rank == 0)

@@ -37,7 +37,7 @@ Role = Literal["P", "D", "PD"]
 
 @dataclass(frozen=True)
 class StoreSharing:
-    """An engine's part in its host's store."""
+    """An engine's use of its host's store."""
 
     app: str
     kv: bool
@@ -64,28 +64,28 @@ class StoreSharing:
 @dataclass(frozen=True)
 class GroupContext:
     bind_address: str
-    """Address that servers listen at."""
+    """Address that servers listen on."""
     role: Role
     transfer: Transfer
     sharing: StoreSharing
     encoder_urls: tuple[str, ...]
-    """URLs of the services that encode for this engine, on any host, if it has no vision tower."""
+    """URLs of the services that encode for this engine, on any host, if it has no tower."""
     unequal_pair: bool
-    """It hands KV to, or takes it from, a group of another tensor parallelism."""
+    """Whether it transfers KV to or from a group with another tensor-parallel degree."""
     pair_gpus: frozenset[str]
     """Device types of both sides of its transfers; its own alone without any."""
     ttft_s: float | None
-    """Tightest bound of the classes that come here."""
+    """Tightest bound of the request classes that use this engine."""
     drain_s: int
-    """Longest time that a request under way may still take."""
+    """Maximum remaining time of a request in flight."""
     ranks_requests: bool
-    """Requests of different priority meet here."""
+    """Whether requests have different priorities."""
     limits_queue: bool
-    """Online requests only: work that can wait is queued, never refused."""
+    """Whether all requests are online. Requests that can wait are queued and never refused."""
     admits: bool
-    """Classes of service with deadlines stand before it."""
+    """Whether classes of service with deadlines use it."""
     agrees_on_dtype: bool
-    """Embeddings or KV pass between it and others: all are bfloat16."""
+    """Whether it exchanges embeddings or KV with other processes, which must all use bfloat16."""
 
 
 def role_of(group: ReplicaGroup) -> Role:
@@ -106,7 +106,7 @@ def bind_address(plan: Plan, host: str) -> str:
 
 
 def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
-    """The request classes that visit it."""
+    """Return the request classes that use the group."""
     visitors = {
         (route.app, route.request)
         for route in plan.routes
@@ -116,7 +116,7 @@ def classes_of(plan: Plan, group: ReplicaGroup) -> list[LatencyForecast]:
 
 
 def pairs_of(plan: Plan, group: ReplicaGroup) -> set[str]:
-    """Names of the groups on the other side of a transfer."""
+    """Return the names of the groups on the other side of a transfer."""
     return {
         name
         for route in plan.routes

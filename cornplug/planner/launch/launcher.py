@@ -1,4 +1,4 @@
-"""Starts a plan's part on this host, waits until it serves, and ends it in order.
+"""Launcher for a plan's processes on this host: starts them, waits until they serve, and ends them in order.
 
 From Python:
 
@@ -105,7 +105,7 @@ def local_commands(
     names = {command.group for command in chosen}
     if unknown := set(only) - names:
         raise ConfigError(
-            "--only", f"no group {', '.join(sorted(unknown))}", f"There are: {', '.join(sorted(names))}."
+            "--only", f"unknown groups: {', '.join(sorted(unknown))}", f"Known: {', '.join(sorted(names))}."
         )
     values = {"RUN_DIR": str(run_dir.absolute()), "PLAN_DIR": str(run_dir.absolute())}
     values |= {"HOST_1": "127.0.0.1"} if _one_host(plan) else {}
@@ -116,14 +116,15 @@ def local_commands(
     found = [c.resolved(values) for c in chosen if not only or c.group in only or c.kind == "store"]
     if missing := sorted({name for command in found for name in hosts_in(command)}):
         remedy = " ".join(f"--address {name}=ADDRESS" for name in missing)
-        raise ConfigError("--address", f"{', '.join(missing)} of the plan has no address", f"Add {remedy}.")
+        raise ConfigError("--address", f"missing for {', '.join(missing)} of the plan", f"Add {remedy}.")
     check_named(command.env for command in found)
     _check_callers(found)
     return found
 
 
 def _check_callers(found: Sequence[LaunchCommand]) -> None:
-    """Raises ConfigError for an encoder service that other hosts would reach without a decision about it."""
+    """Raise ConfigError if other hosts could reach an encoder service without an explicit decision about
+    keys."""
     for command in found:
         if command.kind != "encoder" or {"--allow-anonymous", "--require-key"} & {*command.argv}:
             continue
@@ -134,9 +135,10 @@ def _check_callers(found: Sequence[LaunchCommand]) -> None:
         if serves_others(bound) and not (settings.require_key or settings.allow_anonymous):
             raise ConfigError(
                 "launch.allow_anonymous",
-                f"other hosts reach {name_of(command)} ({bound} of {command.host}), and it requires no key",
-                "On a private network, set it to true in the input, or CORNPLUG_ENCODER_ALLOW_ANONYMOUS=true "
-                "here; else require keys by CORNPLUG_ENCODER_REQUIRE_KEY.",
+                f"other hosts can reach {name_of(command)} ({bound} of {command.host}) without a key",
+                "On a private network, set it to true in the input, or set "
+                "CORNPLUG_ENCODER_ALLOW_ANONYMOUS=true here. Otherwise require keys with "
+                "CORNPLUG_ENCODER_REQUIRE_KEY.",
             )
 
 
@@ -154,11 +156,15 @@ def _chosen(
     if host is None and len(hosts) <= 1:
         return list(found)
     if host not in hosts:
-        problem = f"{host!r} is none of them" if host else f"the plan {plan.name!r} needs {len(hosts)} hosts"
+        problem = (
+            f"{host!r} is not a host of the plan"
+            if host
+            else f"the plan {plan.name!r} needs {len(hosts)} hosts"
+        )
         raise ConfigError(
             "--host",
             problem,
-            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}; once all serve, "
+            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}. When all serve, run "
             "`cornplug launch plan.json --routers`.",
         )
     several = len(hosts) > 1
@@ -166,7 +172,7 @@ def _chosen(
 
 
 def end(processes: Sequence[CommandProcess]) -> None:
-    """End them, those of one kind together, routers first and stores last."""
+    """End the processes, all of one kind together, routers first and stores last."""
     for kind in _ORDER:
         these = [p for p in processes if p.command.kind == kind]
         began_s = time.monotonic()

@@ -35,7 +35,7 @@ _POLICY: Final = {
 
 @dataclass(frozen=True)
 class RouterPool:
-    """Equal engines that one router stands before: a group, or a pair of prefill and decode groups."""
+    """Identical engines behind one router: a group, or a pair of prefill and decode groups."""
 
     engine: str
     serving: tuple[str, ...]
@@ -50,17 +50,17 @@ class RouterPool:
 
 @dataclass(frozen=True)
 class RouterCommand:
-    """A router's process, or none: a pool of one server is its own address."""
+    """Router of a pool. A pool with one server has no router process."""
 
     name: str
     pool: RouterPool
     host: str
     bound: str
-    """Address that it listens at."""
+    """Address that the router listens on."""
     port: int
     argv: tuple[str, ...]
     weights: str
-    """The plan's share of requests for each server, in words for a reader."""
+    """The plan's share of requests for each server, as text."""
 
     @property
     def url(self) -> str:
@@ -68,7 +68,8 @@ class RouterCommand:
 
 
 def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
-    """Where a route's requests enter, with the share of them; empty for one without a language model."""
+    """Return the pools that a route's requests enter, with their shares. Empty for a route without a language
+    model."""
     engine = {group.name: group.engine for group in plan.groups}
     serving, prefill, decode = (_stage(route, tasks) for tasks in ("PD", "P", "D"))
     if serving:
@@ -87,7 +88,7 @@ def pools_of(plan: Plan, route: PlanRoute) -> list[tuple[RouterPool, float]]:
 
 
 def routers(plan: Plan, placed: Sequence[ReplicaAddress], *, transfer: Transfer) -> list[RouterCommand]:
-    """One for each pool, on the first host; those with a single server stand for it."""
+    """Return one router for each pool, on the first host."""
     pools: dict[RouterPool, list[tuple[PlanRoute, float]]] = defaultdict(list)
     for route in plan.routes:
         for pool, share in pools_of(plan, route):
@@ -176,7 +177,8 @@ def _argv(
 
 
 def _queue(plan: Plan, servers: Sequence[ReplicaAddress], pool: RouterPool) -> list[str]:
-    """Flags of the queue limits before a pair: SGLang's servers cannot limit their queues there."""
+    """Return flags for the queue limits of a pair, because SGLang's servers cannot limit their queues
+    there."""
     contexts = [context_for(plan, s, [*servers], transfer="nixl", links={}) for s in servers]
     ttft = min((c.ttft_s for c in contexts if c.limits_queue and c.ttft_s is not None), default=None)
     if ttft is None or not all(c.limits_queue for c in contexts):

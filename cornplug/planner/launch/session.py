@@ -1,4 +1,4 @@
-"""A running launch: its processes under supervision, and their change from one plan to the next."""
+"""Running launch: its supervised processes, and their transition from one plan to the next."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cornplug.planner.plan import Plan
 from cornplug.private_paths import replace_text
 
 CURRENT: Final = "current-plan.json"
-"""In the run folder: the plan that runs, with the ports of its processes."""
+"""File in the run folder with the running plan and the ports of its processes."""
 _POLL_S: Final = 0.1
 _ROUTES: Final = "routes.json"
 
@@ -114,7 +114,7 @@ class LaunchSession:
             while any(map(self.supervisor.starting, late)):
                 self._wait(_POLL_S, stop)
             if lost := [process.name for process in late if process in self.supervisor.given_up]:
-                raise ProcessFailed(f"{', '.join(lost)} did not start; its log says why")
+                raise ProcessFailed(f"{', '.join(lost)} did not start; see the log")
 
     def _add(self, processes: Sequence[CommandProcess]) -> None:
         for process in processes:
@@ -134,7 +134,8 @@ class LaunchSession:
         return started
 
     def _log(self, command: LaunchCommand) -> Path:
-        """A log of its own while an old process of that name has one."""
+        """Return the log of a process. It gets a separate log while an old process with the same name
+        runs."""
         used = {process.log for process in self.supervisor.processes}
         plain = self._run_dir / f"{name_of(command)}.log"
         return plain if plain not in used else self._run_dir / f"{name_of(command)}-{command.port}.log"

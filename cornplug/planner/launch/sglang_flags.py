@@ -23,7 +23,7 @@ _BESIDE_OTHERS: Final = "0.9"
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
-    """The whole line. Raises ConfigError for a group without engine settings."""
+    """Return the whole command line. Raises ConfigError for a group without engine settings."""
     group = site.group
     return [
         "python", "-m", "sglang.launch_server", "--model-path", group.model,
@@ -128,7 +128,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _speculation(settings: EngineSettings) -> list[str]:
-    """SGLang wants all three numbers or none."""
+    """SGLang requires all three numbers or none."""
     if settings.speculative == "none":
         return []
     tokens = settings.speculative_tokens
@@ -180,7 +180,7 @@ def _pair(site: ReplicaAddress, context: GroupContext) -> list[str]:
 
 
 def _may_switch(group: ReplicaGroup, backend: str) -> bool:
-    """Whether SGLang can change this server's role while it runs, for a later plan."""
+    """Return whether SGLang can change this server's role at run time, for a later plan."""
     return backend == "mooncake" and group.pp == 1 and not _speculates(group)
 
 

@@ -1,4 +1,4 @@
-"""Restarts of launched processes that end by themselves: after growing waits, and up to a limit."""
+"""Restarts of launched processes that end unexpectedly, with exponential backoff and a limit."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from cornplug.errors import ProcessFailed
 from cornplug.planner.launch.command_process import CommandProcess
 
 Event = Callable[[CommandProcess, str], None]
-"""Told of each process: "starting", "ready", and in words of its end."""
+"""Called for each process with "starting", "ready", or a description of its end."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """When an ended process starts again. Its restarts are counted anew once it has run for `stable_s`."""
+    """Restart policy. The count of restarts is reset after a process has run for `stable_s`."""
 
     limit: int = 5
-    """Restarts in a row; 0: none."""
+    """Maximum consecutive restarts, 0 for none."""
     first_s: float = 1.0
-    """Wait before the first restart; each further one waits twice as long."""
+    """Wait before the first restart. It doubles with each further restart."""
     longest_s: float = 60.0
     stable_s: float = 600.0
 
@@ -30,7 +30,7 @@ class _Watched:
     process: CommandProcess
     restarts: int = 0
     due_s: float | None = None
-    """Time of the next start; None while it runs."""
+    """Time of the next start, None while the process runs."""
     starting: bool = False
     given_up: bool = False
 
@@ -49,16 +49,16 @@ class Supervisor:
 
     @property
     def processes(self) -> list[CommandProcess]:
-        """All of them, in the order in which they were added."""
+        """All processes, in the order in which they were added."""
         return [one.process for one in self._watched]
 
     @property
     def given_up(self) -> list[CommandProcess]:
-        """Those that ended more often than the policy restarts them."""
+        """Processes that exceeded the restart limit."""
         return [one.process for one in self._watched if one.given_up]
 
     def starting(self, process: CommandProcess) -> bool:
-        """Whether it does not serve yet, and has not been given up."""
+        """Return whether the process is still starting, and has not been given up."""
         return any(
             (one.starting or one.due_s is not None) and not one.given_up
             for one in self._watched
@@ -66,15 +66,15 @@ class Supervisor:
         )
 
     def add(self, process: CommandProcess, *, starting: bool = False) -> None:
-        """Watch a process that was spawned; `starting`: it does not serve yet."""
+        """Watch a process that was spawned. With `starting`, it is not ready yet."""
         self._watched.append(_Watched(process, starting=starting))
 
     def remove(self, process: CommandProcess) -> None:
-        """Watch it no more: its end is wanted."""
+        """Stop watching a process, which is about to be ended."""
         self._watched = [one for one in self._watched if one.process is not process]
 
     def tick(self) -> None:
-        """Notice ends, and start again what is due."""
+        """Detect processes that ended, and restart those that are due."""
         for one in list(self._watched):
             if one.given_up:
                 continue
@@ -96,7 +96,7 @@ class Supervisor:
             one.restarts = 0
 
     def _ended(self, one: _Watched, error: ProcessFailed) -> None:
-        """Its descendants hold its port and its GPUs: they end, too."""
+        """End the descendants too, because they hold its port and its GPUs."""
         one.process.kill()
         one.starting = False
         what = str(error).removeprefix(f"{one.process.name} ").partition(";")[0]

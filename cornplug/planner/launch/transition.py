@@ -17,31 +17,32 @@ from cornplug.planner.launch.command_lines import LaunchCommand
 from cornplug.planner.plan import Plan
 
 Render = Callable[[Plan], list[LaunchCommand]]
-"""The commands of one host of a plan."""
+"""Function that returns the commands of one host of a plan."""
 LAGGING_FLAGS: Final = (
     "--shutdown-timeout",
     "--max-num-queued-tokens",
     "--max-queued-requests",
     "--size",
 )
-"""They follow the simulated load, and differ a little in every plan: a process keeps its old ones."""
+"""Flags that depend on the simulated load and differ slightly in every plan. A process keeps its old
+values."""
 _NEXT_ROUTERS: Final = 100
 """From one set of routers' ports to the other."""
 
 
 @dataclass(frozen=True)
 class PlanTransition:
-    """The steps, in their order: `first` starts, `stopped` ends, `in_turn` starts."""
+    """Steps in order: start `first`, end `stopped`, start `in_turn`."""
 
     plan: Plan
-    """The new plan, with the ports that its processes have."""
+    """New plan, with the ports of its processes."""
     kept: tuple[tuple[LaunchCommand, LaunchCommand], ...]
-    """Old and new command of each process that stays."""
+    """Old and new command of each process that continues to run."""
     first: tuple[LaunchCommand, ...]
-    """New processes that start beside the old ones."""
+    """New processes that can start while the old ones run."""
     stopped: tuple[LaunchCommand, ...]
     in_turn: tuple[LaunchCommand, ...]
-    """New processes that need the GPUs or the address of old ones."""
+    """New processes that need the GPUs or the address of old processes."""
 
     @property
     def lagging(self) -> dict[str, list[str]]:
@@ -59,7 +60,8 @@ class PlanTransition:
 def transition(
     old: Plan, new: Plan, render: Render, *, running: Sequence[LaunchCommand] | None = None
 ) -> PlanTransition:
-    """The steps from a running plan to a new one. `running`: commands of its processes; None: the plan's."""
+    """Return the steps from a running plan to a new one. `running` has the commands of its processes, by
+    default the plan's."""
     running = [command for command in render(old) if command.argv] if running is None else running
     new = _with_ports_of(old, new)
     for _ in range(len(new.groups) + 2):
@@ -112,7 +114,7 @@ def _lagging(command: LaunchCommand) -> dict[str, str]:
 
 
 def _waits(command: LaunchCommand, stopped: Sequence[LaunchCommand]) -> bool:
-    """Whether it can start only after some of these have ended."""
+    """Return whether a process can start only after some of these processes have ended."""
     for old in stopped:
         if old.host != command.host:
             continue
@@ -190,7 +192,7 @@ def _moved(
 
 
 def _without_tower(wanted: Sequence[LaunchCommand]) -> bool:
-    """Whether some engine cannot encode: its service must be there all the time."""
+    """Return whether any engine has no tower, so that its service must be available at all times."""
     return any({"--language-only", "--cornplug-tower"} & {*command.argv} for command in wanted)
 
 
@@ -200,7 +202,7 @@ def _seat(site: ReplicaAddress) -> tuple[object, ...]:
 
 
 def _free(site: ReplicaAddress, taken: Collection[int]) -> int:
-    """The replica's own port, else the next free one of its kind."""
+    """Return the replica's own port, or else the next free port of its kind."""
     if site.port not in taken:
         return site.port
     base = ENCODER_PORT if site.group.engine == "cornplug" else ENGINE_PORT

@@ -23,7 +23,7 @@ _CPU_ENV: Final = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 
 def argv(site: ReplicaAddress, context: GroupContext) -> list[str]:
-    """The whole line. Raises ConfigError for a group without engine settings."""
+    """Return the whole command line. Raises ConfigError for a group without engine settings."""
     group = site.group
     return [
         "vllm", "serve", group.model, "--host", context.bind_address, "--port", str(site.port),
@@ -80,10 +80,10 @@ def settings_of(group: ReplicaGroup) -> EngineSettings:
     if group.profile.startswith("throughput"):
         raise ConfigError(
             field,
-            f"{group.components[0]} was planned from a throughput, which tells no batch, chunk or KV size",
-            'Give it a checkpoint or a shape, and a profile of kind "table" (`cornplug profile llm`).',
+            f"{group.components[0]} was planned from a throughput, without batch, chunk or KV size",
+            'Add a checkpoint or shape, and a profile of kind "table" (`cornplug profile llm`).',
         )
-    raise ConfigError(field, "an engine without settings", "Make the plan again with `cornplug plan`.")
+    raise ConfigError(field, "the engine has no settings", "Run `cornplug plan` again.")
 
 
 def _parallel(site: ReplicaAddress) -> list[str]:

@@ -30,7 +30,7 @@ Build = Callable[[OptimizationProblem], PoolModel]
 
 
 def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
-    """Raises PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
+    """Raise PlanInfeasible for demands that no cell can serve, even with unlimited stock."""
     lost = _lost(model)
     if lost:
         demands_of: dict[str, list[str]] = {}
@@ -43,7 +43,7 @@ def refuse_unserved(model: PoolModel, notes: Mapping[str, str]) -> None:
 
 
 def unserved_in_short(model: PoolModel) -> str:
-    """Why there is no plan where a demand has no cell, in one line; "": each has one."""
+    """Return in one line why there is no plan if a demand has no cell, or "" if each has one."""
     lost = _lost(model)
     if not lost:
         return ""
@@ -62,7 +62,7 @@ def _lost(model: PoolModel) -> list[str]:
 
 @dataclass(frozen=True)
 class MissingCell:
-    """Why no cell does a demand's work at one service, and the remedy."""
+    """Reason why no cell can do a demand's work at one service, and the remedy."""
 
     fact: str
     remedy: str
@@ -72,10 +72,10 @@ class MissingCell:
 
 
 def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
-    """The needs that the demand's variants fail at."""
+    """Return the needs that the demand's variants fail at."""
     variants = [v for v in pool.variants if v.demand == demand]
     if not variants:
-        return [MissingCell("it has no request path", "Allow another structure")]
+        return [MissingCell("no structure fits its requests", "Allow another structure")]
     reasons = dict.fromkeys(
         reason for v in variants for n in v.needs if (reason := _fails(pool, demand, n.service, n.tier))
     )
@@ -85,7 +85,7 @@ def _missing(pool: OptimizationProblem, demand: str) -> list[MissingCell]:
 def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) -> MissingCell | None:
     cells = [c for c in pool.cells if c.service == service]
     if not cells:
-        return MissingCell(f"{service} fits on no GPU of the pool", "Add a larger GPU")
+        return MissingCell(f"{service} does not fit on any GPU of the pool", "Add a larger GPU")
     able = [c for c in cells if demand in c.capacity]
     if not able:
         fact = f"no configuration of {service} keeps its SLO"
@@ -94,7 +94,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
     if best.tier <= tier:
         return None
     return MissingCell(
-        f"{service} within {tier:g} s is asked for, and its fastest cell, {best.name}, keeps {best.tier:g} s",
+        f"{service} must finish within {tier:g} s, but the fastest, {best.name}, takes {best.tier:g} s",
         "Loosen its SLO or add a faster GPU",
     )
 
@@ -116,7 +116,9 @@ def explain(pool: OptimizationProblem, settings: SolverOptions, build: Build) ->
         if (shortfall := _try(relaxation, settings, build))
     ]
     remedies = " Or: ".join("; ".join(text(s) for s in remedy) for remedy in found)
-    return PlanInfeasible("no plan: " + (remedies or "several constraints together allow none."))
+    return PlanInfeasible(
+        "no plan: " + (remedies or "several constraints together make every plan infeasible.")
+    )
 
 
 def text(shortfall: CapacityShortfall) -> str:
@@ -159,7 +161,11 @@ def _stock(pool: OptimizationProblem) -> Relaxation:
         for name, z in model.z.items():
             if (needed := round(z.varValue or 0.0)) > limit[name]:
                 yield CapacityShortfall(
-                    f"stock[{name}]", limit[name], needed, "nodes", f"Raise the stock of {name} to {needed}."
+                    f"stock[{name}]",
+                    limit[name],
+                    needed,
+                    "nodes",
+                    f"Increase the stock of {name} to {needed}.",
                 )
 
     relaxed = tuple(replace(n, stock=UNLIMITED) for n in pool.nodes)
@@ -177,7 +183,7 @@ def _changes(pool: OptimizationProblem) -> Relaxation:
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = round(sum(v.varValue or 0.0 for v in [*model.a.values(), *counted_switches(model, running)]))
         yield CapacityShortfall(
-            "change_budget", allowed, needed, "changes", f"Raise max_changes to {needed}."
+            "change_budget", allowed, needed, "changes", f"Increase max_changes to {needed}."
         )
 
     return Relaxation(replace(pool, current=replace(running, max_changes=None)), excess, tell)
@@ -188,7 +194,7 @@ def _spare(pool: OptimizationProblem) -> Relaxation:
 
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         what, less = ("nodes", "true or false") if pool.limits.by_node else ("replicas", "false")
-        remedy = f"Or plan without: rules.n_plus_one = {less}."
+        remedy = f"Or set rules.n_plus_one = {less}."
         yield CapacityShortfall(f"spare[{names}]", 0, 1, f"{what} that may be lost", remedy)
 
     relaxed = replace(pool, limits=replace(pool.limits, spare=frozenset()))
@@ -209,7 +215,7 @@ def _network(pool: OptimizationProblem) -> Relaxation:
         needed = sum(size[v] * (phi.varValue or 0.0) for v, phi in model.phi.items())
         room = sum(share * n.nic * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
         yield CapacityShortfall(
-            "network", room, needed, "bytes/s", "Faster network cards, or fewer stages apart."
+            "network", room, needed, "bytes/s", "Use faster network cards, or fewer separate stages."
         )
 
     return Relaxation(replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes)), excess, tell)
@@ -224,7 +230,7 @@ def _memory(pool: OptimizationProblem) -> Relaxation:
     def tell(model: PoolModel) -> Iterator[CapacityShortfall]:
         needed = sum(size[name] * (w.varValue or 0.0) for name, w in model.w.items())
         room = sum(n.dram * (model.z[n.name].varValue or 0.0) for n in pool.nodes)
-        yield CapacityShortfall("memory[caches]", room, needed, "bytes", "Give nodes more dram_gib.")
+        yield CapacityShortfall("memory[caches]", room, needed, "bytes", "Increase dram_gib of the nodes.")
 
     return Relaxation(replace(pool, nodes=tuple(replace(n, dram=inf) for n in pool.nodes)), excess, tell)
 
@@ -237,7 +243,7 @@ def _demand(pool: OptimizationProblem) -> Relaxation:
         for u in pool.demands:
             served = sum(model.phi[v.name].varValue or 0.0 for v in model.variants if v.demand == u.name)
             if served < u.rate * (1 - 1e-6):
-                remedy = f'Lower its rate, or plan with objective = "goodput" for what {served:.4g} allows.'
+                remedy = f'Lower its rate, or set objective = "goodput" to plan for {served:.4g}.'
                 yield CapacityShortfall(f"demand[{u.name}]", served, u.rate, "requests/s served", remedy)
 
     return Relaxation(replace(pool, objective="goodput"), unserved, tell)

@@ -1,6 +1,6 @@
 """The optimisation problem in pool form: integer replicas of cells, integer nodes of classes.
 
-Nodes are counted, never indexed (`ARCHITECTURE.md` says why that is exact). Nothing here knows an
+Nodes are counted, never indexed (`docs/decisions.md` says why that is exact). Nothing here knows an
 engine, a GPU's speed or a solver: `cells.py` and `request_paths.py` make a Pool, `milp.py` solves it.
 Rates are requests a second, money dollars an hour, network bytes a second.
 """

@@ -39,7 +39,7 @@ def capacity(
             second. Both are remembered for equal arguments.
     """
     if not samples:
-        raise ValueError("a capacity is of a request class: give draws of it")
+        raise ValueError("a capacity needs samples of a request class")
     return _capacity(replace(station, name=""), tuple(samples), bound, burst, seed, confirm)
 
 

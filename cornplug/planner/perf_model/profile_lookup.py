@@ -321,8 +321,8 @@ def _curve(name: str, x: list[int] | list[float], seconds: list[float]) -> Piece
     if not x and not seconds:
         return None
     if len(x) != len(seconds) or list(x) != sorted(set(x)):
-        problem = f"{len(x)} points with {len(seconds)} times, or not growing"
-        raise ConfigError(f"profiles.{name}", problem, "Give growing points, and one time for each")
+        problem = f"{len(x)} points with {len(seconds)} times, or not ascending"
+        raise ConfigError(f"profiles.{name}", problem, "Write ascending points, with one time for each")
     return PiecewiseCurve.through(x, seconds)
 
 

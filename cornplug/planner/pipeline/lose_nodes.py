@@ -43,8 +43,8 @@ def with_spare_nodes(
             return problem, near
         problem = replace(problem, pool=excluding(problem.pool, crowded))
     raise PlanUnfinished(
-        f"no plan of {ROUNDS} survives the loss of each node, and none was proven impossible. "
-        "Plan with rules.n_plus_one = true, or with fewer node classes."
+        f"none of {ROUNDS} plans survives the loss of each node, and it was not proven impossible. "
+        "Set rules.n_plus_one = true, or use fewer node classes."
     )
 
 

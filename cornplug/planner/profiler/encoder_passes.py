@@ -89,7 +89,7 @@ def points(
     """
     single = [r for r in rounds if r.images == 1]
     if not single:
-        raise ConfigError("batches", "batch size 1 is missing", "Begin with 1: 1,2,4")
+        raise ConfigError("batches", "batch size 1 is missing", "Start with 1, as in 1,2,4")
     overhead_s = max(median(r.seconds - r.passes.seconds for r in single), 0.0)
     passes: dict[int, list[float]] = {}
     for r in rounds:
@@ -107,7 +107,9 @@ def passes(url: str) -> PassCounter:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
         text = answer.raise_for_status().text
     except httpx.HTTPError as e:
-        raise CornplugError(f"{url}: {e}. Is this an encoder service's address?", reason="server") from e
+        raise CornplugError(
+            f"{url}: {e}. Check that this is the address of an encoder service.", reason="server"
+        ) from e
     values = {
         sample.name: sample.value
         for family in text_string_to_metric_families(text)
@@ -118,7 +120,9 @@ def passes(url: str) -> PassCounter:
     try:
         return PassCounter(*(values[f"cornplug_encoder_{name}"] for name in names))
     except KeyError as e:
-        raise CornplugError(f"{url}/metrics has no {e.args[0]}: no encoder service", reason="server") from e
+        raise CornplugError(
+            f"{url}/metrics has no {e.args[0]}, so it is not an encoder service", reason="server"
+        ) from e
 
 
 def _round(client: EncoderClient, url: str, model: str, edge: int, batch: int) -> BenchRound:
@@ -146,4 +150,4 @@ def _served_name(client: EncoderClient, model: str) -> str:
     names = [str(row["name"]) for row in client.models()]
     if model in names:
         return model
-    raise ConfigError("model", f"{model} is not served there", f"It serves: {', '.join(names)}")
+    raise ConfigError("model", f"the service does not serve {model}", f"It serves: {', '.join(names)}")

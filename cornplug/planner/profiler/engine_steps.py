@@ -29,7 +29,7 @@ def served(url: str, tokenizer: str | None) -> BenchedModel:
     """
     (model,) = _get_json(f"{url}/v1/models")["data"][:1] or [{}]
     if "id" not in model:
-        raise CornplugError(f"{url} serves no model", reason="server")
+        raise CornplugError(f"{url} does not serve a model", reason="server")
     return BenchedModel(
         url, model["id"], tokenizer or model.get("root") or model["id"], model.get("max_model_len") or 32_768
     )
@@ -103,7 +103,7 @@ def _metrics(url: str) -> str:
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
     except httpx.TransportError as e:
-        raise CornplugError(f"{url} does not answer: {e}", reason="server") from e
+        raise CornplugError(f"{url} does not respond: {e}", reason="server") from e
     return answer.text if answer.status_code == 200 else ""
 
 
@@ -111,6 +111,8 @@ def _get_json(url: str) -> dict[str, Any]:
     try:
         answer = httpx.get(url, timeout=10, trust_env=False, verify=tls_context()).raise_for_status()
     except httpx.HTTPError as e:
-        raise CornplugError(f"{url}: {e}. Is this an engine's address?", reason="server") from e
+        raise CornplugError(
+            f"{url}: {e}. Check that this is the address of an engine.", reason="server"
+        ) from e
     body: dict[str, Any] = answer.json()
     return body

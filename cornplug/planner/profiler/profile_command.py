@@ -1,10 +1,10 @@
-"""`cornplug profile`: times of a component on this machine, as a table that plans can be made of.
+"""`cornplug profile`: measure a component on this machine, and write a table for `cornplug plan`.
 
-    cornplug profile llm --model DIR --gpu H100 --out llm.csv            starts the engine itself
-    cornplug profile llm --url http://HOST:PORT --gpu H100 --out llm.csv measures one that runs
+    cornplug profile llm --model DIR --gpu H100 --out llm.csv            starts the engine
+    cornplug profile llm --url http://HOST:PORT --gpu H100 --out llm.csv measures a running engine
     cornplug profile encoder --model DIR --gpu L4 --out tower.csv
 
-In a plan's input:  profiles = [{ kind = "table", gpu = "H100", file = "llm.csv" }]
+Add this to the plan's input:  profiles = [{ kind = "table", gpu = "H100", file = "llm.csv" }]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Report = Callable[[str, float], None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and write the table; 0. Raises CornplugError with the remedy."""
+    """Measure, write the table and return 0. Raises CornplugError with the remedy."""
     argv = list(argv)
     args = _parser().parse_args(argv)
     _check(args)
@@ -52,13 +52,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises ConfigError for arguments that do not go together."""
+    """Raise ConfigError for arguments that contradict each other."""
     if args.model is None and (args.url is None or args.kind == "encoder"):
-        raise ConfigError("--model", "is missing", "Give the checkpoint's folder or hub id")
+        raise ConfigError("--model", "is missing", "Set the checkpoint's folder or hub id")
     if args.url is not None and args.flags:
-        raise ConfigError("-- FLAGS", "the server runs already", "Leave them out, or leave out --url")
+        raise ConfigError("-- FLAGS", "the server is already running", "Remove the flags, or remove --url")
     if args.repeats < 2:
-        raise ConfigError("--repeats", f"{args.repeats} have no median", "Give 3 or more")
+        raise ConfigError("--repeats", f"{args.repeats} is too few for a median", "Set 3 or more")
 
 
 def _llm(args: argparse.Namespace, report: Report) -> tuple[list[profile_tables.ProfileRow], str]:
@@ -90,7 +90,7 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tab
 
 
 def _patches_per_token(model: str) -> int:
-    """Raises ConfigError for a model whose tower's size is not known here."""
+    """Return the tower's patches per token. Raises ConfigError if the tower's size is unknown."""
     tower = Component(name="tower", kind="encoder", model=model)
     shape = component_shapes.shape_of(tower, {tower.name: tower})
     assert isinstance(shape, TowerShape)
@@ -103,7 +103,7 @@ def _cell(args: argparse.Namespace) -> dict[str, str | int | None]:
 
 @contextmanager
 def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Iterator[str]:
-    """Start an engine for the measurement; its address."""
+    """Start an engine for the measurement, and yield its address."""
     report("starting the engine", 0.0)
     command = server_under_test.engine(
         args.engine, args.model, grid, tp=args.tp, pp=args.pp, cores=_cores(args)
@@ -114,7 +114,7 @@ def _engine(args: argparse.Namespace, grid: SampleGrid, report: Report) -> Itera
 
 @contextmanager
 def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
-    """Start an encoder service for the measurement; its address."""
+    """Start an encoder service for the measurement, and yield its address."""
     report("starting the encoder service", 0.0)
     with tempfile.TemporaryDirectory(prefix="cp-profile-") as folder, _log(args) as log:
         command = server_under_test.encoder(args.model, folder=Path(folder), cores=_cores(args))
@@ -123,19 +123,19 @@ def _service(args: argparse.Namespace, report: Report) -> Iterator[str]:
 
 
 def _with(command: LaunchCommand, args: argparse.Namespace) -> LaunchCommand:
-    """And the flags that the command line passes on."""
+    """Add the flags that the command line passes on."""
     return replace(command, argv=(*command.argv, *args.flags))
 
 
 def _cores(args: argparse.Namespace) -> Sequence[int]:
-    """On a machine without a GPU a device is a core, and a component has as many as it has ranks."""
+    """Return the cores to use. Without a GPU a device is a core, and a component has one core per rank."""
     mine = sorted(os.sched_getaffinity(0))
     return [] if has_gpu() else mine[: args.tp * args.pp]
 
 
 @contextmanager
 def _log(args: argparse.Namespace) -> Iterator[Path]:
-    """Where the server's output goes: beside the table with --keep-log, else away."""
+    """Yield the path of the server's log: next to the table with --keep-log, otherwise temporary."""
     if args.keep_log:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         yield args.out.with_suffix(".log")
@@ -146,7 +146,7 @@ def _log(args: argparse.Namespace) -> Iterator[Path]:
 
 @contextmanager
 def _bar(console: Console, name: str) -> Iterator[Report]:
-    """A progress bar on stderr; `(what, share done)` moves it."""
+    """Show a progress bar on stderr, moved by `(what, share done)`."""
     columns = (
         TextColumn(name),
         BarColumn(),
@@ -176,7 +176,9 @@ def _counts(text: str) -> tuple[int, ...]:
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as e:
-        raise argparse.ArgumentTypeError(f"{text!r} are no whole numbers; give them as 64,256,1024") from e
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of whole numbers such as 64,256,1024"
+        ) from e
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -184,36 +186,60 @@ def _parser() -> argparse.ArgumentParser:
         prog="cornplug profile",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Flags after -- go to the server as they are: ... -- --dtype float16",
+        epilog="Flags after -- are passed to the server: ... -- --dtype float16",
     )
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    llm = kinds.add_parser("llm", help="a language model, through an engine and `vllm bench serve`")
-    llm.add_argument("--engine", choices=("vllm", "sglang"), default="vllm", help="default: %(default)s")
-    llm.add_argument("--tokenizer", help="folder or hub id, where it is not the model's")
+    llm = kinds.add_parser("llm", help="measure a language model with an engine and `vllm bench serve`")
     llm.add_argument(
-        "--prompts", type=_counts, default=(64, 256, 1024, 4096), help="prompt tokens, e.g. 64,256,1024"
+        "--engine",
+        choices=("vllm", "sglang"),
+        default="vllm",
+        help="engine to measure (default: %(default)s)",
+    )
+    llm.add_argument("--tokenizer", help="tokenizer folder or hub id, if it is not the model's")
+    llm.add_argument(
+        "--prompts",
+        type=_counts,
+        default=(64, 256, 1024, 4096),
+        help="prompt lengths in tokens, such as 64,256,1024",
     )
     llm.add_argument(
-        "--batches", type=_counts, default=(1, 2, 4, 8, 16, 32), help="requests that decode together"
+        "--batches",
+        type=_counts,
+        default=(1, 2, 4, 8, 16, 32),
+        help="numbers of requests in a decode batch, such as 1,8,32",
     )
-    llm.add_argument("--output-tokens", type=int, default=32, help="of those that time decoding")
-    encoder = kinds.add_parser("encoder", help="a tower, through cornplug's encoder service")
-    encoder.add_argument("--edges", type=_counts, default=(336,), help="sides of the images, in pixels")
-    encoder.add_argument("--batches", type=_counts, default=(1, 2, 4, 8), help="images sent at once")
+    llm.add_argument(
+        "--output-tokens",
+        type=int,
+        default=32,
+        help="output tokens of the requests that measure decoding (default: %(default)s)",
+    )
+    encoder = kinds.add_parser("encoder", help="measure a tower with cornplug's encoder service")
+    encoder.add_argument(
+        "--edges", type=_counts, default=(336,), help="side lengths of the images in pixels, such as 336,672"
+    )
+    encoder.add_argument(
+        "--batches", type=_counts, default=(1, 2, 4, 8), help="numbers of images sent together, such as 1,4,8"
+    )
     encoder.add_argument(
         "--patches-per-token",
         type=int,
-        help="of the tower, for a token of the LLM; default: as in config.json",
+        help="patches of the tower per token of the LLM (default: from config.json)",
     )
     for kind in (llm, encoder):
-        kind.add_argument("--model", help="folder or hub id")
-        kind.add_argument("--url", help="of a server that runs; without it one is started")
-        kind.add_argument("--gpu", required=True, help="the device's name in plans: H100, cpu-core")
-        kind.add_argument("--tp", type=int, default=1, help="default: 1")
-        kind.add_argument("--pp", type=int, default=1, help="default: 1")
+        kind.add_argument("--model", help="checkpoint folder or hub id")
+        kind.add_argument("--url", help="URL of a running server (default: start a server)")
+        kind.add_argument(
+            "--gpu", required=True, help="name of the GPU type in plans, such as H100 or cpu-core"
+        )
+        kind.add_argument("--tp", type=int, default=1, help="tensor-parallel degree (default: 1)")
+        kind.add_argument("--pp", type=int, default=1, help="pipeline-parallel degree (default: 1)")
         kind.add_argument("--quantisation", choices=("none", "fp8", "awq", "gptq"), default="none")
-        kind.add_argument("--repeats", type=int, default=5, help="of each point; default: 5")
-        kind.add_argument("--out", type=Path, required=True, help="CSV to write")
-        kind.add_argument("--keep-log", action="store_true", help="leave the server's log beside the CSV")
-        kind.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for the server")
+        kind.add_argument("--repeats", type=int, default=5, help="measurements of each point (default: 5)")
+        kind.add_argument("--out", type=Path, required=True, help="CSV file to write")
+        kind.add_argument(
+            "--keep-log", action="store_true", help="keep the server's log next to the CSV file"
+        )
+        kind.add_argument("flags", nargs="*", metavar="-- FLAGS", help="flags for the server")
     return parser

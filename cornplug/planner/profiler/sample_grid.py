@@ -50,11 +50,15 @@ class SampleGrid:
     def __post_init__(self) -> None:
         for field, values in (("prompts", self.prompts), ("batches", self.batches)):
             if not values or values[0] < 1 or any(b <= a for a, b in pairwise(values)):
-                raise ConfigError(field, f"{values} does not grow", "Give whole numbers above 0: 64,256,1024")
+                raise ConfigError(
+                    field, f"{values} is not ascending", "Write whole numbers above 0, as in 64,256,1024"
+                )
         if self.batches[0] != 1:
-            raise ConfigError("batches", "batch size 1 is missing", "Begin with 1: 1,2,4,8")
+            raise ConfigError("batches", "batch size 1 is missing", "Start with 1, as in 1,2,4,8")
         if self.output_tokens < 8:
-            raise ConfigError("output_tokens", f"{self.output_tokens} are too few to time", "Give 32")
+            raise ConfigError(
+                "output_tokens", f"{self.output_tokens} tokens are too few to measure", "Set 32"
+            )
 
     def within(self, max_model_len: int) -> SampleGrid:
         """Without the prompts that a model of this context cannot take.
@@ -65,8 +69,8 @@ class SampleGrid:
         if not fitting:
             raise ConfigError(
                 "prompts",
-                f"none fits into {max_model_len} tokens with {self.output_tokens} of output",
-                f"Give one of at most {max_model_len - self.output_tokens}",
+                f"no length fits into {max_model_len} tokens with {self.output_tokens} output tokens",
+                f"Add a length of at most {max_model_len - self.output_tokens}",
             )
         return replace(self, prompts=fitting)
 
@@ -127,7 +131,7 @@ class SampleGrid:
         if many <= one:
             raise CornplugError(
                 f"{self.output_tokens} tokens after {prompt_tokens} took {many:.4f} s, and one {one:.4f} s: "
-                "the machine is busy with other work, or the model is too small to time",
+                "the machine is busy with other work, or the model is too small to measure",
                 reason="noise",
             )
         return (many - one) / (self.output_tokens - 1)

@@ -135,7 +135,7 @@ def vllm() -> str:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:
-        raise ConfigError("vllm", "is not installed, and its `bench serve` is the stopwatch", "Install vLLM")
+        raise ConfigError("vllm", "not installed, but its `bench serve` is needed to measure", "Install vLLM")
     return found
 
 

@@ -67,9 +67,7 @@ def check(plan: Plan, scope: str) -> None:
     known = scopes(plan)
     if scope not in known:
         names = ", ".join(name for name in known if name)
-        raise ConfigError(
-            f"--metrics {scope}=...", "the plan has no such group or class", f"It has: {names}."
-        )
+        raise ConfigError(f"--metrics {scope}=...", "the plan has no such group or class", f"Known: {names}.")
     if scope in _tasks(plan):
         return
     for route in plan.routes:

@@ -1,8 +1,8 @@
-"""`cornplug replan`: does the observed load ask for another plan, and is the change worth it?
+"""`cornplug replan`: decides whether the observed load needs another plan, and whether the change pays off.
 
-Each run closes one window: the engines' metrics now, less those at the last run (or,
-asked for with --window, so many seconds ago). A change is advised when two windows one after
-the other ask for it. Nothing is started or stopped here.
+Each run closes one window: the engines' current metrics minus those at the last run, or minus those
+`--window` seconds ago. A change is recommended if two consecutive windows agree on it. Nothing is started or
+stopped here.
 """
 
 from __future__ import annotations
@@ -44,17 +44,18 @@ from cornplug.planner.replan.workload_update import FigureDifference
 from cornplug.planner.report import plan_folder, progress
 
 CHANGE: Final = 3
-"""Exit status: a change is advised."""
+"""Exit status if a change is recommended."""
 AS_PLANNED: Final = ReplanDecision(False, "the load is what the running plan was made for", (), 0.0, 0.0)
 RATES: Final = ("rate", workload_update.SOON)
 _WINDOW_S: Final = 60.0
 _AHEAD_S: Final = 1800.0
 _STALE: Final = 10
-"""Windows: an older snapshot is of another time of the day."""
+"""Number of windows after which a snapshot is too old, because it belongs to another time of day."""
 
 
 def main(argv: list[str]) -> int:
-    """Exit status 0: leave it as it is; 3: change; 1: no plan carries the load. ConfigError: wrong input."""
+    """Return exit status 0 to keep the plan, 3 to change it, 1 if no plan carries the load. Raises
+    ConfigError for wrong input."""
     args = _parser().parse_args(argv)
     plan_input, digest = plan_command.read(args.input)
     old = Plan.load(args.plan)
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> int:
     before, after = _snapshots([address for _, address in sources], last, args.window)
     if before is None:
         replan_state.save(state_path, state.model_copy(update={"wanted": [], "times": {}}), after)
-        print("First snapshot kept: run again when the metrics' files are newer.")
+        print("Saved the first snapshot. Run again when the metrics files are newer.")
         return 0
     wanted, state = tuple(state.wanted), state.model_copy(update={"wanted": []})
     windows = _windows(sources, before, after)
@@ -106,7 +107,7 @@ def _load(
     at_s: float,
     ahead_s: float,
 ) -> tuple[ReplanState, list[Application], list[FigureDifference]]:
-    """The state with this window's rates, the applications with their load, and its differences."""
+    """Return the state with this window's rates, the applications with their load, and the differences."""
     given = plan_input.applications
     applications, differences = workload_update.updated(given, old, windows)
     rates = workload_update.observed_rates(given, old, windows)
@@ -129,7 +130,8 @@ def _times(
     *,
     keep: bool,
 ) -> tuple[ReplanState, list[TimesCorrection]]:
-    """The state with this window's times, and the corrections of profiles; with `keep` none, old or new."""
+    """Return the state with this window's times, and the corrections of profiles. With `keep` there are no
+    corrections."""
     if keep:
         return state.model_copy(update={"times": {}, "corrections": None, "explained": {}}), []
     known = old.corrections if state.corrections is None else state.corrections
@@ -146,9 +148,9 @@ def _times(
 def _digest(
     of_file: str, differences: Sequence[FigureDifference], corrections: Sequence[TimesCorrection]
 ) -> str:
-    """Digest of a plan's input: the file's own, or one with the observed figures.
+    """Return the digest of a plan's input: of the file, or of the file and the observed values.
 
-    To two digits: the same plan is not made again for a load that is a little different.
+    Values are rounded to two digits, so that the same plan is not made again for a slightly different load.
     """
     if not differences and not corrections:
         return of_file
@@ -158,7 +160,8 @@ def _digest(
 
 
 def aged(old: Plan, new: Plan, now: float) -> Plan:
-    """The new plan, in which replicas that stay are as old as they were. A group with any new one is new."""
+    """Return the new plan, in which unchanged replicas keep their age. A group with any new replica is
+    new."""
     before = {of_group(g): g for g in old.groups}
     groups = []
     for g in new.groups:
@@ -180,7 +183,7 @@ def _source(text: str, plan: Plan) -> tuple[str, str]:
 def _snapshots(
     addresses: Sequence[str], before: Mapping[str, MetricsSnapshot], window_s: float | None
 ) -> tuple[dict[str, MetricsSnapshot] | None, dict[str, MetricsSnapshot]]:
-    """The two ends of a window. Files have no end that waiting would bring."""
+    """Return the two ends of a window. For files, waiting does not help."""
     now = {a: observed_load.read(a) for a in addresses}
     live = all(a.startswith(("http://", "https://")) for a in addresses)
     fresh = all(a in before and now[a].at_s > before[a].at_s for a in addresses)
@@ -208,7 +211,7 @@ def _windows(
 
 
 def _merged(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) -> MetricsSnapshot:
-    """Several engines as one: their series differ by where they come from."""
+    """Merge several engines into one snapshot. Their series differ by source."""
     values = {
         (name, (*labels, ("source", address))): value
         for address in addresses
@@ -218,7 +221,7 @@ def _merged(snapshots: Mapping[str, MetricsSnapshot], addresses: Sequence[str]) 
 
 
 def _change_rules(in_file: ChangeRules | None, plan: Path) -> ChangeRules:
-    """The file's limits of change, from `plan` as the current deployment."""
+    """Return the file's limits of change, with `plan` as the current deployment."""
     return ChangeRules(plan=plan) if in_file is None else in_file.model_copy(update={"plan": plan})
 
 
@@ -254,40 +257,46 @@ def _seconds(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="cornplug replan",
-        description="Compare the observed load with the plan, and say what to change if it is worth it.",
-        epilog="Exit status: 0 leave it as it is; 3 change; 1 no plan carries the load; 2 wrong input.",
+        description="Compare the observed load with the plan, and recommend a change if it pays off.",
+        epilog="Exit status: 0 keep the plan, 3 change it, 1 no plan carries the load, 2 wrong input.",
     )
     parser.add_argument("input", type=Path, metavar="plan.toml")
-    parser.add_argument("--plan", type=Path, required=True, metavar="plan.json", help="what runs now")
+    parser.add_argument("--plan", type=Path, required=True, metavar="plan.json", help="plan that is running")
     parser.add_argument(
         "--metrics",
         action="append",
         required=True,
         metavar="[SCOPE=]SOURCE",
-        help="an engine's /metrics, a Prometheus query's address, or a file of either; repeatable. "
-        "SCOPE: the plan's group, application or application/request that it serves",
+        help="URL of an engine's /metrics or of a Prometheus query, or a file with such output; repeatable. "
+        "SCOPE is the group, application or application/request of the plan that it serves",
     )
     parser.add_argument(
         "--window",
         type=plan_command.positive,
         metavar="S",
-        help="measure for so long now; default: since the last run",
+        help="measure for S seconds now (default: since the last run)",
     )
     parser.add_argument(
         "--ahead",
         type=_seconds,
         default=_AHEAD_S,
         metavar="S",
-        help="plan for the highest rate that this time of the day brought within S seconds on earlier days, "
-        "scaled to today's; 0: for the observed rate (default: %(default)g)",
+        help="plan for the highest rate that earlier days had in the S seconds after this time of day, "
+        "scaled to today; 0 plans for the observed rate (default: %(default)g)",
     )
     parser.add_argument(
         "--keep-times",
         action="store_true",
-        help="believe the profiles, whatever first tokens and tokens take; default: correct them where two "
-        "windows agree",
+        help="keep the times of the profiles (default: correct them if two windows agree on other times)",
     )
-    parser.add_argument("--state", type=Path, metavar="FILE", help="default: beside plan.json")
-    parser.add_argument("-o", "--output", type=Path, metavar="DIR", help="write the new plan there")
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument(
+        "--state",
+        type=Path,
+        metavar="FILE",
+        help="file for the state between runs (default: next to plan.json)",
+    )
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="DIR", help="folder for the new plan, if a change is recommended"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

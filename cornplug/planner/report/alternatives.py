@@ -1,4 +1,4 @@
-"""The plan's structural decisions, each taken back: the alternatives, as smaller pools."""
+"""Alternatives to a plan: each structural decision reversed, as a smaller pool."""
 
 from __future__ import annotations
 
@@ -15,30 +15,31 @@ MONOLITHS, DIVIDED = "monolith everywhere", "divided everywhere"
 
 
 def is_monolith(structure: str) -> bool:
-    """A generator apart leaves the language model's engine whole."""
+    """Return whether a structure is a monolith. A separate generator leaves the language model's engine
+    whole."""
     return structure.removesuffix("+G") == MONOLITH
 
 
 def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[CounterfactualQuestion]:
-    """Each takes away one choice that the plan uses."""
+    """Yield questions that each remove one choice of the plan."""
     yield from _structures(pool, solution)
     yield from _gpus(pool, solution)
     yield from _caches(pool, solution)
 
 
 def monoliths(pool: OptimizationProblem) -> OptimizationProblem:
-    """All of a request in one engine, for every class."""
+    """Return the pool with all of a request in one engine, for every class."""
     return _variants(pool, lambda v: is_monolith(v.structure))
 
 
 def divided(pool: OptimizationProblem) -> OptimizationProblem:
-    """No monolith for classes that could do without one."""
+    """Return the pool without monoliths for classes that can do without them."""
     able = {v.demand for v in pool.variants if not is_monolith(v.structure)}
     return _variants(pool, lambda v: not is_monolith(v.structure) or v.demand not in able)
 
 
 def structures(pool: OptimizationProblem, solution: PoolSolution) -> set[str]:
-    """The structures that the plan uses."""
+    """Return the structures that the plan uses."""
     return {v.structure for v in pool.variants if solution.served.get(v.name, 0.0) > 0}
 
 

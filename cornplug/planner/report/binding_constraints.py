@@ -1,7 +1,7 @@
-"""Which constraints hold the cost up: each kind lifted by itself, as a wider pool.
+"""Constraints that determine the cost. Each kind is relaxed separately, as a wider pool.
 
-A row of a program with integers may have slack and hold the cost up all the same (half a node
-is not to be had), so that "binding" is asked of the solver, not read off the slacks alone.
+A row of an integer program may have slack and still increase the cost (half a node cannot be rented). The
+solver therefore determines which constraints bind, not the slacks alone.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from cornplug.planner.report import formatting
 from cornplug.planner.report.counterfactual import CounterfactualQuestion
 
 FEWER = 0.1
-"""Part of a class's requests whose price is asked for."""
+"""Fraction of a class's requests whose price is computed."""
 
 
 @dataclass(frozen=True)
 class RelaxedConstraint:
     question: CounterfactualQuestion
     slack: float
-    """The least of the rows of this kind."""
+    """Smallest slack of the rows of this kind."""
     price: bool = False
-    """Its saving is a price, told whether or not the constraint binds."""
+    """Whether the saving is a price, which is reported whether or not the constraint binds."""
 
 
 def questions(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
@@ -42,7 +42,7 @@ def _stock(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relaxe
         left = node.stock - solution.nodes.get(node.name, 0)
         if left == 0 and node.stock:
             more = tuple(replace(n, stock=2 * n.stock) if n == node else n for n in pool.nodes)
-            text = f"all {node.stock} of {node.name} are taken"
+            text = f"all {node.stock} machines of {node.name} are used"
             yield RelaxedConstraint(
                 CounterfactualQuestion(f"stock[{node.name}]", text, replace(pool, nodes=more)), 0.0
             )
@@ -61,14 +61,14 @@ def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relax
     if online and limits.online_share < limits.max_utilisation:
         relaxed = replace(pool, limits=replace(limits, online_share=limits.max_utilisation))
         most = formatting.percent(limits.online_share)
-        text = f"online work fills {most} of a replica at most (rules.online_share)"
+        text = f"online requests use at most {most} of a replica (rules.online_share)"
         yield RelaxedConstraint(
             CounterfactualQuestion("online", text, relaxed), _least_slack(solution, "online[")
         )
     elif limits.max_utilisation < 1:
         relaxed = replace(pool, limits=replace(limits, max_utilisation=1.0, online_share=1.0))
         most = formatting.percent(limits.max_utilisation)
-        text = f"replicas are filled to {most} at most (rules.max_utilisation)"
+        text = f"replicas are used to at most {most} (rules.max_utilisation)"
         yield RelaxedConstraint(
             CounterfactualQuestion("capacity", text, relaxed), _least_slack(solution, "capacity[")
         )
@@ -77,7 +77,7 @@ def _limits(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relax
 def _growth(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[RelaxedConstraint]:
     if any(d.online and d.growth_per_s for d in pool.demands):
         relaxed = replace(pool, demands=tuple(replace(d, growth_per_s=0.0) for d in pool.demands))
-        text = "what runs carries the growth of online work until further replicas have started"
+        text = "running replicas carry the growth of online requests until more replicas have started"
         slack = _least_slack(solution, "growth[")
         yield RelaxedConstraint(CounterfactualQuestion("growth", text, relaxed), slack)
 
@@ -87,7 +87,7 @@ def _spot(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Relaxed
     if slacks:
         relaxed = replace(pool, limits=replace(pool.limits, spot_share=1.0))
         most = formatting.percent(pool.limits.spot_share)
-        text = f"spot machines do {most} of each online class's work at most (rules.spot_share)"
+        text = f"spot machines serve at most {most} of each online request class (rules.spot_share)"
         yield RelaxedConstraint(CounterfactualQuestion("spot", text, relaxed), min(slacks))
 
 
@@ -95,7 +95,7 @@ def _network(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Rela
     if "network" in solution.slack:
         relaxed = replace(pool, nodes=tuple(replace(n, nic=inf) for n in pool.nodes))
         most = formatting.percent(pool.limits.network_utilisation)
-        text = f"traffic between nodes fills {most} of their cards at most"
+        text = f"traffic between nodes uses at most {most} of their network bandwidth"
         yield RelaxedConstraint(CounterfactualQuestion("network", text, relaxed), solution.slack["network"])
 
 
@@ -103,7 +103,7 @@ def _changes(pool: OptimizationProblem, solution: PoolSolution) -> Iterator[Rela
     current = pool.current
     if current is not None and current.max_changes is not None:
         relaxed = replace(pool, current=replace(current, max_changes=None))
-        text = f"{current.max_changes} starts and role switches at most (change.max_changes)"
+        text = f"at most {current.max_changes} starts and role switches (change.max_changes)"
         yield RelaxedConstraint(
             CounterfactualQuestion("change_budget", text, relaxed), solution.slack.get("change_budget", 0.0)
         )
@@ -123,6 +123,6 @@ def _demand(pool: OptimizationProblem) -> Iterator[RelaxedConstraint]:
 
 
 def _least_slack(solution: PoolSolution, prefix: str) -> float:
-    """Of the rows of cells in use: those of the others are 0 <= 0."""
+    """Return the smallest slack in rows of cells that are in use. Rows of other cells are 0 <= 0."""
     rows = (f"{prefix}{cell}]" for cell, n in solution.replicas.items() if n)
     return min((solution.slack[row] for row in rows if row in solution.slack), default=0.0)

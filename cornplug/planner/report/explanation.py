@@ -1,7 +1,8 @@
-"""Explanation of a plan: the constraints that hold its cost up, its alternatives, the price of its SLOs.
+"""Explanation of a plan: the constraints that determine its cost, its alternatives, and the price of its
+SLOs.
 
-Each answer is a separate solve, and some solver work is set aside for all; the notes list the
-answers that it does not suffice for.
+Each question is a separate solve, within a limit of solver work for all. The notes list the questions that
+the limit left open.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from cornplug.planner.report.counterfactual import (
 )
 
 WORK: Final = 15.0
-"""As `SolverOptions.work`."""
+"""Solver work, in the unit of `SolverOptions.work`."""
 _GAP: Final = 0.01
 _NAMED: Final = 3
-"""Questions that a note names."""
+"""Number of questions that a note lists by name."""
 
 Report = Callable[[str, float], None]
 
@@ -43,12 +44,12 @@ class _Asked:
     settings: SolverOptions
     skipped: list[str] = field(default_factory=list)
     timed_out: list[str] = field(default_factory=list)
-    """Questions that the wall clock ended."""
+    """Questions whose search the time limit ended."""
     answers: dict[str, CounterfactualAnswer] = field(default_factory=dict)
 
     @property
     def value(self) -> float:
-        """Of the plan, in its objective's unit."""
+        """Value of the plan, in the unit of its objective."""
         plan = self.decision.plan
         return plan.cost_per_hour if self.costs else self.decision.solution.objective
 
@@ -58,15 +59,16 @@ class _Asked:
 
     @property
     def noise(self) -> float:
-        """A difference below it may be the solver's."""
+        """Differences below this value may come from the solver's gap."""
         return max(self.settings.gap, self.decision.solution.gap) * abs(self.value) + 1e-6
 
     def ask(
         self, name: str, pool: OptimizationProblem, *, better: bool = False
     ) -> CounterfactualAnswer | None:
-        """None when the work is spent. `name`: a second question of this name has the first one's answer.
+        """Solve a question. Returns None if the work is used up. A second question with the same `name`
+        returns the first answer.
 
-        `better`: only a plan that is better than this one, by more than the noise, is an answer.
+        With `better`, only plans that are better than this plan by more than the noise count.
         """
         if name in self.answers:
             return self.answers[name]
@@ -81,7 +83,7 @@ class _Asked:
         return answer
 
     def gained(self, answer: CounterfactualAnswer) -> float | None:
-        """By how much the answer is better than the plan; None: it is no plan."""
+        """Return by how much the answer is better than the plan, or None if it has no plan."""
         if answer.value is None:
             return None
         return (self.value - answer.value) if self.costs else (answer.value - self.value)
@@ -94,7 +96,8 @@ def explain(
     work: float = WORK,
     progress: Report | None = None,
 ) -> PlanExplanation:
-    """The plan's reasons. Half of the work goes to the pool's questions, the rest to the SLO's price."""
+    """Return the plan's reasons. Half of the work is for questions about the pool, and the rest for the
+    price of the SLOs."""
     report = progress or (lambda _phase, _share: None)
     solver = plan_input.solver
     settings = solver.model_copy(update={"gap": max(solver.gap, _GAP)})
@@ -151,7 +154,7 @@ def _engines(asked: _Asked) -> Iterator[CounterfactualQuestion]:
         if engine in used and others:
             pool = formulate(asked.plan_input.model_copy(update={"components": others})).pool
             yield CounterfactualQuestion(
-                f"without {engine}", f"no replica of {engine} (closed forms only)", pool
+                f"without {engine}", f"no replica of {engine} (closed-form estimates only)", pool
             )
 
 
@@ -160,10 +163,10 @@ def _against(asked: _Asked, answer: CounterfactualAnswer) -> str:
     if gained is None:
         if answer.reason:
             return answer.reason
-        return "no plan keeps the SLOs" if answer.proven else "no plan was found with its share of the work"
+        return "no plan meets the SLOs" if answer.proven else "no plan was found within the solver work"
     lost = -gained
     if lost <= asked.noise:
-        return "as good, as far as the solver's gap tells"
+        return "equally good within the solver's gap"
     share = formatting.percent(lost / abs(asked.value)) if asked.value else ""
     about = "" if answer.proven else "at most "
     if asked.costs:
@@ -194,7 +197,7 @@ def _dearest_first(found: list[BindingConstraint]) -> list[BindingConstraint]:
 
 
 def _bounds_matter(asked: _Asked) -> bool:
-    """A throughput's own conditions are its SLO: with nothing else, all bounds cost the same."""
+    """Return whether bounds affect the cost. If only throughputs are known, all bounds cost the same."""
     timed = any(spec.timed for spec in asked.decision.problem.cells.values())
     bounded = slo_cost_curve.bounded(asked.plan_input.applications)
     return asked.costs and asked.plan_input.change is None and timed and bounded
@@ -210,7 +213,7 @@ def _monolith(asked: _Asked) -> str:
     if single is None:
         return ""
     if alternatives.divided(pool).variants == pool.variants and whole:
-        return "Nothing but monoliths was to be planned."
+        return "The input allows only monoliths."
     if whole:
         other = asked.ask(alternatives.DIVIDED, alternatives.divided(pool))
         head = monolith.it_wins(asked.value, other)
@@ -221,7 +224,7 @@ def _monolith(asked: _Asked) -> str:
 
 
 def _at_load(asked: _Asked, factor: float) -> monolith.MonolithCost | None:
-    """None when the work is spent."""
+    """Return the costs at another load, or None if the work is used up."""
     pool, name = asked.decision.pool, f"load × {factor:g}"
     single = asked.ask(f"monolith at {name}", monolith.at(alternatives.monoliths(pool), factor))
     best = asked.ask(name, monolith.at(pool, factor)) if single else None
@@ -236,33 +239,36 @@ def _notes(decision: PlanDecision, asked: _Asked) -> Iterator[str]:
         what = f"{miss.of} misses its {quantity} of {bound} by {over}"
         yield f"{what} in the simulation of the whole plan."
     if decision.solution.timed_out:
-        yield "The solver's time limit ended the search: another run may find another plan."
+        yield "The solver's time limit ended the search. Another run may find a different plan."
     guessed = [g for g in decision.plan.groups if formatting.mark(g.profile) == "ESTIMATE"]
     if guessed:
         services = ", ".join(sorted({g.service for g in guessed}))
         yield (
-            f"Times of {services} are estimates from the GPU table: measure them with "
+            f"Times of {services} are estimates from the GPU table. Measure them with "
             "`cornplug profile` before you buy."
         )
     if any(g.engine == "sglang" and "P" in g.tasks for g in guessed):
-        yield "Estimates are fitted to vLLM: published first tokens of SGLang took 1.5 to 7 times as long."
+        yield (
+            "Estimates are fitted to vLLM. In published measurements, SGLang took 1.5 to 7 times as long for "
+            "the first token."
+        )
     spot = [n.name for n in decision.plan.nodes if n.spot]
     if spot:
         most = formatting.percent(decision.pool.limits.spot_share)
         yield (
-            f"{', '.join(spot)}: spot machines, which may all be taken back at once. They do {most} of each "
-            "online class's work at most; what can wait then waits."
+            f"{', '.join(spot)} are spot machines, which may all be taken back at once. They serve at most "
+            f"{most} of each online request class. Other requests wait if the machines are taken back."
         )
     if asked.timed_out:
-        yield f"The solver's time limit ended {_names(asked.timed_out)}: another run may answer otherwise."
+        yield f"The solver's time limit ended {_names(asked.timed_out)}. Another run may differ."
     if asked.skipped:
-        yield f"No work was left to ask for {_names(asked.skipped)}: raise --explain."
+        yield f"The solver work did not suffice for {_names(asked.skipped)}. Increase --explain."
     for reason, n in decision.problem.dropped.most_common(3):
-        yield f"Left out, {formatting.count(n, 'cell')}: {reason}."
+        yield f"Excluded {formatting.count(n, 'configuration')}: {reason}."
 
 
 def _names(questions: Iterable[str]) -> str:
-    """The first few, and how many others."""
+    """Return the first few names, and the number of further names."""
     names = list(dict.fromkeys(questions))
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"{', '.join(names[:_NAMED])}{more}"

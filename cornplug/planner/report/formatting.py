@@ -67,8 +67,8 @@ def proof(of: OptimalityProof) -> str:
     if of.status == "optimal":
         return "optimal (proved)" if of.gap < 1e-6 else f"optimal (proved to {percent(of.gap)})"
     bound = f"{of.bound:.4g} {of.unit}".rstrip()
-    ended = ", ended by the clock" if of.timed_out else ""
-    return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, none beyond {bound}"
+    ended = ", stopped by the time limit" if of.timed_out else ""
+    return f"feasible, gap {percent(of.gap)}{ended}: a better plan may exist, but none beyond {bound}"
 
 
 def shape(tp: int, pp: int, share: float, dp: int = 1, dcp: int = 1, pcp: int = 1) -> str:
@@ -97,12 +97,12 @@ def paid_gpus(plan: Plan) -> list[str]:
     found = []
     if any(g.extra_replicas for g in plan.groups):
         found.append(
-            "+: extra replicas on GPUs that would be idle. They cost nothing, and the SLOs do not need them."
+            "+: extra replicas on GPUs that would be idle. They cost nothing and are not needed for the SLOs."
         )
     for n in plan.nodes:
         if n.idle_gpus > 1e-6:
             of = f"{n.idle_gpus:g} of the {n.count * n.gpus} GPUs of {n.name}"
-            found.append(f"{of} are paid for and idle: they are free for other work.")
+            found.append(f"{of} are paid for but idle, so they are free for other work.")
     return found
 
 
@@ -134,7 +134,7 @@ def day_cost(plan: Plan) -> str:
     whole = plan.cost_per_hour * len(plan.hours)
     if whole - day < 0.005:
         return f"A day costs ${whole:,.2f}: every hour needs all machines."
-    return f"A day costs ${day:,.2f} where machines are given back, ${whole:,.2f} where all are kept."
+    return f"A day costs ${day:,.2f} if idle machines are returned, or ${whole:,.2f} if all are kept."
 
 
 def _machines(counts: Mapping[str, int]) -> str:

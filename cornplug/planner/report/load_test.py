@@ -63,7 +63,7 @@ def write(tests: Sequence[LoadTest], folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     for test in tests:
         (folder / test.file).write_text(test.trace, encoding="utf-8")
-    lines = ["# Run all of them together: the plan's times are of all classes at once."]
+    lines = ["# Run all commands together. The plan's times are for all classes at once."]
     for test in tests:
         lines += [
             "",
@@ -132,4 +132,4 @@ def _expected(plan: Plan, demand: str) -> str:
             bound = "" if check.bound is None else f" (bound {check.bound_text})"
             percentile = formatting.percentile(check.percentile)
             found.append(f"{percentile} {check.quantity} {check.simulated_text}{bound}")
-    return "expect " + ", ".join(found) if found else "no time is known"
+    return "expect " + ", ".join(found) if found else "times unknown"

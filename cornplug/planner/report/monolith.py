@@ -1,4 +1,4 @@
-"""When the monolith wins: in words, from its cost here and at other loads."""
+"""Sentences on when the monolith is cheapest, from its cost here and at other loads."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cornplug.planner.report import formatting
 from cornplug.planner.report.counterfactual import CounterfactualAnswer
 
 LOADS: Final = (0.25, 4.0, 0.5, 2.0)
-"""Of all rates."""
+"""Multiples of all rates."""
 
 
 @dataclass(frozen=True)
 class MonolithCost:
-    """Dollars an hour at a multiple of the planned rates; None: no plan."""
+    """Dollars per hour at a multiple of the planned rates, None if there is no plan."""
 
     factor: float
     monolith: float | None
@@ -25,33 +25,33 @@ class MonolithCost:
 
 
 def at(pool: OptimizationProblem, factor: float) -> OptimizationProblem:
-    """The pool at another load, with as much more stock as it takes to leave the question open."""
+    """Return the pool at another load, with enough additional stock to leave the question open."""
     demands = tuple(replace(d, rate=d.rate * factor) for d in pool.demands)
     nodes = tuple(replace(n, stock=ceil(n.stock * max(factor, 1.0))) for n in pool.nodes)
     return replace(pool, demands=demands, nodes=nodes, current=None)
 
 
 def it_wins(cost: float, divided: CounterfactualAnswer | None) -> str:
-    """`cost`: of the plan, which is all monoliths."""
+    """Return the sentence for a plan of monoliths only, which has this `cost`."""
     if divided is None:
         return "The monolith wins here."
     if divided.value is None:
-        return "The monolith wins here: nothing else keeps the SLOs with this pool."
+        return "The monolith wins here: no other structure meets the SLOs with this pool."
     return f"The monolith wins here: dividing requests costs {_more(divided.value, cost)}."
 
 
 def it_loses(cost: float, single: CounterfactualAnswer) -> str:
-    """`cost`: of the plan, which divides some requests."""
+    """Return the sentence for a plan that divides some requests, which has this `cost`."""
     if single.value is None:
         reason = f" ({single.reason})" if single.reason else ""
-        return f"The monolith loses here: with monoliths only, no plan keeps the SLOs on this pool{reason}."
+        return f"The monolith loses here: no plan of monoliths only meets the SLOs with this pool{reason}."
     if single.value <= cost + 1e-6:
-        return "The monolith everywhere costs the same here."
-    return f"The monolith loses here: everywhere, it costs {_more(single.value, cost)}."
+        return "Using the monolith everywhere costs the same here."
+    return f"The monolith loses here: using it everywhere costs {_more(single.value, cost)}."
 
 
 def at_other_loads(loads: Sequence[MonolithCost], gap: float) -> str:
-    """Where it is as cheap as the best plan, within the solver's gap."""
+    """Return the sentence on where the monolith is as cheap as the best plan, within the solver's gap."""
     known = sorted((x for x in loads if x.best is not None), key=lambda x: x.factor)
     if not known:
         return ""

@@ -46,7 +46,9 @@ def _replace(folder: Path, new: Path) -> list[Path]:
     for name in names:
         if (folder / name).exists() and name not in before:
             raise ConfigError(
-                f"-o {folder}", f"{name} is there and no earlier plan wrote it", "Name another folder."
+                f"-o {folder}",
+                f"{name} already exists and was not written by a plan",
+                "Choose another folder.",
             )
     (folder / WRITTEN).write_text(json.dumps(sorted({*before, *names})) + "\n", encoding="utf-8")
     for name in names:
@@ -64,6 +66,6 @@ def _written(folder: Path) -> set[str]:
     try:
         names = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
-        raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Name another folder.") from e
+        raise ConfigError(f"-o {folder}", f"{WRITTEN} cannot be read ({e})", "Choose another folder.") from e
     # cornplug writes no name with a path in it.
     return {name for name in names if Path(name).name == name}

@@ -13,11 +13,11 @@ from cornplug.planner.optimizer import optimization_problem
 from cornplug.planner.report import formatting
 
 PHASES: Final = {
-    "cells": "what each GPU could carry",
+    "cells": "computing capacities",
     "solve": "solving",
     "confirm": "confirming capacities by simulation",
     "validate": "simulating the whole plan",
-    "reasons": "asking what else there was",
+    "reasons": "comparing alternatives",
 }
 
 

@@ -1,4 +1,4 @@
-"""Each bound of each request class beside the simulated time, and whether it is kept."""
+"""Comparison of each bound of each request class with the simulated time."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from cornplug.planner.report import formatting
 
 @dataclass(frozen=True)
 class SloCheck:
-    """One bound of one class: seconds, or a slowdown against an idle replica. None: not known."""
+    """One bound of one class: seconds, or a slowdown against an idle replica. None if unknown."""
 
     demand: str
     quantity: str
-    """TTFT, TPOT or E2E, or the slowdown of one."""
+    """TTFT, TPOT or E2E, or the slowdown of one of them."""
     percentile: str
     bound: float | None
-    """None: the input sets no bound; the times are shown all the same."""
+    """Bound, or None if the input sets none. The time is shown anyway."""
     simulated: float | None
     slowdown: bool = False
 
     @property
     def kept(self) -> bool | None:
-        """None where there is no bound, or no time to compare with it."""
+        """Whether the bound is kept. None without a bound, or without a time to compare with it."""
         if self.bound is None or self.simulated is None:
             return None
         return self.simulated <= self.bound
 
     @property
     def name(self) -> str:
-        """ "TTFT P95"."""
+        """Name of the check: "TTFT P95"."""
         return f"{self.quantity} {formatting.percentile(self.percentile)}"
 
     @property
@@ -46,19 +46,19 @@ class SloCheck:
 
 
 def of(plan: Plan) -> list[SloCheck]:
-    """All bounds and times of a plan, class by class."""
+    """Return all bounds and times of a plan, class by class."""
     return [check for forecast in plan.latency_forecasts for check in _of(forecast)]
 
 
 def verdict(check: SloCheck) -> tuple[str, Literal["good", "bad", "soft"]]:
-    """In a word, and how it is to be taken."""
+    """Return the verdict in one word, and its style."""
     if check.kept is None:
-        return ("no bound" if check.bound is None else "not known"), "soft"
+        return ("no bound" if check.bound is None else "unknown"), "soft"
     return ("kept", "good") if check.kept else ("MISSED", "bad")
 
 
 def _of(forecast: LatencyForecast) -> Iterator[SloCheck]:
-    """The bounds; and the times without one, at the first percentile."""
+    """Yield the bounds, and the times without a bound at the first percentile."""
     found = [b for b in forecast.bounds if b.bound is not None]
     quantities = {b.quantity for b in found}
     for b in forecast.bounds:

@@ -16,7 +16,7 @@ _STYLES = {"good": "green", "bad": "bold red", "soft": "dim"}
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print all of it. Names are printed as text, never read as markup."""
+    """Print the plan. Names are printed as text and never parsed as markup."""
     console.print(_head(plan))
     for title, body in _sections(plan):
         console.print()
@@ -31,9 +31,9 @@ def _head(plan: Plan) -> Text:
 
 
 def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
-    yield "What runs", _groups(plan)
-    yield "Where requests go", _routes(plan)
-    yield "What users will see", _forecast(plan)
+    yield "Replicas", _groups(plan)
+    yield "Routes", _routes(plan)
+    yield "Latency forecast", _forecast(plan)
     if any(f.job for f in plan.latency_forecasts):
         yield "Jobs", _jobs(plan)
     if plan.hours:
@@ -41,7 +41,7 @@ def _sections(plan: Plan) -> Iterator[tuple[str, RenderableType]]:
     if plan.caches:
         yield "Caches", _caches(plan)
     if plan.reservations:
-        yield "Reserved", _reservations(plan)
+        yield "Classes of service", _reservations(plan)
     yield from _explanation(plan.explanation)
 
 
@@ -54,7 +54,7 @@ def _table(*columns: str, right: frozenset[str] = frozenset()) -> Table:
 
 def _groups(plan: Plan) -> Group:
     table = _table(
-        "replicas", "service", "engine", "on", "each", "weights", "load", "times", right=frozenset({"load"})
+        "replicas", "service", "engine", "GPU", "size", "weights", "load", "times", right=frozenset({"load"})
     )
     for g in plan.groups:
         mark = formatting.mark(g.profile)
@@ -109,7 +109,7 @@ def _jobs(plan: Plan) -> Table:
     for f in plan.latency_forecasts:
         if f.job is not None:
             done = f.job.done_hours
-            said = "not known" if done is None else "kept" if done <= f.job.deadline_hours else "MISSED"
+            said = "unknown" if done is None else "kept" if done <= f.job.deadline_hours else "MISSED"
             style = {"kept": "good", "MISSED": "bad"}.get(said, "soft")
             job = Text(formatting.job(f.job))
             table.add_row(Text(f"{f.app}/{f.request}"), job, Text(said, style=_STYLES[style]))
@@ -117,7 +117,7 @@ def _jobs(plan: Plan) -> Table:
 
 
 def _hours(plan: Plan) -> Group:
-    table = _table("hours", "needed", "could be given back", "cost", right=frozenset({"cost"}))
+    table = _table("hours", "needed", "can be returned", "cost", right=frozenset({"cost"}))
     for part in formatting.day_parts(plan):
         table.add_row(
             part.hours, Text(part.runs), Text(part.given_back), formatting.dollars(part.cost_per_hour)
@@ -150,20 +150,20 @@ def _explanation(explanation: PlanExplanation) -> Iterator[tuple[str, Renderable
         for b in explanation.binding:
             saves = "" if b.saves_per_hour is None else f"saves {formatting.dollars(b.saves_per_hour)}"
             table.add_row(Text(b.constraint, style="bold"), Text(b.text), saves)
-        yield "What holds the cost up", table
+        yield "Constraints that determine the cost", table
     if explanation.alternatives:
         table = _table("instead", "", "cost", right=frozenset({"cost"}))
         for a in explanation.alternatives:
             cost = formatting.dollars(a.cost_per_hour) if a.cost_per_hour is not None else "impossible"
             table.add_row(Text(a.name, style="bold"), Text(a.reason_against or a.text), cost)
-        yield "Next best", table
+        yield "Alternatives", table
     if explanation.curve:
         table = _table("every bound ×", "cost", right=frozenset({"every bound ×", "cost"}))
         for p in explanation.curve:
             cost = formatting.dollars(p.cost_per_hour) if p.cost_per_hour is not None else "impossible"
             table.add_row(f"{p.slo_factor:g}", cost)
-        yield "Cost against SLO", table
+        yield "Cost by SLO", table
     if explanation.monolith:
-        yield "The monolith", Text(explanation.monolith)
+        yield "Monolith", Text(explanation.monolith)
     if explanation.notes:
         yield "Notes", Group(*(Text(f"· {note}") for note in explanation.notes))

@@ -69,14 +69,16 @@ def starting_model(name: str) -> StartingModel:
     except CheckpointError as e:
         if e.reason == "not_found" and not Path(name).is_dir():
             raise ConfigError(
-                "MODEL", f"no model {name!r} is known, in no folder and no cache", _known(name)
+                "MODEL",
+                f"{name!r} is not a known model, a folder, or a model in the local cache",
+                _known(name),
             ) from e
-        raise ConfigError("MODEL", str(e).rstrip("."), "Name a checkpoint's folder or a hub id.") from e
+        raise ConfigError("MODEL", str(e).rstrip("."), "Pass a checkpoint's folder or a hub id.") from e
     try:
         return _of_checkpoint(name, checkpoint)
     except ConfigError as e:
         problem = str(e).removeprefix(f"{e.field}: ").removesuffix(f". {e.remedy}")
-        raise ConfigError("MODEL", problem, "docs/plan-input.md says how to write a file by hand.") from e
+        raise ConfigError("MODEL", problem, "Write the file by hand, see docs/plan-input.md.") from e
 
 
 @cache
@@ -122,7 +124,7 @@ def _known(name: str) -> str:
     longer = [one for text, one in by_text.items() if any(text.startswith(part) for part in wanted if part)]
     like = [by_text[text] for one in wanted for text in get_close_matches(one, list(by_text), 4, 0.6)]
     close = list(dict.fromkeys([*longer, *like]))[:4]
-    folder = "Or name a folder with config.json: hf download fetches one."
+    folder = "Or pass a folder with config.json, for example from hf download."
     if close:
         return f"Did you mean {', '.join(close)}? {folder}"
     return f"Known: {', '.join(ids)}. {folder}"

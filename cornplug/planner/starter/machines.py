@@ -72,7 +72,7 @@ def priced_machines(gpus: Sequence[str]) -> list[PricedMachine]:
     for gpu in dict.fromkeys(gpus):
         rows = sorted((row for row in table if row.gpu == gpu), key=lambda row: row.gpus)
         if not rows:
-            remedy = f"{nearest(gpu, known)} Others can be added to the file as [[gpus]] and [[pool]]."
+            remedy = f"{nearest(gpu, known)} Add other GPUs to the file as [[gpus]] and [[pool]]."
             raise ConfigError("--gpus", f"no GPU {gpu!r} in the price table", remedy)
         found += [PricedMachine(tuple(of)) for _, of in groupby(rows, key=lambda row: row.gpus)]
     return found
@@ -86,7 +86,11 @@ def hosting_options(
         return found
     every = priced_machines([row.gpu for row in gpu_catalog.price_table()])
     able = ", ".join(option.gpu.name for option in _able(llm, published, every))
-    remedy = f"GPUs that hold it: {able}." if able else "Write a file with pp by hand: docs/plan-input.md."
+    remedy = (
+        f"GPUs with enough memory: {able}."
+        if able
+        else "Write a file with pp by hand, see docs/plan-input.md."
+    )
     names = ", ".join(dict.fromkeys(machine.gpu for machine in machines))
     gib = weights_bytes(llm, published) / _GIB
     raise ConfigError("--gpus", f"weights of {gib:.0f} GiB do not fit on one machine with {names}", remedy)

@@ -1,1 +1,1 @@
-"""Speculative decoding: KV of draft models, and which drafts exclude the sharing of KV."""
+"""Speculative decoding: KV of draft models, and draft settings that exclude KV sharing."""

@@ -1,6 +1,6 @@
-"""Settings of speculative decoding under which a server shares no KV.
+"""Settings of speculative decoding that exclude KV sharing.
 
-`kv/exclusions.py` asks these, and turns the reasons into the answer for the server.
+`kv/exclusions.py` uses them to report why a server does not share.
 """
 
 from __future__ import annotations
@@ -11,43 +11,48 @@ from cornplug.kv_page import QUANTISED
 from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS
 
-_WINDOWED: Final = "not tested: a draft that sees a window only"
+_WINDOWED: Final = "not tested: a draft model that attends to a window"
 DRAFT_SETTINGS: Final = (
     ExcludedFlag(
-        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several drafts"
+        "enable_multi_layer_eagle", False, "--enable-multi-layer-eagle", "not tested: several draft models"
     ),
-    ExcludedFlag("decrypted_draft_config_file", None, "--decrypted-draft-config-file", "not in its key"),
+    ExcludedFlag(
+        "decrypted_draft_config_file",
+        None,
+        "--decrypted-draft-config-file",
+        "the decrypted config is not part of the key",
+    ),
     ExcludedFlag(
         "speculative_adaptive",
         False,
         "--speculative-adaptive",
-        "a draft's KV has gaps where the server was too busy to draft",
+        "the draft's KV has gaps, because a busy server skips drafting",
     ),
     ExcludedFlag("speculative_draft_window_size", None, "--speculative-draft-window-size", _WINDOWED),
     ExcludedFlag("speculative_draft_sink_size", None, "--speculative-draft-sink-size", _WINDOWED),
 )
-"""Settings under which KV is not shared beside a draft model (`_WITH_DRAFT_KV`)."""
-DRAFTS: Final = "not tested: shared are EAGLE, STANDALONE, and NGRAM, whose drafts have no KV"
-"""Why KV is not shared under `--speculative-algorithm`, but for `_DRAFTERS`."""
+"""Settings that exclude KV sharing with a draft model (`_WITH_DRAFT_KV`)."""
+DRAFTS: Final = "not tested. EAGLE, STANDALONE and NGRAM can be shared"
+"""Reason for values of `--speculative-algorithm` other than `_DRAFTERS`."""
 _WITH_DRAFT_KV: Final = frozenset({"EAGLE", "STANDALONE"})
 _DRAFTERS: Final = frozenset({"", "NGRAM", *_WITH_DRAFT_KV})
-DRAFT_TREES: Final = "not tested: drafts in trees of several branches. Set --speculative-eagle-topk 1"
-"""Why KV is not shared beside a draft model that proposes several tokens for one place."""
+DRAFT_TREES: Final = "not tested: drafts with more than one branch. Set --speculative-eagle-topk 1"
+"""Reason for a draft model that proposes several tokens per position."""
 BESIDE_DRAFT: Final = {
-    "mla": "not tested: a draft beside a model of latents (MLA)",
-    "images": "not tested: a draft beside a model of images",
-    "fp8": "not tested: a draft beside a model with an fp8 KV cache",
+    "mla": "not tested: a draft model with an MLA model",
+    "images": "not tested: a draft model with a multimodal model",
+    "fp8": "not tested: a draft model with an fp8 KV cache",
 }
-"""Why KV is not shared beside a draft model of some models."""
+"""Reasons for some combinations of model and draft model."""
 TREES: Final = (
-    "SGLang takes its trees of several branches in pages of one token only, or with flashinfer: set "
+    "with more than one branch, SGLang needs pages of one token, or flashinfer: set "
     "--speculative-ngram-max-bfs-breadth 1, or --attention-backend flashinfer"
 )
-"""Why KV is not shared under NGRAM in its default breadth, with other attention backends."""
+"""Reason for NGRAM with its default breadth and other attention backends."""
 
 
 def drafter(settings: Any) -> str:
-    """Why KV is not shared with these settings of speculative decoding; "" where it is."""
+    """Reason why KV is not shared with these settings of speculative decoding, or ""."""
     algorithm = str(settings.speculative_algorithm or "").upper()
     if algorithm not in _DRAFTERS:
         return f"--speculative-algorithm {algorithm} ({DRAFTS})"
@@ -64,7 +69,7 @@ def drafter(settings: Any) -> str:
 
 
 def branches(settings: Any) -> str:
-    """Why pages of several tokens would end the start of a server that drafts; "" where they do not."""
+    """Reason why a server with a draft would not start with pages of several tokens, or ""."""
     if str(settings.speculative_algorithm or "").upper() != "NGRAM":
         return ""
     if settings.speculative_ngram_max_bfs_breadth <= 1 or settings.attention_backend == "flashinfer":
@@ -73,7 +78,8 @@ def branches(settings: Any) -> str:
 
 
 def beside_draft(server_args: Any, settled: Any) -> str:
-    """Why KV of this model is not shared beside a draft model; "" where it is, and without a draft."""
+    """Reason why KV of this model is not shared with a draft model, or "" if it is or if there is no
+    draft."""
     from sglang.srt.arg_groups.overrides import model_config_of
     from sglang.srt.configs.model_config import AttentionArch
 

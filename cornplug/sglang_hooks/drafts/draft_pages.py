@@ -1,12 +1,12 @@
-"""KV of a draft model, beside the KV of the model that it drafts for.
+"""KV of a draft model, stored in addition to the model's own KV.
 
-SGLang keeps it in a host pool of its own, at the slots of the model's pages, and takes a page for a hit only
-if both pools get it. So a page and its draft have two keys, and are looked up, loaded and saved together. A
-draft's KV changes how many of its proposals the model accepts, and no accepted token.
+SGLang keeps it in a separate host pool, at the slots of the model's pages, and a page is a hit only if both
+pools have it. A page and its draft therefore have two keys, and are looked up, loaded and saved together. A
+draft's KV affects how many of its proposals the model accepts, but never which tokens.
 
-A page's last place in the draft's KV depends on the token behind the page, which is in no key: where another
-request goes on with another token, that place is a stale one, of 64. SGLang's own tree has it so for
-STANDALONE.
+A page's last position in the draft's KV depends on the token after the page, which is in no key. If another
+request continues with another token, that one position of 64 is stale. SGLang's own tree has the same
+limitation for STANDALONE.
 """
 
 from __future__ import annotations
@@ -33,33 +33,35 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 
 _ENGINE: Final = "sglang draft"
-"""A draft sees each token one place early: its pages are no pages of the same model as a server's own."""
+"""Engine name for draft pages. A draft sees each token one position early, so its pages differ from pages of
+the same model on its own server."""
 
 _model: Any = None
 
 
 def announce(model: Any) -> None:
-    """Name the draft of this process's engine, by SGLang's ModelConfig of it; None for none with KV."""
+    """Set the draft of this process's engine, as SGLang's ModelConfig, or None if there is no draft with
+    KV."""
     global _model
     _model = model
 
 
 def announced() -> Any:
-    """What `announce` was called with last."""
+    """The argument of the last call of `announce`."""
     return _model
 
 
 class DraftPages:
-    """A draft's host pool on this rank, whose pages lie at the slots of the model's.
+    """A draft's host pool on this rank, whose pages have the same slots as the model's.
 
-    Metrics count the model's pages, and as missed those of which the draft's is missing.
+    Metrics count the model's pages. A page without its draft page counts as missed.
 
     Args:
         model: SGLang's ModelConfig of the draft.
         pool: the entry of the draft's host pool, with its device pool.
         controller: SGLang's cache controller.
         tp: (size, rank).
-        only_seen, pace, stopping: as `PageReader`'s and `PageWriter`'s.
+        only_seen, pace, stopping: see `PageReader` and `PageWriter`.
 
     Raises LayoutError for a pool that cannot be shared.
     """
@@ -80,7 +82,7 @@ class DraftPages:
     ) -> None:
         pages = host_pages(pool.host_pool)
         if pages.latent:
-            raise LayoutError("a draft with latents (MLA)", reason="speculative")
+            raise LayoutError("the draft model uses MLA", reason="speculative")
         plain = page_geometry(
             pages,
             page_tokens=index.page_tokens,
@@ -93,12 +95,12 @@ class DraftPages:
         verify(pages, controller, pool.device_pool)
         group = activation.group() if tp[0] > 1 else b""
         if tp[0] > 1 and not group:
-            raise LayoutError("the tensor-parallel ranks share no group name", reason="tp_group_broken")
+            raise LayoutError("the tensor-parallel ranks have no common group name", reason="tp_group_broken")
         held = RankSlice(heads=heads, layers=range(page.layers), writes=writes)
         mine, uncounted = RankPages(page, held, runtime.store), Tally()
         roots = NamespaceRoots(runtime.secret, page, partial(_identify, model))
         self.page_bytes, self._page_size = page.page_bytes, pages.page_size
-        # Those of the model's pages rest meanwhile: SGLang moves a page and its draft in turn.
+        # The model's pages are idle in the meantime, because SGLang copies a page and its draft in turn.
         threads = copy_threads(pool.device_pool.device, tp[0])
         self._reader = PageReader(
             runtime, roots, index, mine, pages, uncounted, stopping, threads=threads, pace=pace
@@ -118,7 +120,8 @@ class DraftPages:
         )
 
     def present(self, hashes: Sequence[str]) -> int:
-        """How many pages, from the first, the store has of the draft. Never raises for want of the store."""
+        """Number of leading pages for which the store has the draft page. Does not raise if the store
+        fails."""
         found = 0
         with miss(self._tally, self._run.app, KV_PAGE):
             found = self._reader.present(hashes)
@@ -127,7 +130,7 @@ class DraftPages:
         return found
 
     def get(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
-        """Fill the draft's host pages: for each of a pool's keys, whether it holds verified KV now."""
+        """Fill the draft's host pages. Returns for each key of a pool whether it now has verified KV."""
         found = {}
         for transfer in transfers:
             keys, done = transfer.keys or [], 0
@@ -137,7 +140,7 @@ class DraftPages:
         return found
 
     def set(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
-        """Offer the draft's pages to the store: True for each key of its pool."""
+        """Offer the draft's pages to the store. Returns True for each key of its pool."""
         found = {}
         for transfer in transfers:
             keys, is_draft = transfer.keys or [], transfer.name == PoolName.DRAFT
@@ -150,7 +153,7 @@ class DraftPages:
         return [int(slot) for slot in transfer.host_indices[:: self._page_size].tolist()]
 
     def close(self) -> None:
-        """As `PageReader.close` and `PageWriter.close`."""
+        """See `PageReader.close` and `PageWriter.close`."""
         self._reader.close()
         self._writer.close()
 
@@ -159,7 +162,7 @@ def _identify(model: Any) -> tuple[bytes, dict[str, Any]]:
     from cornplug.sglang_hooks.model.model_config import draft_model, engine_model
 
     fingerprint, spec = draft_model(model).kv_identity()
-    # EAGLE's sees the model's hidden states and takes its embedding; of a standalone draft the key says more
-    # than it must.
+    # EAGLE uses the model's hidden states and embedding. For a standalone draft, the key contains more than
+    # necessary.
     of, beside = engine_model().kv_identity()
     return fingerprint, {**spec, "drafts_for": {"weights": of.hex(), "spec": beside}}

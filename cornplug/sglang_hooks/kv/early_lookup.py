@@ -1,8 +1,8 @@
-"""Looks a request's pages up in the store on SGLang's scheduler thread, before a prefetch is queued.
+"""Looks up a request's pages on SGLang's scheduler thread, before a prefetch is queued.
 
-For an unknown prompt the lookup of one page's key is enough: 0.1 ms. Where a far store may have that page, a
-prefetch is queued, whose thread waits for the answer. Where it is stored, the pages
-behind it are counted, and the time to fetch them is compared with the time to compute them.
+For an unknown prompt, looking up the first page is sufficient and takes 0.1 ms. If a far store may have that
+page, a prefetch is queued, whose thread waits for the far store. If the page is stored, the following pages
+are counted, and the time to fetch them is compared with the time to compute them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageH
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 _NEAR_TOKENS: Final = 4096
-"""Tokens of a prompt that one lookup covers, in about a millisecond."""
+"""Tokens of a prompt that one lookup covers. A lookup takes about a millisecond."""
 
 
 class EarlyLookup:
-    """One a rank."""
+    """Early lookups of one rank."""
 
     def __init__(
         self,
@@ -46,25 +46,25 @@ class EarlyLookup:
         *,
         in_pairs: bool = False,
     ) -> int:
-        """How many of `tokens`, which follow `prefix` in a request, are stored and quicker to fetch than to
-        compute. Counts the misses. Raises CornplugError."""
+        """Return how many of `tokens`, which follow `prefix` in a request, are stored and faster to fetch
+        than to compute. Counts the misses. Raises CornplugError."""
         first = first_page(self._index, tokens, prefix, last_hash, space, in_pairs=in_pairs)
         begins = self._reader.begins(first, len(tokens))
         if begins is None:
-            # One page at least, if other hosts have any: how many is known when the prefetch is over.
+            # Assume one page if other hosts may have some. The actual number is known after the prefetch.
             return self._index.page_size
         if not begins:
             return 0
         near = tokens[: _NEAR_TOKENS + in_pairs]
         names = pages(self._index, near, prefix, last_hash, space, in_pairs=in_pairs)
         count, on_disk = self._reader.count(names)
-        # A window behind the pages of this lookup is looked up with them, on the storage's thread.
+        # The storage's thread looks up a window after these pages together with the window's own pages.
         if self._windows is not None and (count < len(names) or len(tokens) <= _NEAR_TOKENS):
             count = self._windows.reach(names[:count], at_start=not prefix)
             if not count:
                 self._reader.count_absent(len(names))
                 return 0
-        # Where every page of the lookup is stored, the pages behind them are likely to be.
+        # If every page of the lookup is stored, the following pages are likely to be stored too.
         ahead = len(tokens) if count == len(names) else count * self._index.page_size
         disk_s = self._reader.disk_s(on_disk * ahead // (count * self._index.page_size)) if count else 0.0
         if self._pace.pays(ahead, first_s=disk_s):
@@ -83,9 +83,9 @@ def pages(
     *,
     in_pairs: bool = False,
 ) -> list[str]:
-    """SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages.
+    """SGLang's hashes of the pages of `tokens`, which follow `prefix`. Records the pages in the index.
 
-    `in_pairs`: of tokens and their next ones, so that the last token begins no pair.
+    `in_pairs`: hashes cover pairs of adjacent tokens, so the last token does not begin a pair.
     """
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.utils import get_storage_hash_str
@@ -100,7 +100,7 @@ def pages(
         return found
 
     if last_hash is not None and prefix and index.find([last_hash])[0] is None:
-        # Hashed anew, as `last_hash` may be of other tokens: then it is not recorded.
+        # Hash again without `last_hash`, which may be for other tokens. The result is then not recorded.
         hashed([*prefix, *tokens[:in_pairs]], None)
     return hashed(tokens, last_hash)
 
@@ -114,9 +114,9 @@ def first_page(
     *,
     in_pairs: bool = False,
 ) -> str | None:
-    """SGLang's hash of the first page of `tokens`; None where there is no whole page.
+    """SGLang's hash of the first page of `tokens`, or None if there is no whole page.
 
-    Records every page of SGLang's inside the store page in which that page begins.
+    Records every SGLang page inside the store page in which that page begins.
     """
     whole = max(index.page_size, index.page_tokens - len(prefix) % index.page_tokens)
     names = pages(index, tokens[: whole + in_pairs], prefix, last_hash, space, in_pairs=in_pairs)

@@ -1,8 +1,8 @@
-"""Why the KV of a server is not shared: the setting, model or deployment that excludes it.
+"""Settings, models and deployments that exclude KV sharing.
 
-Checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
-cornplug sets any: a server that cannot share runs with exactly the settings of a stock one.
-Properties of the loaded model are checked before the host pools are made (`late_exclusions.py`).
+They are checked at the end of SGLang's own resolution of its settings (`hicache_config.settle`), before
+cornplug changes any setting. A server that cannot share therefore runs with exactly its stock settings.
+Properties of the loaded model are checked before the host pools are allocated (`late_exclusions.py`).
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from cornplug.sglang_hooks.excluded_flag import ExcludedFlag
 from cornplug.sglang_hooks.model.model_config import READS_SAFETENSORS, runs_generic_backend
 
 _LEAST_ROOM_BYTES: Final = 1 << 30
-"""Least memory for all host pools: less shares little, and the loading of the model may take it."""
+"""Minimum memory for all host pools. Less would share little, and may be needed to load the model."""
 
 
-_HALF_PAGES: Final = "a rank holds a part of each page that is neither a range of heads nor whole"
-_NO_CPU: Final = "not tested: SGLang 0.5.23 does not run it without a GPU"
-_REFUSES: Final = "with it SGLang refuses HiCache and does not start"
+_HALF_PAGES: Final = "each rank holds a part of a page that is not a range of heads"
+_NO_CPU: Final = "not tested: SGLang 0.5.23 needs a GPU for it"
+_REFUSES: Final = "SGLang does not start with HiCache and this flag"
 DEPLOYMENTS: Final = (
-    ExcludedFlag("nnodes", 1, "--nnodes", "the store is the memory of one host"),
+    ExcludedFlag("nnodes", 1, "--nnodes", "the store is local to one host"),
     ExcludedFlag("dcp_size", 1, "--dcp-size", _HALF_PAGES),
     ExcludedFlag("attn_cp_size", 1, "--attn-cp-size", _HALF_PAGES),
     ExcludedFlag("attn_dp_size", 1, "--attn-dp-size", _NO_CPU),
@@ -35,46 +35,46 @@ DEPLOYMENTS: Final = (
         "disaggregation_mode",
         "null",
         "--disaggregation-mode",
-        "its KV comes from prefill servers, by SGLang's own transfer and under no key of its content",
+        "a decode server receives its KV from prefill servers by SGLang's own transfer, without content keys",
         also=("prefill",),
     ),
     ExcludedFlag(
         "enable_pd_role_switch",
         False,
         "--enable-pd-role-switch",
-        "as a decode server it has its KV from prefill servers",
+        "the server can become a decode server, which receives its KV from prefill servers",
     ),
     ExcludedFlag(
         "disaggregation_decode_allocation_policy",
         "early",
         "--disaggregation-decode-allocation-policy",
-        "with `prefill_complete` SGLang refuses a storage behind HiCache",
+        "with `prefill_complete`, SGLang does not accept a storage for HiCache",
     ),
-    ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it was written"),
+    ExcludedFlag("dllm_algorithm", None, "--dllm-algorithm", "KV of a block changes after it is written"),
     ExcludedFlag("enable_prefill_cp", False, "--enable-prefill-cp", _HALF_PAGES),
     ExcludedFlag("encoder_only", False, "--encoder-only", "the server has no KV"),
-    ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: a request is one prefill"),
+    ExcludedFlag("is_embedding", False, "--is-embedding", "not tested: each request is a single prefill"),
     ExcludedFlag("enable_dp_attention", False, "--enable-dp-attention", _NO_CPU),
-    ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit that this server shares"),
+    ExcludedFlag("use_ray", False, "--use-ray", "its actors do not inherit cornplug's settings"),
     ExcludedFlag("enable_kv_cache_sharding", False, "--enable-kv-cache-sharding", _REFUSES),
     ExcludedFlag("enable_int8_mamba_checkpoint", False, "--enable-int8-mamba-checkpoint", _REFUSES),
     ExcludedFlag("enable_nvidia_megakernel", False, "--enable-nvidia-megakernel", _REFUSES),
     ExcludedFlag("enable_amd_monokernel", False, "--enable-amd-monokernel", _REFUSES),
 )
 WINDOWS: Final = (
-    "SGLang keeps KV of their windows in a pool without pages here, or with other KV heads; "
-    "with --disable-hybrid-swa-memory (by default for Gemma 2 and 3, OLMo 3, EXAONE 4) it is shared, but not "
-    "beside images"
+    "SGLang keeps KV of their sliding windows in a pool without pages, or with a different number of KV "
+    "heads. With --disable-hybrid-swa-memory (default for Gemma 2 and 3, OLMo 3, EXAONE 4) their KV is "
+    "shared, unless the model is multimodal"
 )
-"""Why KV of some models with sliding windows is not shared."""
-BESIDE_WINDOWS: Final = "not tested: beside sliding windows in a pool of their own"
-"""Why settings of KV and drafts that are shared otherwise are not, of models with windows."""
+"""Reason for some models with sliding windows."""
+BESIDE_WINDOWS: Final = "not tested: with sliding windows in a separate pool"
+"""Reason for settings that are otherwise supported, in models with sliding windows."""
 NO_PAGE_OF_PAIR: Final = (
-    "--disaggregation-mode prefill without --page-size (SGLang hands KV over only between servers of one page"
-    " size: give `--page-size 64` to prefill and decode servers)"
+    "--disaggregation-mode prefill without --page-size (SGLang transfers KV only between servers with the "
+    "same page size: set `--page-size 64` on prefill and decode servers)"
 )
-"""A decode server raises at the first request where its prefill server has pages of another size."""
-# Fields of a text config whose presence says that a token's state is not in K and V of full attention alone.
+"""Otherwise a decode server fails at the first request, if its prefill server has another page size."""
+# Fields of a text config which show that a token's state is not only in K and V of full attention.
 HYBRID_FIELDS: Final = (
     "attention_chunk_size",
     "attn_type_list",
@@ -88,15 +88,15 @@ HYBRID_FIELDS: Final = (
     "ssm_state_size",
 )
 _KV_DTYPES: Final = frozenset({"auto", "bf16", "bfloat16"})
-"""Settings under which a value of the cache is one of `codec.ITEM_BYTES`. All others quantise: those of
-`kv_page.QUANTISED`, which are named alike, by a cast, the rest with scales beside the values."""
+"""Settings under which cache values have a dtype in `codec.ITEM_BYTES`. All others quantise: those in
+`kv_page.QUANTISED`, with the same names, by a cast, and the rest with separate scales."""
 
 
 def excluded(server_args: Any, page_tokens: int) -> str:
-    """Why this server's KV cannot be shared; "" where no exclusion is known.
+    """Reason why this server's KV cannot be shared, or "" if no exclusion is known.
 
-    `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` are
-    those of the store's page.
+    `server_args` are resolved up to SGLang's HiCache step, or not at all. `page_tokens` is the number of
+    tokens of a store page.
     """
     from sglang.srt.arg_groups.overrides import resolving_view
 
@@ -115,15 +115,16 @@ def excluded(server_args: Any, page_tokens: int) -> str:
 
 
 def fits(page_size: int, page_tokens: int) -> bool:
-    """Whether a page of SGLang's is a whole number of store pages, or a store page a whole number of them."""
+    """Return whether an SGLang page is a multiple of a store page, or a store page a multiple of an SGLang
+    page."""
     divides = page_size % page_tokens == 0 or page_tokens % max(page_size, 1) == 0
     return page_size > 0 and page_size % LINK_TOKENS == 0 and divides
 
 
 def page_for(settled: Any, page_tokens: int) -> int:
-    """The page size to set where neither operator nor model has chosen one; 0 where none fits.
+    """Page size to set if neither operator nor model has chosen one, or 0 if no size fits.
 
-    A prefill chunk consists of whole pages: it is the largest page size that divides the chunk.
+    A prefill chunk consists of whole pages, so this is the largest page size that divides the chunk.
     """
     chunk = settled.chunked_prefill_size
     for size in (page_tokens, *(n for n in (64, 32, LINK_TOKENS) if n < page_tokens)):
@@ -133,7 +134,7 @@ def page_for(settled: Any, page_tokens: int) -> int:
 
 
 def is_free(server_args: Any) -> bool:
-    """Whether the page size is SGLang's plain default: neither operator nor model has chosen it."""
+    """Return whether the page size is SGLang's plain default, which neither operator nor model has chosen."""
     for source, declared in reversed(getattr(server_args, "_resolved_overrides", None) or ()):
         if "page_size" in declared:
             return bool(source == "_page_size_default")
@@ -141,26 +142,26 @@ def is_free(server_args: Any) -> bool:
 
 
 def deployment(settings: Any) -> str:
-    """The flag and value of the deployment that exclude sharing; "" where none does."""
+    """Flag and value of the deployment that exclude sharing, or ""."""
     for each in DEPLOYMENTS:
         if (value := getattr(settings, each.field)) not in (each.plain, *each.also):
             return f"{each.flag} {value} ({each.why})"
     if why := _not_together(settings) or drafter(settings):
         return why
     if settings.load_format not in READS_SAFETENSORS:
-        return f"--load-format {settings.load_format} does not read the checkpoint's safetensors"
+        return f"--load-format {settings.load_format} does not read only the checkpoint's safetensors"
     return ""
 
 
 def _not_together(settings: Any) -> str:
-    """Flags that are shared one by one, and of which no test runs two; "" for one of them or none."""
+    """Flags that can be shared individually but are not tested together, or "" if at most one is set."""
     ways = {
         "--pp-size": settings.pp_size > 1,
         "--disaggregation-mode": settings.disaggregation_mode != "null",
         "--speculative-algorithm": settings.speculative_algorithm is not None,
     }
     chosen = [flag for flag, is_chosen in ways.items() if is_chosen]
-    return f"{' with '.join(chosen)} (no test runs them together)" if len(chosen) > 1 else ""
+    return f"{' with '.join(chosen)} (this combination is not tested)" if len(chosen) > 1 else ""
 
 
 def _checkpoint(server_args: Any, settled: Any) -> str:
@@ -171,8 +172,9 @@ def _checkpoint(server_args: Any, settled: Any) -> str:
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     hybrid = [name for name in HYBRID_FIELDS if text.get(name)]
     kinds = {str(kind) for kind in text.get("layer_types") or ()} - {"full_attention"}
-    # In one pool it has K and V of every token of layers with windows, too. Of such models of images some
-    # attention backends let an image's tokens see each other and some do not (Gemma 3).
+    # With a single pool, layers with windows also keep K and V of every token. For multimodal models with
+    # windows, some attention backends let the tokens of an image attend to each other and some do not (Gemma
+    # 3).
     in_one = settled.disable_hybrid_swa_memory and kinds and not _is_multimodal(server_args)
     if in_one or (kinds == {"sliding_attention"} and keeps_windows_apart(server_args)):
         kinds.discard("sliding_attention")
@@ -187,9 +189,9 @@ def _is_multimodal(server_args: Any) -> bool:
 
 
 def keeps_windows_apart(server_args: Any) -> bool:
-    """Whether SGLang keeps the layers with sliding windows in a pool of their own that can be shared.
+    """Return whether SGLang keeps the layers with sliding windows in a separate pool that can be shared.
 
-    Its models of images do not count: attention in both directions makes KV that depends on later tokens.
+    Multimodal models are excluded, because with bidirectional attention KV depends on later tokens.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 
@@ -202,7 +204,7 @@ def keeps_windows_apart(server_args: Any) -> bool:
 
 
 def _windows(server_args: Any, settled: Any) -> str:
-    """Why KV of a model whose windows have a pool of their own is not shared; "" where it is."""
+    """Reason why KV of a model with a separate window pool is not shared, or ""."""
     from sglang.srt.arg_groups.overrides import model_config_of
 
     if not model_config_of(server_args).is_hybrid_swa:
@@ -221,16 +223,18 @@ def _kv_dtype(server_args: Any, settled: Any) -> str:
 
     dtype = settled.kv_cache_dtype
     if dtype not in _KV_DTYPES | QUANTISED:
-        return f"--kv-cache-dtype {dtype}: only {', '.join((*ITEM_BYTES, *sorted(QUANTISED)))} are shared"
+        return (
+            f"--kv-cache-dtype {dtype}: cornplug shares only {', '.join((*ITEM_BYTES, *sorted(QUANTISED)))}"
+        )
     if dtype in ("bf16", "bfloat16"):
         return ""
     model = model_config_of(server_args)
     if field := declares_quantised_kv(model.hf_config):
-        return f"the checkpoint has its KV cache quantised ({field})"
+        return f"the checkpoint has a quantised KV cache ({field})"
     if dtype in QUANTISED:
         return _fp8(dtype, model)
     name = str(model.dtype).removeprefix("torch.")
-    return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
+    return "" if name in ITEM_BYTES else f"KV of dtype {name}: cornplug shares only {', '.join(ITEM_BYTES)}"
 
 
 def _fp8(dtype: str, model: Any) -> str:
@@ -238,9 +242,9 @@ def _fp8(dtype: str, model: Any) -> str:
     from sglang.srt.configs.model_config import AttentionArch
 
     if model.attention_arch != AttentionArch.MHA:
-        return f"--kv-cache-dtype {dtype} of latents (MLA)"
+        return f"--kv-cache-dtype {dtype} with MLA"
     if is_fp8_fnuz():
-        return f"--kv-cache-dtype {dtype}: on this GPU of AMD's the same name means other values"
+        return f"--kv-cache-dtype {dtype}: AMD's fnuz variant of this dtype has different values"
     return ""
 
 
@@ -250,49 +254,52 @@ def _cache(server_args: Any, settled: Any, page_tokens: int) -> str:
     if settled.disable_radix_cache:
         return "SGLang disables the radix cache for this model"
     if envs.SGLANG_RADIX_FORCE_MISS.get():
-        return "SGLANG_RADIX_FORCE_MISS is set, with which SGLang takes no prefix from a cache"
+        return "SGLANG_RADIX_FORCE_MISS is set, so SGLang does not use its prefix cache"
     if is_free(server_args):
         if settled.disaggregation_mode != "null":
             return NO_PAGE_OF_PAIR
         if not page_for(settled, page_tokens):
             return (
-                f"--chunked-prefill-size {settled.chunked_prefill_size} is no multiple of a page of "
-                f"{LINK_TOKENS} tokens or more"
+                f"--chunked-prefill-size {settled.chunked_prefill_size} is not a multiple of a page size of "
+                f"at least {LINK_TOKENS} tokens"
             )
     elif not fits(settled.page_size, page_tokens):
-        return f"SGLang sets pages of {settled.page_size} tokens for this model or attention backend"
+        return f"SGLang sets a page size of {settled.page_size} tokens for this model or attention backend"
     return ""
 
 
 def _images_look_alike(server_args: Any) -> str:
-    """Whether two prompts that differ in their images alone are one token stream to SGLang.
+    """Reason if SGLang cannot distinguish two prompts that differ only in their images, or "".
 
-    Its models put values of the image's hash for the placeholder tokens. The backend for models that
-    it has no class for leaves the tokens as they are (0.5.23, `MultiModalMixin.pad_input_ids`), and
-    SGLang then goes without a radix cache, but decides so only when it has set up ours.
+    SGLang's models replace placeholder tokens by values of the image's hash. The generic backend does not
+    (0.5.23, `MultiModalMixin.pad_input_ids`). SGLang then runs without a radix cache, but decides this only
+    after it has set up cornplug's storage.
     """
     from sglang.srt.arg_groups.overrides import model_config_of
 
     model = model_config_of(server_args)
     if not model.is_multimodal or not runs_generic_backend(model):
         return ""
-    return "SGLang has no prefix cache for images in models of its generic transformers backend"
+    return "SGLang has no prefix cache for images of models in its generic transformers backend"
 
 
 def _no_room() -> str:
-    """Why host memory is too small for HiCache; "" where it is not.
+    """Reason why host memory is too small for HiCache, or "".
 
-    SGLang leaves a reserve of host memory (10 GiB) out of its host pools. A server with HiCache does not
-    start where no memory is left beside the reserve; without HiCache it does.
+    SGLang excludes a reserve of host memory (10 GiB) from its host pools. With HiCache, a server does not
+    start if no memory is left after the reserve. Without HiCache it does.
     """
     from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
     from sglang.srt.mem_cache.pool_host import base
 
     try:
         free, reserve = available_host_memory_bytes(), base.HICACHE_HOST_MEMORY_RESERVE_BYTES
-    except RuntimeError as e:  # no reading of the cgroup's limits; SGLang's own sizing would end on it
+    except RuntimeError as e:  # The cgroup's limits are not readable. SGLang's own sizing would fail.
         return str(e)
     if free - reserve >= _LEAST_ROOM_BYTES:
         return ""
     gib = 1 << 30
-    return f"{free / gib:.1f} GiB of host memory are free, {reserve / gib:.0f} of which HiCache leaves alone"
+    return (
+        f"{free / gib:.1f} GiB of host memory are free, and HiCache reserves {reserve / gib:.0f} GiB of that "
+        "for the host"
+    )

@@ -1,12 +1,12 @@
-"""The settings of SGLang's hierarchical cache (HiCache) under which it shares KV pages.
+"""Settings of SGLang's hierarchical cache (HiCache) for sharing KV pages.
 
-Flags of the operator that exclude sharing are an error before any process starts (`check`). The other
-settings are decided in the middle of SGLang's own resolution, once it has resolved model, dtype and
-attention backend (`settle`): where KV can be shared, the settings that the operator left out are declared;
-where it cannot, none is, and the server runs with exactly the settings of a stock one.
+Operator flags that exclude sharing cause an error before any process starts (`check`). The other settings are
+decided during SGLang's own resolution, after it has resolved model, dtype and attention backend (`settle`).
+If KV can be shared, settings that the operator did not set are declared. If not, none is declared, and the
+server runs with exactly its stock settings.
 
-The host pool's layout and copy engine stay SGLang's own: with each of them the contiguous runs between
-a host page and a shared page `[kv_head][layer][K,V][token][dim]` are of `dim` values.
+The host pool's layout and copy engine stay SGLang's own. With each of them, the contiguous ranges between a
+host page and a shared page `[kv_head][layer][K,V][token][dim]` have `dim` values.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ BACKEND: Final = {
 """Names of `CornplugStorage` for SGLang's "dynamic" storage."""
 
 SECOND_SIGHT: Final = "write_through_selective"
-"""SGLang's write policy under which its tree offers a page at the second request that has it."""
+"""SGLang's write policy with which its tree offers a page at its second request."""
 
-_EMBEDDINGS_ONLY: Final = "or share embeddings only, with CORNPLUG_ENGINE_SHARE_KV=false"
+_EMBEDDINGS_ONLY: Final = "or set CORNPLUG_ENGINE_SHARE_KV=false to share only embeddings"
 
-# (ServerArgs field, what it is when not given, its flag): the other owners of the KV's host side.
+# (ServerArgs field, default value, flag) of other features that control the host side of the KV cache.
 RIVALS: Final = (
     ("disable_radix_cache", False, "--disable-radix-cache"),
     ("enable_unified_cache_external_linker", False, "--enable-unified-cache-external-linker"),
@@ -44,17 +44,17 @@ RIVALS: Final = (
     ("enable_flexkv", False, "--enable-flexkv"),
     ("enable_hisparse", False, "--enable-hisparse"),
     ("radix_cache_backend", None, "--radix-cache-backend"),
-    # Its backups go past the hook that names a page, and it takes a page for stored that a full store
-    # refused.
+    # Its backups bypass the hook that names a page, and it treats a page as stored even if a full store
+    # refused it.
     ("hicache_host_memory_mode", "cache", "--hicache-host-memory-mode"),
 )
 
 
 def check(server_args: Any, config: Config) -> None:
-    """Raise ConfigError, naming both flags, where a flag of the operator excludes sharing.
+    """Raise ConfigError that names both flags, if an operator flag excludes sharing.
 
-    `server_args` are the operator's own, not yet resolved. A deployment that shares no KV anyway
-    passes: `settle` logs the reason.
+    `server_args` are the operator's own, not yet resolved. A deployment that shares no KV anyway is accepted,
+    and `settle` logs the reason.
     """
     if not config.engine.share_kv or exclusions.deployment(server_args):
         return
@@ -69,7 +69,7 @@ def check(server_args: Any, config: Config) -> None:
 def settle(server_args: Any) -> None:
     """Declare the settings that KV sharing needs, or log in one line why KV is not shared.
 
-    Runs inside SGLang's resolution, once it has resolved model and attention backend.
+    Runs inside SGLang's resolution, after it has resolved model and attention backend.
     """
     from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 
@@ -80,7 +80,7 @@ def settle(server_args: Any) -> None:
     page = config.engine.page_tokens
     if why := exclusions.excluded(server_args, page) or _no_compiler():
         logger.warning("cornplug: KV is not shared, only embeddings: %s", why)
-        if is_ours(settled):  # Given by hand: HiCache stays, as it was given too.
+        if is_ours(settled):  # The operator enabled HiCache explicitly, so it stays on.
             declare_resolution(server_args, "cornplug", hicache_storage_backend=None)
         return
     if exclusions.is_free(server_args):
@@ -97,13 +97,13 @@ def settle(server_args: Any) -> None:
 
 
 def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The extra config of SGLang's storage under which it shares pages, over what the operator has given."""
+    """Extra config of SGLang's storage for sharing pages, merged with the operator's values."""
     return {
-        # A lookup pays even for a prefix of a single page: the store answers in 0.1 ms.
+        # Even a prefix of a single page is worth a lookup, because the store replies in 0.1 ms.
         "prefetch_threshold": page_size,
-        # SGLang waits so long for a prefetch, and longer for each page of it, before it computes.
+        # Time that SGLang waits for a prefetch before it computes. It increases with each page.
         "prefetch_timeout_base": config.store.background_timeout_s,
-        # Without them a backup names its own hash only, not those of its prefix.
+        # Without this setting, a backup names only its own hash, and not the hashes of its prefix.
         "hicache_storage_pass_prefix_keys": True,
         **given,
         **BACKEND,
@@ -111,8 +111,8 @@ def storage_settings(page_size: int, config: Config, given: Mapping[str, Any]) -
 
 
 def _write_policy(resolved: str, config: Config) -> str:
-    """SGLang's write policy under `engine.save`. "write_through_selective" copies a page to host memory, and
-    offers it to the storage, once a second request has it; "write_back" stays the operator's choice."""
+    """SGLang's write policy for `engine.save`. "write_through_selective" copies a page to host memory and
+    offers it to the storage when a second request uses it. "write_back" is kept if the operator set it."""
     if config.engine.save == "second" and resolved == "write_through":
         return SECOND_SIGHT
     return resolved
@@ -127,16 +127,17 @@ def _no_compiler() -> str:
 
 
 def is_ours(server_args: Any) -> bool:
-    """Whether the storage behind this server's HiCache is ours."""
+    """Return whether cornplug is the storage of this server's HiCache."""
     backend, extra = server_args.hicache_storage_backend, server_args.hicache_storage_backend_extra_config
     return backend == "dynamic" and named_extra(extra) is not None
 
 
 def named_extra(text: str | None) -> dict[str, Any] | None:
-    """The extra config of SGLang's "dynamic" storage, if it names ours; else None."""
+    """Extra config of SGLang's "dynamic" storage, if it names cornplug's storage, else None."""
     try:
         extra = json.loads(text or "{}")
-    except json.JSONDecodeError:  # "@FILE", or an error that SGLang itself names
+    # The value is "@FILE", or invalid JSON, for which SGLang raises its own error.
+    except json.JSONDecodeError:
         return None
     ours = isinstance(extra, dict) and extra.get("class_name") == BACKEND["class_name"]
     return extra if ours else None
@@ -145,15 +146,19 @@ def named_extra(text: str | None) -> dict[str, Any] | None:
 def _refuse_rivals(server_args: Any) -> None:
     for field, plain, flag in RIVALS:
         if getattr(server_args, field) != plain:
-            _conflict(flag, "which needs SGLang's hierarchical cache", f"Drop {flag}")
+            _conflict(flag, "because cornplug needs SGLang's hierarchical cache", f"Remove {flag}")
     backend = server_args.hicache_storage_backend
     if backend is not None and not is_ours(server_args):
-        _conflict(f"--hicache-storage-backend {backend}", "which is a storage itself", "Drop one of the two")
+        _conflict(
+            f"--hicache-storage-backend {backend}",
+            "because cornplug is a storage backend itself",
+            "Remove one of the two flags",
+        )
     if str(server_args.hicache_storage_backend_extra_config or "").startswith("@"):
         _conflict(
             "--hicache-storage-backend-extra-config @FILE",
-            "which adds to it",
-            "Give it as a JSON object, or drop it",
+            "because cornplug adds keys to it",
+            "Pass it as a JSON object, or remove it",
         )
 
 
@@ -163,17 +168,17 @@ def _given_extra(server_args: Any) -> dict[str, Any]:
     try:
         given = json.loads(text)
     except json.JSONDecodeError as e:
-        raise ConfigError(flag, f"no JSON: {e}", "Correct it, or drop it.") from e
+        raise ConfigError(flag, f"invalid JSON: {e}", "Correct it, or remove it.") from e
     if not isinstance(given, dict):
-        raise ConfigError(flag, "not a JSON object", "Correct it, or drop it.")
+        raise ConfigError(flag, "not a JSON object", "Correct it, or remove it.")
     return given
 
 
 def compile_hash() -> None:
-    """Have SGLang's page hash compiled, once for this machine.
+    """Compile SGLang's page hash, once per machine.
 
-    SGLang does it at the first call: left to itself, in the thread that answers lookups, so that
-    for half a minute every request waits for its timeout. Raises ConfigError where it cannot.
+    Otherwise SGLang compiles it at the first call, in the thread that handles lookups, and for half a minute
+    every request would wait for its timeout. Raises ConfigError if it cannot be compiled.
     """
     from sglang.srt.mem_cache.utils import get_hash_str
 
@@ -191,13 +196,15 @@ def _check_page(page_size: int, page_tokens: int) -> None:
     if not exclusions.fits(page_size, page_tokens):
         _conflict(
             f"--page-size {page_size}",
-            f"which shares pages of {page_tokens} tokens (--cornplug-page-tokens)",
+            f"because cornplug shares pages of {page_tokens} tokens (--cornplug-page-tokens)",
             f"Choose a multiple of {LINK_TOKENS} that divides {page_tokens} or is a multiple of it",
         )
 
 
 def _conflict(flag: str, why: str, remedy: str) -> None:
-    raise ConfigError(flag, f"excludes --enable-cornplug, {why}", f"{remedy}, {_EMBEDDINGS_ONLY}.")
+    raise ConfigError(
+        flag, f"cannot be combined with --enable-cornplug, {why}", f"{remedy}, {_EMBEDDINGS_ONLY}."
+    )
 
 
 HOOKS: tuple[Hook, ...] = (Hook("sglang.srt.arg_groups.hicache_hook.handle_hicache", "before", settle),)

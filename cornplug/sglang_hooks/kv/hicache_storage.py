@@ -1,7 +1,7 @@
-"""SGLang's hierarchical cache on the host's store: the storage backend "cornplug".
+"""Storage backend "cornplug" for SGLang's hierarchical cache, using the host's store.
 
-SGLang calls it on its storage threads, writes and reads in batches of at most 128 pages, and computes the
-pages that it does not get. No call raises where the store fails, and every call has a deadline.
+SGLang calls it on its storage threads, reads and writes batches of at most 128 pages, and computes pages that
+it does not get. No call raises if the store fails, and every call has a deadline.
 """
 
 from __future__ import annotations
@@ -52,42 +52,42 @@ from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart
 
 _MOST_ERRORS: Final = 8
-"""Unforeseen errors after which sharing stops."""
+"""Number of unexpected errors after which sharing stops."""
 
 
 class CornplugStorage(FurtherPools):
-    """One a rank. An exclusion is logged once; SGLang then runs with its host pool alone."""
+    """Storage of one rank. An exclusion is logged once, and SGLang then runs with only its host pool."""
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: Any = None) -> None:
         if not activation.is_on():
             raise ConfigError(
                 "--hicache-storage-backend-extra-config",
-                "names cornplug's storage in a server without cornplug",
+                "selects cornplug's storage on a server without cornplug",
                 "Add --enable-cornplug.",
             )
         parts = activation.needed()
         if parts is not None and "kv" not in parts:
             raise ConfigError(
                 "hicache_storage_backend",
-                "names cornplug's storage in a server that has started without KV sharing",
-                "Start the server with --enable-cornplug; its log says what excludes KV sharing.",
+                "selects cornplug's storage on a server that was started without KV sharing",
+                "Start the server with --enable-cornplug. Its log gives the reason if KV cannot be shared.",
             )
         super().__init__(activation.runtime(), activation.tally())
         self._config = storage_config
         self._off = "starting"
         self._errors = 0
-        """Unforeseen errors so far."""
+        """Number of unexpected errors so far."""
         self.why_off = ""
-        """Why this rank shares no KV, in words; "" while it does."""
+        """Reason why this rank does not share KV, or ""."""
         self._has_draft_pool = False
         self._index: PageHashIndex | None = None
         self._writer: PageWriter | None = None
         self._ahead: EarlyLookup | None = None
         self._host_page_bytes = 0
         self.pace: LoadPace | None = None
-        """Durations of loads and steps on this rank; None before the pools are known."""
+        """Durations of loads and steps on this rank, or None before the pools are known."""
         self.idle: IdleBackups | None = None
-        """Of a server that saves what it had once while it idles; None before the pools are known."""
+        """Set on a server that saves pages while it is idle, after the pools are known."""
         self._extra_pools: dict[str, Any] = {}
         self._controller = page_hash_hooks.attaching()
 
@@ -95,7 +95,7 @@ class CornplugStorage(FurtherPools):
 
     @property
     def is_open(self) -> bool:
-        """Whether this rank shares KV, once it has the pool of a draft model, if there is one."""
+        """Whether this rank shares KV, including the pool of a draft model, if there is one."""
         return not self._off
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: PoolName) -> None:
@@ -106,7 +106,7 @@ class CornplugStorage(FurtherPools):
         elif host_pool_name != PoolName.KV:
             self._extra_pools[str(host_pool_name)] = host_pool
             if self._reader is not None:
-                self._stop("attention_kind", f"a pool {host_pool_name} came later")
+                self._stop("attention_kind", f"SGLang added pool {host_pool_name} after the start")
 
     def on_host_pools_registered(self) -> None:
         try:
@@ -114,7 +114,8 @@ class CornplugStorage(FurtherPools):
             self._off = ""
         except CornplugError as e:
             self._stop(e.reason, str(e))
-        # At start the draft's pool comes later; of a storage attached while SGLang runs it came before.
+        # At start, the draft's pool is registered later. For a storage that is attached at run time, it was
+        # registered before.
         self._share_draft()
 
     def _share_draft(self) -> None:
@@ -122,11 +123,11 @@ class CornplugStorage(FurtherPools):
             try:
                 self._open_draft()
             except CornplugError as e:
-                self._stop(e.reason, f"its draft's is not: {e}")
+                self._stop(e.reason, f"cannot share KV of the draft model: {e}")
 
     def _open(self) -> None:
         if self._controller is None:
-            raise LayoutError("SGLang's cache controller was not seen", reason="layout")
+            raise LayoutError("cannot find SGLang's cache controller", reason="layout")
         from sglang.srt.arg_groups.overrides import model_config_of
         from sglang.srt.runtime_context import get_server_args
 
@@ -139,7 +140,7 @@ class CornplugStorage(FurtherPools):
         tokens = self._run.config.engine.page_tokens
         pages = host_pages(self.mem_pool_host)
         if groups is not None:
-            # SGLang keeps windows up to the ends of its pages, where larger pages of the store seldom end.
+            # SGLang keeps windows up to the ends of its pages. Larger store pages rarely end there.
             tokens = min(tokens, pages.page_size)
         page = page_geometry(
             pages,
@@ -158,7 +159,8 @@ class CornplugStorage(FurtherPools):
             self._index = index = page_hash_hooks.open_index(pages.page_size, tokens)
         except ValueError as e:
             raise LayoutError(str(e), reason="page_size") from e
-        # Again, in this process: SGLang would load it on a thread that it may have to stop meanwhile.
+        # Compile again in this process. Otherwise SGLang would load it on a thread that it may have to stop
+        # in the meantime.
         compile_hash()
         roots = NamespaceRoots(self._run.secret, page, _identify)
         layers = place.layers if groups is None else range(page.layers)
@@ -174,7 +176,7 @@ class CornplugStorage(FurtherPools):
         )
         group = activation.group() if place.ranks > 1 else b""
         part = self._part(place, page, group, latent=pages.latent)
-        # Pages that SGLang's own tree offers at their second request need no other one.
+        # Pages that SGLang's own tree offers at their second request are saved without further conditions.
         only_seen = self._only_seen()
         self._writer = PageWriter(
             self._run,
@@ -197,15 +199,16 @@ class CornplugStorage(FurtherPools):
             )  # fmt: skip
         whole: PageSize = page if self._windows is None else self._windows.with_full(page)
         own_tokens = self._controller.mem_pool_device.size
-        # Copies of an idle server are begun on all ranks in one turn; stages have theirs at other times.
+        # Copies of an idle server begin on all ranks in the same turn, but pipeline stages have idle turns at
+        # different times.
         if self._run.config.engine.save == "second" and not only_seen and len(place.layers_of_stages) == 1:
             self.idle = IdleBackups(partial(self._free_tokens, whole), own_tokens)
         self._ahead = EarlyLookup(
             index, self._reader, self.pace, self._tally, self._run.app, windows=self._windows
         )
         logger.info(
-            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d of"
-            " %d, layers %d to %d of %d, verified by writing",
+            "cornplug: KV is shared: pages of %d tokens in host layout %s as pages of %d, heads %d to %d "
+            "of %d, layers %d to %d of %d; the layout is verified",
             pages.page_size,
             self.mem_pool_host.layout,
             tokens,
@@ -217,8 +220,8 @@ class CornplugStorage(FurtherPools):
             page.layers,
         )
         logger.info(
-            "cornplug: for that SGLang's HiCache keeps %.1f GiB of host memory on this rank, and answers no "
-            "request with beam_width",
+            "cornplug: SGLang's HiCache uses %.1f GiB of host memory on this rank for it, and rejects "
+            "requests with beam_width",
             sum(pool.kv_buffer.nbytes for pool in self.registered_pools.values()) / (1 << 30),
         )
         if place.tp_rank == place.stage == 0:
@@ -240,21 +243,21 @@ class CornplugStorage(FurtherPools):
             only_seen=self._only_seen(),
             stopping=self._reader.stopping,
         )
-        logger.info("cornplug: KV of the draft model is shared with it, for servers with the same draft")
+        logger.info("cornplug: KV of the draft model is shared with servers that have the same draft model")
 
     def _only_seen(self) -> bool:
-        """Whether the store itself counts the requests that have a page: SGLang's tree does not."""
+        """Whether the store counts the requests that use a page, because SGLang's tree does not."""
         by_tree = self._controller.write_policy == SECOND_SIGHT
         return self._run.config.engine.save == "second" and not by_tree
 
     @staticmethod
     def _part(place: RankPlace, page: PageGeometry, group: bytes, *, latent: bool) -> WriterPart | None:
-        """This rank's part of a page. Raises LayoutError."""
-        # Of latent pages the first rank of each stage writes all that the stage holds.
+        """Return this rank's part of a page. Raises LayoutError."""
+        # For pages of latents, the first rank of each stage writes everything that the stage holds.
         size, rank = (1, 0) if latent else (place.tp_size, place.tp_rank)
         stages = len(place.layers_of_stages)
         if size * stages > 1 and not group:
-            raise LayoutError("the ranks share no group name", reason="tp_group_broken")
+            raise LayoutError("the ranks have no common group name", reason="tp_group_broken")
         return part_of(page, size, rank, group, stages=stages, stage=place.stage)
 
     def _stop(self, reason: str, why: str) -> None:
@@ -263,7 +266,7 @@ class CornplugStorage(FurtherPools):
         logger.warning("cornplug: KV of this engine is not shared: %s", why)
 
     def close(self) -> None:
-        """End the sharing of KV; the process keeps its store connection, for embeddings."""
+        """End KV sharing. The process keeps its store connection for embeddings."""
         self._off = "closed"
         page_hash_hooks.close_index()
         for part in (self._reader, self._writer, self._windows, self._draft):
@@ -281,10 +284,10 @@ class CornplugStorage(FurtherPools):
         *,
         in_pairs: bool = False,
     ) -> int:
-        """How many of `tokens`, which follow `prefix` in a request, are worth fetching; 0: none.
+        """Return how many of `tokens`, which follow `prefix` in a request, are worth fetching.
 
-        `in_pairs`: SGLang hashes pairs of tokens, as beside an EAGLE draft. From the scheduler's thread;
-        never raises for want of the store.
+        `in_pairs`: SGLang hashes pairs of tokens, as with an EAGLE draft. Called on the scheduler's thread.
+        Does not raise if the store fails.
         """
         found = 0
         if self._ahead is not None and self._may_share():
@@ -293,15 +296,15 @@ class CornplugStorage(FurtherPools):
         return found
 
     def queued(self, request: Any, tokens: int) -> None:
-        """SGLang fetches so many tokens for a request."""
+        """Record that SGLang fetches `tokens` tokens for a request."""
         if self.pace is not None:
             self.pace.queued(request, tokens)
             if said := self.pace.news():
                 logger.info("cornplug: %s", said)
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many of these pages, from the first, the store has; 0 where a model with windows asks for none:
-        behind full attention alone no request goes on."""
+        """Return how many leading pages the store has. Returns 0 for a model with windows if no window is
+        queried, because full attention alone is not sufficient to continue."""
         found = 0
         if self._may_share() and self._reader is not None and self._windows is None:
             with self._fenced("lookup"), miss(self._tally, self._run.app, KV_PAGE):
@@ -314,7 +317,7 @@ class CornplugStorage(FurtherPools):
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
-        """Fill host pages; True for those that hold verified KV now."""
+        """Fill host pages. Returns True for each page that now has verified KV."""
         done = 0
         if self._may_share() and self._reader is not None:
             began = time.monotonic()
@@ -327,8 +330,8 @@ class CornplugStorage(FurtherPools):
         return [True] * done + [False] * (len(keys) - done)
 
     def _free_tokens(self, page: PageSize) -> int | None:
-        """Tokens that the store takes without an eviction; 0 where none are shared, None where it does not
-        answer."""
+        """Number of tokens that fit into the store without an eviction, 0 if none are shared, None if the
+        store does not reply."""
         if self._off or weights_guard.replaced():
             return 0
         pages = free_pages(self._run, page)
@@ -354,7 +357,7 @@ class CornplugStorage(FurtherPools):
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, "error")
             self._errors += 1
             if self._errors == 1:
-                logger.exception("cornplug: a %s of KV failed", what)
+                logger.exception("cornplug: KV %s failed", what)
             elif self._errors == _MOST_ERRORS:
                 self._stop("error", f"{self._errors} errors, the last in a {what}")
 
@@ -376,8 +379,8 @@ class CornplugStorage(FurtherPools):
     ) -> list[bool]:
         """Offer pages to the store.
 
-        Always True: SGLang would log each page that a full or absent store did not take, for
-        ever, and does nothing else with the answer. The metrics count the outcomes.
+        Always returns True, because SGLang would log each page that a full or absent store did not accept,
+        and does nothing else with the result. Metrics count the outcomes.
         """
         if self._writer is not None and self._may_save():
             with self._fenced("save"):

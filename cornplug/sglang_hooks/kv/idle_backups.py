@@ -1,15 +1,16 @@
-"""Saves of an idle SGLang server: prompts of finished requests that were not worth a copy while requests ran.
+"""Saves of an idle SGLang server: prompts of finished requests that were not worth copying while requests
+ran.
 
-With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would
-be computed again by the next app. A server without work backs such prompts up as SGLang does at their second
-request, one request's at a time, if the store has free room for them: they evict none of its pages.
+With `engine.save = "second"` the first use of a page saves nothing, so a prompt that one app sent once would
+be computed again for another app. An idle server backs up such prompts like SGLang does at their second
+request, one request at a time, if the store has free capacity. No page is evicted for them.
 
     a request is finished ──> its key in SGLang's tree is remembered
     the server idles for 50 ms ──> its tree copies what the newest of these still has on the device
                                    to the host pool, and from there to the store
     a flush, or a release of memory ──> waits for the copy under way, as these want an idle server
 
-All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop: their turns are in step,
+All ranks of a tensor-parallel group copy in the same turn of the scheduler's loop. Their turns are in step,
 and they vote.
 """
 
@@ -26,20 +27,20 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import RadixKey
 
 _SETTLE_S: Final = 0.05
-"""Time without a batch before the first copy: a pause between two requests is not idleness."""
+"""Time without a batch before the first copy, because a pause between two requests is not idleness."""
 _VOTE_TURNS: Final = 8
-"""Idle turns from one vote of a group's ranks to the next. In each turn SGLang has several of its own, and on
-a machine with more ranks than cores one takes 30 ms."""
+"""Number of idle turns between two votes of a group's ranks. SGLang synchronizes several times per turn,
+which takes 30 ms if there are more ranks than cores."""
 _NOT_YET: Final = -1
 
 
 class IdleBackups:
-    """One a rank; used by the scheduler's thread.
+    """Idle backups of one rank. Used by the scheduler's thread.
 
     Args:
-        free_tokens: tokens that the store takes without an eviction; 0 where nothing is to be saved, None
-            where it does not answer.
-        clock: seconds.
+        free_tokens: returns the number of tokens that fit into the store without an eviction, 0 if nothing
+            should be saved, None if the store does not reply.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -48,32 +49,33 @@ class IdleBackups:
         most_tokens: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`most_tokens`: of the device pool, which can hold no more prompts than that."""
+        """`most_tokens` is the size of the device pool, which limits the prompts that are remembered."""
         self._free_tokens, self._most_tokens, self._clock = free_tokens, most_tokens, clock
         self._finished: deque[RadixKey] = deque()
         """Oldest first."""
         self._tokens = 0
-        """In `_finished`."""
+        """Number of tokens in `_finished`."""
         self._idle_since: float | None = None
         self._unanswered = False
-        """The store was asked since the server was idle, and did not answer."""
+        """Whether the store failed to reply since the server became idle."""
         self._turns = 0
 
     def remember(self, key: RadixKey) -> None:
-        """Take the key of a finished request, which is in SGLang's tree."""
+        """Remember the key of a finished request, which is in SGLang's tree."""
         self._finished.append(key)
         self._tokens += len(key)
         while self._tokens > self._most_tokens:
             self._tokens -= len(self._finished.popleft())
 
     def turn(self, scheduler: Any) -> None:
-        """An idle turn of the scheduler's loop: begin a copy if one is due."""
+        """Handle an idle turn of the scheduler's loop: begin a copy if it is due."""
         if not self._finished:
             return
         cache = scheduler.tree_cache
         self._turns += 1
         if cache.tp_world_size > 1:
-            # One that sleeps between turns has one a second: eight are longer than most pauses.
+            # A server that sleeps between turns has one turn per second, and eight turns are longer than most
+            # pauses.
             if self._turns % _VOTE_TURNS and not scheduler.server_args.sleep_on_idle:
                 return
             vote = torch.tensor([self._room(scheduler)], dtype=torch.int64)
@@ -88,11 +90,11 @@ class IdleBackups:
             self._back_up(cache, room)
 
     def worked(self) -> None:
-        """A batch has run: the server is not idle."""
+        """Record that a batch has run, so the server is not idle."""
         self._idle_since, self._unanswered = None, False
 
     def _room(self, scheduler: Any) -> int:
-        """Tokens that may be copied now; `_NOT_YET` while the server has anything else to do."""
+        """Number of tokens that may be copied now, or `_NOT_YET` while the server has other work."""
         if not scheduler.is_fully_idle():
             return _NOT_YET
         now = self._clock()
@@ -101,12 +103,12 @@ class IdleBackups:
         if self._unanswered or now - self._idle_since < _SETTLE_S:
             return _NOT_YET
         free = self._free_tokens()
-        # Asked again in the next pause: the scheduler's thread waits for each question.
+        # Retry in the next pause, because the scheduler's thread waits for each reply.
         self._unanswered = free is None
         return _NOT_YET if free is None else free
 
     def _back_up(self, cache: Any, room: int) -> None:
-        """Have SGLang copy the newest prompt that it still has on the device alone."""
+        """Let SGLang copy the newest prompt that is only on the device."""
         tree = cache.tree_core
         while self._finished:
             key = self._finished.pop()
@@ -114,6 +116,6 @@ class IdleBackups:
             _, node, path_tokens = tree.match_full_device_prefix(key)
             if tree.is_root(node) or tree.is_backuped(node) or path_tokens > room:
                 continue
-            # As at a node's second hit: its ancestors that have no copy come with it.
+            # Same as at a node's second hit: its ancestors without a copy are copied too.
             cache._execute_and_commit_kv_backup(tree.build_backup_kv_action(node))
             return

@@ -1,4 +1,4 @@
-"""Hooks that tell an idle server's copies (`idle_backups.py`) what is finished and when a turn idles."""
+"""Hooks that notify `idle_backups.py` of finished requests and idle turns."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WANT_IDLE: Final = frozenset(
         "ReleaseMemoryOccupationReqInput",
     }
 )
-"""Requests that SGLang refuses, or ends its server for, unless nothing is under way."""
+"""Requests that SGLang rejects, or for which it exits, unless nothing is in progress."""
 _END_ROUNDS, _ROUND_S = 1000, 0.002
-"""Looks at a copy under way before a flush is left to find the server busy, and the pause between two."""
+"""Number of checks of a copy in progress before a flush, and the pause between two checks."""
 
 
 def _of(cache: Any) -> IdleBackups | None:
@@ -31,7 +31,7 @@ def _of(cache: Any) -> IdleBackups | None:
 
 
 def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
-    """After a request's pages went into the tree."""
+    """Called after a request's pages were added to the tree."""
     from sglang.srt.mem_cache.radix_cache import RadixKey
     from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
 
@@ -41,7 +41,7 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
     if idle is None or not request.finished():
         return
     if cache.buffer_pipeline is not None:
-        return  # Copies that bypass the host pool.
+        return  # These copies bypass the host pool.
     key = RadixKey(
         request.full_untruncated_fill_ids[: call["up_to"]],
         request.extra_key,
@@ -53,18 +53,19 @@ def _finished(_result: None, *args: Any, **kwargs: Any) -> None:
 
 
 def _idles(scheduler: Any) -> None:
-    """Before SGLang's housekeeping of an idle turn, at whose end it may sleep."""
+    """Called before SGLang's housekeeping of an idle turn, at whose end it may sleep."""
     idle = _of(scheduler.tree_cache)
     if idle is not None:
         idle.turn(scheduler)
 
 
 def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-    """Before a flush of the caches, also after an update of weights: it fails while a copy is under way."""
+    """Called before a flush of the caches, also after an update of weights. A flush fails while a copy is in
+    progress."""
     cache = scheduler.tree_cache
     if _of(cache) is None:
         return
-    # Equal on all ranks, which count the ends of copies together.
+    # The number is equal on all ranks, which count the ends of copies together.
     for _ in range(_END_ROUNDS):
         copies = cache.ongoing_write_through or cache.ongoing_backup
         if not copies or scheduler.waiting_queue or not scheduler.running_batch.is_empty():
@@ -74,7 +75,7 @@ def _ended(scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
 
 
 def _asked(scheduler: Any, recv_reqs: list[Any]) -> None:
-    """Before SGLang answers what has come in."""
+    """Called before SGLang handles received requests."""
     if any(type(request).__name__ in _WANT_IDLE for request in recv_reqs):
         _ended(scheduler)
 

@@ -1,4 +1,4 @@
-"""Exclusions that only the loaded model shows: HiCache, or its storage, is turned off again.
+"""Exclusions that depend on the loaded model. They turn off HiCache, or its storage.
 
     model and device pools are there ──> their kind and dtype exclude sharing? HiCache is not set up
     storage is attached ──> its layout did not verify, or a rank's did not? storage is detached
@@ -6,10 +6,10 @@
     storage is attached while SGLang runs (PUT /hicache/storage-backend) ──> all of these again: a server that
                                    cannot share refuses the request, and says why
 
-All run in SGLang's scheduler processes. The first depends only on properties that are equal on
-every rank; the others are votes of all ranks, over SGLang's own group, in functions that all of them call
-anyway: so no rank enters a collective of cornplug's that another rank's storage is not open for. HiCache that
-the operator asked for by name stays on in all.
+All checks run in SGLang's scheduler processes. The first depends only on properties that are equal on every
+rank. The others are votes of all ranks, over SGLang's own group, in functions that all ranks call anyway.
+Therefore no rank enters a collective of cornplug for which another rank's storage is not open. HiCache stays
+on if the operator enabled it explicitly.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _schedulers: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 
 
 def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
-    """Why a device pool of SGLang's cannot be shared as pages; "" where it can.
+    """Reason why a device pool of SGLang cannot be shared as pages, or "".
 
-    `model` is the model that writes it; needed where its KV has fp8 values.
+    `model` is the model that writes it, needed if its KV has fp8 values.
     """
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 
@@ -45,38 +45,38 @@ def unshareable(pool: Any, model: torch.nn.Module | None = None) -> str:
 
     if (pools := window_pools(pool)) is not None:
         return unshareable(pools[0]) or unshareable(pools[1])
-    # Their subclasses keep something else: block scales, asymmetric heads, sparse slots, other orders.
+    # Subclasses store something else: block scales, asymmetric heads, sparse slots, other orders.
     if type(pool) not in (MHATokenToKVPool, MLATokenToKVPool):
-        return f"a KV pool of kind {type(pool).__name__} has no pages"
+        return f"KV pool {type(pool).__name__} has no pages"
     if quantised_format(pool.dtype) and type(pool) is MHATokenToKVPool:
-        if pool.is_quantized_kv_cache:  # SGLang's CPU backend with AMX
-            return f"fp8 KV with the scales of {type(pool.quant_method).__name__}"
+        if pool.is_quantized_kv_cache:  # This is SGLang's CPU backend with AMX.
+            return f"fp8 KV with scales of {type(pool.quant_method).__name__}"
         return _scaled(model)
     try:
         name = dtype_name(pool.dtype)
     except CodecError:
         name = str(pool.dtype)
-    return "" if name in ITEM_BYTES else f"KV of dtype {name}: only {', '.join(ITEM_BYTES)} are shared"
+    return "" if name in ITEM_BYTES else f"KV of dtype {name}: cornplug shares only {', '.join(ITEM_BYTES)}"
 
 
 def _scaled(model: torch.nn.Module | None) -> str:
-    """Why the fp8 values that a model writes are not its KV's own; "" where every scale is 1."""
+    """Reason why a model's fp8 values are scaled, or "" if every scale is 1."""
     from sglang.srt.layers.radix_attention import RadixAttention
 
     layers = [layer for layer in model.modules() if isinstance(layer, RadixAttention)] if model else []
     if not layers:
-        return "fp8 KV of a model whose attention layers, and so their scales, are not known"
+        return "fp8 KV, and the scales of the model's attention layers are unknown"
     for layer in layers:
         for name in ("k_scale", "v_scale", "k_scale_float", "v_scale_float"):
             scale = getattr(layer, name)
-            # None: the values are cast as they are.
+            # None means that the values are cast without a scale.
             if scale is not None and torch.any(torch.as_tensor(scale) != 1):
-                return f"layer {layer.layer_id} scales its fp8 KV by another {name} than 1"
+                return f"layer {layer.layer_id} has an fp8 KV cache with {name} other than 1"
     return ""
 
 
 def _pools_made(_result: None, scheduler: Any) -> None:
-    """After the device pools were made, before the host pools are."""
+    """Called after the device pools were allocated, and before the host pools are."""
     if not activation.is_on() or not scheduler.enable_hicache_storage:
         return
     _schedulers.add(scheduler)
@@ -96,9 +96,9 @@ def _unshareable(scheduler: Any) -> str:
 
 
 def _draft_seen(scheduler: Any) -> str:
-    """Tell the storage of this process which draft model keeps KV beside its model.
+    """Announce the draft model with its own KV, if any, to the storage of this process.
 
-    Returns why its KV cannot be shared; "" where it can, and where there is none.
+    Returns the reason why its KV cannot be shared, or "" if it can or if there is no draft.
     """
     from cornplug.sglang_hooks.drafts import draft_pages
 
@@ -108,30 +108,30 @@ def _draft_seen(scheduler: Any) -> str:
     if len(runners) > 1:
         return f"{len(runners)} draft models"
     if runners and (mode := drafts.hicache_draft_plan.mode) != "sidecar":
-        return f"its draft model's KV has no pool of its own: SGLang keeps it as {mode.value}"
+        return f"KV of the draft model is not in a separate pool: SGLang keeps it as {mode.value}"
     why = unshareable(runners[0].token_to_kv_pool) if runners else ""
-    return f"its draft model: {why}" if why else ""
+    return f"draft model: {why}" if why else ""
 
 
 def _host_pools_made(_result: None, cache: Any, *_args: Any, **_kwargs: Any) -> None:
-    """After the host pools and the storage behind them. All ranks pass here, in step."""
+    """Called after the host pools and their storage were created. All ranks call it in step."""
     _vote(cache, with_draft=False)
 
 
 def _draft_pools_made(_result: None, *_args: Any, tree_cache: Any, **_kwargs: Any) -> None:
-    """After a draft's host pool, if its algorithm has one. All ranks pass here, in step."""
+    """Called after a draft's host pool was created, if its algorithm has one. All ranks call it in step."""
     _vote(tree_cache, with_draft=True)
 
 
 def _vote(cache: Any, *, with_draft: bool) -> None:
-    """Detach the storage of all ranks where one rank cannot share."""
+    """Detach the storage of all ranks if one rank cannot share."""
     controller = getattr(cache, "cache_controller", None)
     storage = controller.storage_backend if controller is not None else None
     if not isinstance(storage, CornplugStorage):
         return
     shares = storage.is_open and not (with_draft and storage.lacks_draft)
     if storage.is_open and not shares:
-        logger.warning("cornplug: KV of this engine is not shared: its draft model's has no pages here")
+        logger.warning("cornplug: KV of this engine is not shared: KV of its draft model has no pages")
     if agreed(cache, shares):
         return
     if shares:
@@ -141,24 +141,25 @@ def _vote(cache: Any, *, with_draft: bool) -> None:
         _without_storage(scheduler)
         if not _given(scheduler):
             logger.warning(
-                "cornplug: SGLang's HiCache stays, as its pools are made. Start with "
-                "CORNPLUG_ENGINE_SHARE_KV=false to be without"
+                "cornplug: SGLang's HiCache stays on, because its pools are allocated already. Start with "
+                "CORNPLUG_ENGINE_SHARE_KV=false to run without it"
             )
 
 
 def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
-    """Around SGLang's attaching of a storage while it runs. All ranks pass here, in step but for stages."""
+    """Wrap SGLang's attaching of a storage at run time. All ranks call it in step, but pipeline stages do
+    not."""
     call = arguments(original, args, kwargs)
     cache, extra = call["self"], hicache_config.named_extra(call["storage_backend_extra_config_json"])
     named = activation.is_on() and call["storage_backend"] == "dynamic"
     if not named or extra is None or cache.enable_storage:
         return original(*args, **kwargs)
-    # Every rank computes the same from here to the original's call.
+    # From here to the original's call, every rank computes the same result.
     scheduler = next((one for one in _schedulers if one.tree_cache is cache), None)
     if scheduler is None:
-        return False, f"cornplug: this server has started without KV sharing. {_RESTART}"
+        return False, f"cornplug: this server was started without KV sharing. {_RESTART}"
     if cache.pp_size > 1:
-        return False, f"cornplug: pipeline stages cannot agree while requests are served. {_RESTART}"
+        return False, f"cornplug: pipeline stages cannot agree while the server handles requests. {_RESTART}"
     if why := _unshareable(scheduler):
         return False, f"cornplug: KV of this engine is not shared: {why}"
     settled = hicache_config.storage_settings(cache.page_size, activation.config(), extra)
@@ -167,18 +168,19 @@ def _attaching(original: Any, *args: Any, **kwargs: Any) -> tuple[bool, str]:
     if not ok or not isinstance(storage, CornplugStorage):
         why = said
     elif not storage.is_open:
-        why = storage.why_off or "its storage is not open"
+        why = storage.why_off or "the storage is not open"
     else:
-        why = "its draft model has no pages here" if storage.lacks_draft else ""
+        why = "the draft model's KV has no pages" if storage.lacks_draft else ""
     if agreed(cache, not why):
         return ok, said
-    # Needed after a failure of SGLang's too: its controller may still hold a storage that the cache ignores.
+    # This is needed after a failure in SGLang too: its controller may still hold a storage that the cache
+    # ignores.
     cache.detach_storage_backend()
     return False, f"cornplug: KV of this engine is not shared: {why or 'another rank cannot share'}"
 
 
 def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around POST /hicache/storage-backend/clear, to which SGLang answers 200 whatever a storage does."""
+    """Wrap POST /hicache/storage-backend/clear, to which SGLang replies 200 whatever a storage does."""
     scheduler = arguments(original, args, kwargs)["self"]
     controller = getattr(scheduler.tree_cache, "cache_controller", None)
     if not isinstance(getattr(controller, "storage_backend", None), CornplugStorage):
@@ -186,14 +188,14 @@ def _clearing(original: Any, *args: Any, **kwargs: Any) -> Any:
     from sglang.srt.managers.io_struct import ClearHiCacheReqOutput
 
     logger.warning(
-        "cornplug: the store is not cleared, as it is shared with other engines; "
-        "`cornplug store purge --app NAME` removes an app's entries"
+        "cornplug: the store is not cleared, because other engines use it too; `cornplug store purge --app "
+        "NAME` removes an app's entries"
     )
     return ClearHiCacheReqOutput(success=False)
 
 
 def _without_storage(scheduler: Any) -> None:
-    """As SGLang itself does when storage is detached while it runs."""
+    """Do the same as SGLang when a storage is detached at run time."""
     from sglang.srt.runtime_context import get_context
 
     scheduler.enable_hicache_storage = False
@@ -203,7 +205,8 @@ def _without_storage(scheduler: Any) -> None:
 
 
 def _given(scheduler: Any) -> bool:
-    """Whether the operator asked for HiCache by name: declared settings leave the raw field unchanged."""
+    """Return whether the operator enabled HiCache explicitly. Declared settings leave the raw field
+    unchanged."""
     return bool(scheduler.server_args.enable_hierarchical_cache)
 
 

@@ -1,8 +1,8 @@
 """Hooks that fill the page hash index with the tokens of SGLang's lookups and backups.
 
-The tree core computes SGLang's page hashes itself (in Rust), so nothing is replaced here. A
-lookup passes `get_storage_hash_str` with its tokens; a backup passes `write_storage` with its
-node's tokens and, since `hicache_storage_pass_prefix_keys` is set, the hashes before them.
+The tree core computes SGLang's page hashes itself (in Rust), so nothing is replaced here. A lookup calls
+`get_storage_hash_str` with its tokens. A backup calls `write_storage` with its node's tokens and, because
+`hicache_storage_pass_prefix_keys` is set, with the hashes before them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ _attaching: Final[ContextVar[Any]] = ContextVar("cornplug_hicache_controller", d
 
 
 def attaching() -> Any:
-    """SGLang's cache controller while it makes its storage backend; None otherwise."""
+    """SGLang's cache controller while it creates its storage backend, otherwise None."""
     return _attaching.get()
 
 
 def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
-    """A new index, which this process's hooks fill from now on. Raises ValueError as `PageHashIndex`."""
+    """Create an index, which this process's hooks fill from now on. Raises ValueError as `PageHashIndex`."""
     global _index
     _index = PageHashIndex(
         page_size, page_tokens, is_unkeyed=placeholder_tokens.is_unkeyed, advance=_fastest_chain()
@@ -39,46 +39,47 @@ def open_index(page_size: int, page_tokens: int) -> PageHashIndex:
 
 
 def _native_chain(prior: bytes, tokens: Sequence[int]) -> list[bytes]:
-    """`identity.chain`, computed by SGLang's page hash, which is equal: compiled, and without the GIL."""
+    """Compute `identity.chain` with SGLang's page hash, which gives the same result but is compiled and
+    releases the GIL."""
     from sglang.srt.mem_cache.utils import get_hash_str
 
     if len(tokens) % LINK_TOKENS:
-        raise ValueError(f"{len(tokens)} tokens are no whole number of {LINK_TOKENS}-token links")
+        raise ValueError(f"{len(tokens)} tokens is not a multiple of {LINK_TOKENS}")
     return [bytes.fromhex(link) for link in get_hash_str(tokens, prior.hex() or None, page_size=LINK_TOKENS)]
 
 
 def _fastest_chain() -> Callable[[bytes, Sequence[int]], list[bytes]]:
-    """`_native_chain` if SGLang's hash equals `identity.chain` on a sample, else `identity.chain`."""
+    """Return `_native_chain` if SGLang's hash equals `identity.chain` on a sample, else `identity.chain`."""
     tokens = array("q", (*range(2 * LINK_TOKENS), *(1 << 40 for _ in range(LINK_TOKENS))))
     for prior in (b"", bytes(range(32))):
         if _native_chain(prior, tokens) != chain(prior, tokens):
-            logger.warning("cornplug: SGLang hashes pages in another way than it did; ours takes longer")
+            logger.warning("cornplug: SGLang's page hash changed, so cornplug uses its own, which is slower")
             return chain
     return _native_chain
 
 
 def close_index() -> None:
-    """Drop the index: the hooks do nothing from now on."""
+    """Drop the index. The hooks do nothing from now on."""
     global _index
     _index = None
 
 
 def forget_pages() -> None:
-    """Empty the index, which the hooks fill anew."""
+    """Empty the index. The hooks fill it again."""
     if _index is not None:
         _index.clear()
 
 
 def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's hashing of the tokens that it will ask storage for."""
+    """Wrap SGLang's hashing of the tokens for a storage lookup."""
     result = original(*args, **kwargs)
     index = _index
     if index is None or not activation.is_on() or not isinstance(result, list):
         return result
     call = arguments(original, args, kwargs)
     key = call["key"]
-    # Beside an EAGLE draft pages are of pairs of tokens, of which the last lies beyond the page: the model's
-    # KV does not depend on it, and the index leaves it out.
+    # With an EAGLE draft, pages consist of pairs of tokens, whose last token is beyond the page. The model's
+    # KV does not depend on it, so the index leaves it out.
     if call["page_size"] == index.page_size:
         index.record(
             call["prior_hash"], result, key.raw_token_ids(), CacheNamespace(key.extra_key, key.cache_salt)
@@ -87,7 +88,7 @@ def _hashed(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a node's backup: `_writing_storage` needs its namespace."""
+    """Wrap a node's backup, because `_writing_storage` needs its namespace."""
     call = arguments(original, args, kwargs)
     cache = call["self"]
     if _index is None or not activation.is_on():
@@ -102,14 +103,14 @@ def _backing_up(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _know_prefix(index: PageHashIndex, cache: Any, node_id: Any, space: CacheNamespace) -> None:
-    """Record the pages before a node where the index lacks them: they were backed up before this storage was
-    attached, or the index has dropped them since."""
+    """Record the pages before a node that the index lacks. They were backed up before this storage was
+    attached, or were evicted from the index."""
     before = cache.tree_core.get_prefix_hash_values(node_id)
     if not before or index.find(before[-1:])[0] is not None:
         return
     (path,) = cache.tree_core.collect_path_info([node_id])
     for node in path[:-1]:
-        # None for a node without a copy on the host, which no backup in a row has.
+        # None for a node without a copy on the host, which does not occur in a sequence of backups.
         spec = cache.tree_core.build_storage_backup_spec(node.node_id, True)
         if spec is None:
             return
@@ -129,7 +130,7 @@ def _record(
 
 
 def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the queueing of a backup: its pages are recorded first."""
+    """Wrap the queueing of a backup, to record its pages first."""
     index, space = _index, getattr(_writing, "space", None)
     if index is not None and space is not None:
         call = arguments(original, args, kwargs)
@@ -138,7 +139,7 @@ def _writing_storage(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _attach(original: Any, controller: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around the making of a storage backend: ours verifies the layout with the controller."""
+    """Wrap the creation of a storage backend. cornplug's storage verifies the layout with the controller."""
     token = _attaching.set(controller)
     try:
         return original(controller, *args, **kwargs)
@@ -150,7 +151,8 @@ _CONTROLLER: Final = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller"
 _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 HOOKS: tuple[Hook, ...] = (
-    # This module's binding of the function: it would not see a hook on the one in mem_cache.utils.
+    # Hook this module's binding of the function, because it does not see a hook on the function in
+    # mem_cache.utils.
     Hook(f"{_CONTROLLER}.get_storage_hash_str", "around", _hashed, ("key", "prior_hash", "page_size")),
     Hook(f"{_CACHE}.write_backup_storage", "around", _backing_up, ("self", "node_id")),
     Hook(

@@ -1,4 +1,5 @@
-"""Hooks on SGLang's prefetch for a request: the store is asked before it is queued, and it is timed."""
+"""Hooks on SGLang's prefetch for a request, which look up pages before it is queued, and measure its
+duration."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ _CACHE: Final = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache"
 
 
 def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's prefetch for a request, on the scheduler's thread: the store is asked first.
+    """Wrap SGLang's prefetch for a request, on the scheduler's thread, to look up its pages first.
 
-    SGLang queues the lookup, and a request that waits for its result misses the batch that is being
-    made: beside running decodes that costs one step, for a hit and for a miss. The store answers in
-    0.1 ms, so a prefetch is queued only if it has the first page that the engine lacks.
+    SGLang queues the lookup, and a request that waits for its result misses the current batch. While other
+    requests decode, this costs one step, for a hit and for a miss. The store replies in 0.1 ms, so a prefetch
+    is queued only if the store has the first page that the engine lacks.
     """
     call = arguments(original, args, kwargs)
     cache = call["self"]
@@ -26,7 +27,7 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     if not isinstance(storage, CornplugStorage) or call["storage_hit_end"]:
         return original(*args, **kwargs)
     if len(call["new_input_tokens"]) < cache.prefetch_threshold:
-        return original(*args, **kwargs)  # SGLang prefetches no run so short.
+        return original(*args, **kwargs)  # SGLang does not prefetch such short runs.
     ahead = storage.ahead(
         call["new_input_tokens"],
         call["matched_prefix_tokens"] or (),
@@ -36,15 +37,15 @@ def _prefetch(original: Any, *args: Any, **kwargs: Any) -> Any:
     )
     fetches = ahead > 0
     if cache.tp_world_size > 1 or cache.pp_size > 1:
-        # SGLang's own collectives would wait for a prefetch that is queued on some ranks only. Of several
-        # stages the first decides, in the order in which each of them meets the requests.
+        # SGLang's own collectives would wait for a prefetch that is queued only on some ranks. With several
+        # stages, the first decides, in the order in which each stage handles the requests.
         vote = torch.tensor([fetches], dtype=torch.int32)
         cache._all_reduce(vote, torch.distributed.ReduceOp.MIN)
         fetches = bool(vote.item())
     if fetches:
         storage.queued(call["request"], ahead)
         return original(*args, **kwargs)
-    # As SGLang answers for a request without a page to fetch, with all that it records then.
+    # Do the same as SGLang for a request without a page to fetch, including everything that it records.
     return original(**(call | {"new_input_tokens": call["new_input_tokens"][:0]}))
 
 
@@ -55,7 +56,8 @@ def _storage(cache: Any) -> CornplugStorage | None:
 
 
 def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
-    """After a batch's result was processed: its time is measured, and the server is not idle."""
+    """Called after a batch's result was processed. Measures its time, and records that the server is not
+    idle."""
     storage = _storage(scheduler.tree_cache)
     if storage is None:
         return
@@ -68,7 +70,7 @@ def _stepped(_result: Any, scheduler: Any, batch: Any, result: Any) -> None:
 
 
 def _progress(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around SGLang's check whether a request's prefetch is done: its delay is measured."""
+    """Wrap SGLang's check whether a request's prefetch is done, to measure its delay."""
     done = original(*args, **kwargs)
     call = arguments(original, args, kwargs)
     storage = _storage(call["self"])

@@ -1,4 +1,4 @@
-"""SGLang's storage interface but for the model's own pages: further pools, and operations of no use here."""
+"""SGLang's storage interface without the model's own pages: additional pools, and unsupported operations."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 
 
 class PagesOnly(HiCacheStorage):
-    """A storage that SGLang asks for pages in batches, and whose entries it does not move one by one."""
+    """Storage that SGLang accesses only in batches of pages."""
 
     def exists(self, key: str) -> bool:
-        """Whether the store has this page."""
+        """Return whether the store has this page."""
         return self.batch_exists([key]) == 1
 
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
-        """None: pages move by `batch_get_v1` only."""
+        """Return None, because pages are loaded only with `batch_get_v1`."""
         return None
 
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None] | int:
-        """None of them, as `get`."""
+        """Return only None, like `get`."""
         return [None] * len(keys)
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """False: pages move by `batch_set_v1` only."""
+        """Return False, because pages are saved only with `batch_set_v1`."""
         return False
 
     def batch_set(
@@ -53,18 +53,18 @@ class PagesOnly(HiCacheStorage):
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        """False, as `set`."""
+        """Return False, like `set`."""
         return False
 
     def clear(self) -> bool:
-        """False: the store is also others', and is not this engine's to empty."""
-        logger.warning("cornplug: the host's store is shared and stays as it is")
+        """Return False, because other engines use the store too."""
+        logger.warning("cornplug: the store is shared by the host's engines and is not cleared")
         return False
 
 
 class FurtherPools(PagesOnly):
-    """A storage whose own pages move by `batch_get_v1` and `batch_set_v1`, and those of one further pool by
-    their siblings."""
+    """Storage whose own pages are copied by `batch_get_v1` and `batch_set_v1`, and the pages of one
+    additional pool by the corresponding `v2` functions."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run, self._tally = runtime, tally
@@ -75,7 +75,7 @@ class FurtherPools(PagesOnly):
 
     @property
     def lacks_draft(self) -> bool:
-        """Whether a draft model runs beside this engine's, and its pool is not here."""
+        """Whether this engine has a draft model whose pool is not registered."""
         return self._drafter is not None and self._draft is None
 
     @abstractmethod
@@ -86,8 +86,7 @@ class FurtherPools(PagesOnly):
 
     @abstractmethod
     def _fenced(self, what: str) -> AbstractContextManager[None]:
-        """Count an error that nothing foresaw, of a "lookup", "load" or "save": it would end a thread of
-        SGLang."""
+        """Count an unexpected error of a "lookup", "load" or "save", which would end a thread of SGLang."""
 
     def batch_exists_v2(
         self,
@@ -95,8 +94,8 @@ class FurtherPools(PagesOnly):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """How many of these pages, from the first, the store has together with the window at their end, or
-        with the draft's. Of other pools it has none."""
+        """Return how many leading pages the store has together with the window at their end, or with the
+        draft's pages. It has no pages of other pools."""
         if not pool_transfers:
             return PoolTransferResult(self.batch_exists(keys, extra_info), {})
         if self._windows is not None:
@@ -123,7 +122,7 @@ class FurtherPools(PagesOnly):
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Fill host pages of a further pool; True for those that hold verified KV now."""
+        """Fill host pages of an additional pool. Returns True for each page that now has verified KV."""
         done = {str(transfer.name): [False] * len(transfer.keys or ()) for transfer in transfers}
         if self._windows is not None and self._may_share():
             began = time.monotonic()
@@ -138,7 +137,7 @@ class FurtherPools(PagesOnly):
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """Offer pages of a further pool to the store. True for each of them, as in `batch_set_v1`."""
+        """Offer pages of an additional pool to the store. Returns True for each page, like `batch_set_v1`."""
         kept = self._windows is not None
         if self._windows is not None and self._may_save():
             with self._fenced("save"):

@@ -1,9 +1,9 @@
-"""Pages of SGLang's pool of sliding windows, which it keeps beside the pool of full attention.
+"""Pages of SGLang's separate pool for sliding windows.
 
-A hit at token n needs all pages of full attention before n, and those pages of windows that hold the window
-before n. SGLang asks for both at once, fetches the window last, and discards a prefix whose window it did not
-get. It keeps windows at the ends of a prompt's prefill steps and of finished requests: most pages of a long
-prompt have none.
+A hit at token n needs all pages of full attention before n, and the window pages that contain the window
+before n. SGLang queries both together, fetches the window last, and discards a prefix whose window it did not
+get. It keeps windows at the ends of a prompt's prefill steps and of finished requests, so most pages of a
+long prompt have none.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """The layers that SGLang keeps in one device pool."""
+    """Layers that SGLang keeps in one device pool."""
 
     device: Any
     layers: tuple[int, ...]
     """Their numbers in the model, in the pool's order."""
     window: int
-    """Tokens that they attend to; 0: all."""
+    """Number of tokens that they attend to, or 0 for all."""
 
     def page(self, page: PageGeometry) -> PageGeometry:
-        """The geometry of this group's pages, which no other engine reads: no test compares them."""
+        """Geometry of this group's pages. Other engines do not read them, because that is not tested."""
         return replace(page, engine="sglang", group=self.layers, window=self.window)
 
 
 class LayerGroups(NamedTuple):
-    """The layers of a model with sliding windows beside full attention."""
+    """Layers of a model with sliding windows and full attention."""
 
     full: LayerGroup
     windows: LayerGroup
 
 
 def window_pools(pool: Any) -> tuple[Any, Any] | None:
-    """SGLang's device pools of full attention and of windows, if pages of both can be shared; None if not."""
+    """SGLang's device pools of full attention and of windows, if pages of both can be shared, else None."""
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
     from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
-    # Subclasses of each keep something else: compressed states, scales, asymmetric heads.
+    # Subclasses store something else: compressed states, scales, asymmetric heads.
     if type(pool) is not SWAKVPool:
         return None
     pools = (pool.full_kv_pool, pool.swa_kv_pool)
@@ -68,27 +68,28 @@ def window_pools(pool: Any) -> tuple[Any, Any] | None:
 def layer_groups(
     controller: Any, further: Mapping[str, Any], model: Any, place: RankPlace
 ) -> LayerGroups | None:
-    """The groups of a model's layers; None if SGLang keeps all of them in one pool.
+    """Return the groups of a model's layers, or None if SGLang keeps all of them in one pool.
 
     Args:
         controller: SGLang's cache controller.
-        further: host pools besides that of full attention, by SGLang's names.
+        further: host pools other than that of full attention, by SGLang's names.
         model: SGLang's config of the whole model.
 
-    Raises LayoutError for pools that are not shared.
+    Raises LayoutError for pools that cannot be shared.
     """
     if not further:
         return None
     if len(place.layers_of_stages) > 1:
-        raise LayoutError("windows under pipeline parallelism: no test runs them", reason="attention_kind")
+        raise LayoutError("sliding windows with pipeline parallelism are not tested", reason="attention_kind")
     pools = window_pools(controller.mem_pool_device)
     if pools is None or set(further) != {"swa"}:
         raise LayoutError(
-            f"state besides KV of full attention: {', '.join(sorted(further))}", reason="attention_kind"
+            f"the model has state other than KV of full attention: {', '.join(sorted(further))}",
+            reason="attention_kind",
         )
     window = model.sliding_window_size
     if not isinstance(window, int) or window <= 0:
-        raise LayoutError(f"windows of {window} tokens", reason="attention_kind")
+        raise LayoutError(f"sliding windows of {window} tokens are not supported", reason="attention_kind")
     places = controller.mem_pool_device.layers_mapping
     of_full, of_windows = (
         tuple(sorted((layer for layer, at in places.items() if at[1] is sliding), key=lambda n: places[n][0]))
@@ -96,19 +97,20 @@ def layer_groups(
     )
     if sorted((*of_full, *of_windows)) != list(range(model.num_hidden_layers)):
         raise LayoutError(
-            f"pools of layers {sorted(places)}, in a model of {model.num_hidden_layers}",
+            f"pools of layers {sorted(places)} in a model with {model.num_hidden_layers} layers",
             reason="attention_kind",
         )
     return LayerGroups(LayerGroup(pools[0], of_full, 0), LayerGroup(pools[1], of_windows, window))
 
 
 class WindowPool:
-    """Windows of one rank: looked up, fetched and saved beside full attention's pages, under the same hashes.
+    """Windows of one rank, looked up, fetched and saved together with the pages of full attention, with the
+    same hashes.
 
     Args:
-        page: of the store.
+        page: store page of the windows.
         page_size: tokens of SGLang's page.
-        least: SGLang's pages in a window, at least.
+        least: minimum number of SGLang pages in a window.
     """
 
     def __init__(
@@ -118,27 +120,27 @@ class WindowPool:
         self._page_size, self._least = page_size, least
 
     def with_full(self, full: PageGeometry) -> PageSize:
-        """A page of full attention and one of windows: the most that the tokens of a page take."""
+        """Size of a page of full attention plus a page of windows, the maximum for the tokens of a page."""
         return WholePage(full.page_tokens, full.page_bytes + self._page.page_bytes)
 
     def close(self) -> None:
-        """End the connection of the scheduler's thread, and the copying threads."""
+        """Close the connection of the scheduler's thread, and end the copying threads."""
         self._reader.close()
         self._writer.close()
 
     def hits(
         self, full: PageReader, hashes: Sequence[str], transfers: Sequence[PoolTransfer], *, at_start: bool
     ) -> list[int]:
-        """The numbers of pages, from the first, behind which a request can go on: the store has them, and in
-        this pool those of the window before that place.
+        """Return the numbers of leading pages after which a request can continue, because the store has these
+        pages and, in this pool, the window before that position.
 
-        Only the longest's window is read from disk. Counts the pages that are absent. Raises CornplugError.
+        Only the longest hit's window is read from disk. Counts the absent pages. Raises CornplugError.
 
         Args:
-            full: of full attention.
-            transfers: for which SGLang asks: windows alone, with as many keys as a window has pages.
-            at_start: the pages begin a sequence, so that a shorter one is its own window. Behind pages that
-                it has, SGLang takes no part of a window from them.
+            full: reader of full attention.
+            transfers: SGLang's queries: only windows, with as many keys as a window has pages.
+            at_start: the pages begin a sequence, so a shorter sequence is its own window. After pages that it
+                already has, SGLang does not use a part of a window from them.
         """
         if not _of_windows(transfers):
             return []
@@ -153,18 +155,18 @@ class WindowPool:
         asked = ends[-1] if ends else 0
         most = full.present(hashes[:asked]) if asked else 0
         ends = [end for end in ends if end <= most]
-        # `present` has counted those before `asked` that full attention lacks.
+        # `present` has counted the pages before `asked` that full attention lacks.
         full.count_absent(len(hashes) - asked + most - (ends[-1] if ends else 0))
         return ends
 
     def reach(self, hashes: Sequence[str], *, at_start: bool) -> int:
-        """The most of these pages, from the first, whose window the store has, on disk too. From the
-        scheduler's thread: no page is read. Raises CornplugError."""
+        """Largest number of leading pages whose window the store has, including on disk. Called on the
+        scheduler's thread, and reads no page. Raises CornplugError."""
         ends = _ends(self._reader.tiers(hashes, asking=True), self._least, at_start)
         return ends[-1] if ends else 0
 
     def fetch(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
-        """Fill the host pages of a window. Returns, by pool, True for those that hold verified KV now."""
+        """Fill the host pages of a window. Returns, by pool, True for each page that now has verified KV."""
         if not _of_windows(transfers):
             return {}
         keys, slots = self._pages(transfers[0])
@@ -177,7 +179,8 @@ class WindowPool:
             self._writer.save(*self._pages(transfers[0]))
 
     def _pages(self, transfer: PoolTransfer) -> tuple[list[str], list[int]]:
-        """Hashes and first slots of a transfer's pages; none where SGLang gives another number of slots."""
+        """Hashes and first slots of a transfer's pages, or none if SGLang passes an unexpected number of
+        slots."""
         keys, at = transfer.keys or [], transfer.host_indices
         if at is None or at.numel() != len(keys) * self._page_size:
             return [], []
@@ -189,7 +192,7 @@ def _of_windows(transfers: Sequence[PoolTransfer]) -> bool:
 
 
 def _ends(tiers: Sequence[Tier], window: int, at_start: bool) -> list[int]:
-    """The numbers of pages, from the first, the last `window` of which are there."""
+    """Numbers of leading pages whose last `window` pages are available."""
     ends: list[int] = []
     run = 0
     for end, tier in enumerate(tiers, 1):
@@ -214,18 +217,18 @@ def open_windows(
     only_seen: bool,
     stopping: Callable[[], bool],
 ) -> WindowPool:
-    """The window pool of one rank, verified by writing.
+    """Create the window pool of one rank, and verify its layout with test writes.
 
     Args:
-        roots: of full attention's pages.
+        roots: roots of full attention's pages.
         heads: KV heads of the whole model.
-        rank: (tensor-parallel ranks, this one's number, their common name).
+        rank: (number of tensor-parallel ranks, number of this rank, their group name).
 
-    Raises LayoutError where SGLang's copies are others than this release knows.
+    Raises LayoutError if SGLang's copies differ from what this release expects.
     """
     pages = host_pages(host_pool)
     if pages.latent or pages.page_size != index.page_size:
-        raise LayoutError(f"windows in pages of {pages.page_size} tokens", reason="attention_kind")
+        raise LayoutError(f"the window pool has pages of {pages.page_size} tokens", reason="attention_kind")
     page = group.page(
         page_geometry(pages, page_tokens=index.page_tokens, heads=heads, layers=len(group.layers), config={})
     )
@@ -240,6 +243,6 @@ def open_windows(
         runtime, reader, index, mine, pages, part_of(page, size, number, name), tally, pace=pace,
         only_seen=only_seen,
     )  # fmt: skip
-    # Some models count a token's own place to the window, some do not.
+    # Some models count a token's own position as part of the window, some do not.
     least = max(1, -(-(group.window - 1) // index.page_size))
     return WindowPool(page, reader, writer, index.page_size, least)

@@ -1,1 +1,1 @@
-"""Pages of the store as SGLang has them in its host pools: their layout, keys and copies."""
+"""Store pages in SGLang's host pools: layout, keys and copies."""

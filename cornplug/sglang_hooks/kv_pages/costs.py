@@ -1,11 +1,11 @@
-"""Durations of prefetches and of steps in this engine, measured while they run.
+"""Durations of prefetches and of steps in this engine, measured at run time.
 
     a batch is launched ... its result is processed     duration of a step, and its tokens
     a prefetch is queued ... SGLang finds it done       delay beyond the copying
     storage thread: bytes copied into the host pool     duration of the copying
 
-Copies between host pool and device are not counted: SGLang makes them beside its forward, several
-times quicker than ours.
+Copies between host pool and device are not included. SGLang runs them in parallel to its forward pass,
+several times faster than copies from the store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Final
 from cornplug.engine_common.load_policy import LoadRule, When
 
 _MAX_QUEUED: Final = 1024
-"""Requests that are remembered: SGLang never asks again about those of disconnected clients."""
+"""Maximum number of remembered requests. SGLang does not poll again for requests of disconnected clients."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +32,10 @@ class _Queued:
 
 
 class LoadPace:
-    """One a rank. Safe to use from SGLang's scheduler thread and its storage threads.
+    """Measured durations on one rank. Safe to use from SGLang's scheduler thread and its storage threads.
 
     Args:
-        bytes_a_token: bytes that this rank copies for a token.
+        bytes_a_token: bytes that this rank copies per token.
     """
 
     def __init__(self, when: When, bytes_a_token: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,44 +48,45 @@ class LoadPace:
         self._step_ended_s = 0.0
 
     def stepped(self, tokens: int, launched_s: float) -> None:
-        """A step of so many tokens, launched at that time of the clock, has just ended."""
+        """Record that a step of `tokens` tokens, launched at that time of the clock, has just ended."""
         with self._lock:
-            # A batch that is launched while the one before runs waits for its end.
+            # A batch that is launched while the previous one runs waits for its end.
             now, began_s = self._clock(), max(launched_s, self._step_ended_s)
             self._step_ended_s = now
             self._rule.computed(tokens, now - began_s)
 
     def moved(self, size_bytes: int, seconds: float) -> None:
-        """A storage thread has copied pages."""
+        """Record that a storage thread has copied pages."""
         with self._lock:
             self._moved_s += seconds
             self._rule.moved(size_bytes, seconds)
 
     def waited(self, seconds: float) -> None:
-        """A storage thread has waited for a disk or far stores: no part of what each load costs."""
+        """Record that a storage thread has waited for a disk or far stores, which is not part of the cost of
+        each load."""
         with self._lock:
             self._moved_s += seconds
 
     def far_wait_s(self, tokens: int) -> float:
-        """As `LoadRule.far_wait_s`."""
+        """See `LoadRule.far_wait_s`."""
         with self._lock:
             return self._rule.far_wait_s(tokens)
 
     def pays(self, tokens: int, *, first_s: float = 0.0) -> bool:
-        """Whether fetching so many tokens, behind the queued loads and `first_s` of a disk, is quicker than
-        computing them."""
+        """Return whether fetching `tokens` tokens, after the queued loads and `first_s` of disk reads, is
+        faster than computing them."""
         with self._lock:
             waiting = sum(queued.size_bytes for queued in self._queued.values())
             size = int(tokens * self._bytes_a_token)
             return self._rule.pays(tokens=tokens, size_bytes=size, queued_bytes=waiting, first_s=first_s)
 
     def compute_s(self, tokens: int) -> float:
-        """Seconds that this rank takes to compute so many tokens; 0 before its first measured step."""
+        """Seconds that this rank takes to compute `tokens` tokens, or 0 before its first measured step."""
         with self._lock:
             return self._rule.compute_s(tokens) or 0.0
 
     def queued(self, request: Any, tokens: int) -> None:
-        """A request waits for so many tokens."""
+        """Record that a request waits for `tokens` tokens."""
         with self._lock:
             size = int(tokens * self._bytes_a_token)
             self._queued[request] = _Queued(self._clock(), size, self._moved_s, not self._queued)
@@ -93,7 +94,7 @@ class LoadPace:
                 self._queued.popitem(last=False)
 
     def answered(self, request: Any) -> None:
-        """A request waits no longer for its prefetch."""
+        """Record that a request no longer waits for its prefetch."""
         with self._lock:
             found = self._queued.pop(request, None)
             if found is not None and found.alone and not self._queued:
@@ -101,10 +102,10 @@ class LoadPace:
                 self._rule.noticed(self._clock() - found.at_s - moving_s)
 
     def waits(self, request: Any) -> bool:
-        """Whether a request waits for its prefetch."""
+        """Return whether a request waits for its prefetch."""
         return request in self._queued
 
     def news(self) -> str:
-        """A line for the log, now and then; "" otherwise."""
+        """Return an occasional line for the log, otherwise ""."""
         with self._lock:
             return self._rule.news(self._bytes_a_token)

@@ -1,7 +1,7 @@
-"""SGLang's host pools, of every layout, as pages of [kv_head][layer][K,V][token][dim].
+"""Views of SGLang's host pools, in every layout, as pages of [kv_head][layer][K,V][token][dim].
 
-A page is a strided view, so that one copy moves it. Shapes alone do not prove a view right:
-`verify` writes a pattern with SGLang's own cache-write, has SGLang back it up, and reads it here.
+A page is a strided view, so a single copy transfers it. Shapes alone do not prove that a view is right.
+`verify` writes a pattern with SGLang's own cache-write, lets SGLang back it up, and reads it here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from cornplug.kv_page import PageGeometry, layer_runs, tensor_parallel_heads
 from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace
 
 _FP8: Final[Mapping[torch.dtype, str]] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}
-"""dtypes of one byte a value, and their names in `PageGeometry.quantised`. AMD's first fp8 is another."""
+"""dtypes with one byte per value, and their names in `PageGeometry.quantised`. AMD's first fp8 format is
+different."""
 _MHA: Final = {
-    # Where (plane, head, layer, token) lie among a page's dimensions; dim is the last.
+    # Indices of (plane, head, layer, token) among a page's dimensions. dim is the last.
     "layer_first": (0, 3, 1, 2),
     "page_first": (0, 3, 2, 1),
     "page_first_direct": (0, 3, 1, 2),
@@ -33,22 +34,22 @@ _MLA: Final = ("layer_first", "page_first", "page_first_direct")
 
 @dataclass(frozen=True, slots=True)
 class HostPages:
-    """A host pool of SGLang's (`MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`)."""
+    """A host pool of SGLang (`MHATokenToKVPoolHost`, `MLATokenToKVPoolHost`)."""
 
     pool: Any
     latent: bool
-    """MLA: one plane, no heads."""
+    """True for MLA: one plane, no heads."""
 
     @property
     def page_size(self) -> int:
-        """Tokens of a page."""
+        """Tokens per page."""
         return int(self.pool.page_size)
 
     def page(self, slot: int) -> torch.Tensor:
         """The page that begins at a slot, as a view: (heads of this rank, layers, planes, tokens, dim)."""
         size, layout, buffer = self.page_size, self.pool.layout, self.pool.kv_buffer
         if self.latent:
-            # One head in every layout, between tokens and dim: put planes in its place.
+            # In every layout there is one head between tokens and dim. Replace it by the planes.
             match layout:
                 case "layer_first":
                     found = buffer[:, slot : slot + size]
@@ -69,12 +70,13 @@ class HostPages:
 
 
 def quantised_format(dtype: torch.dtype) -> str:
-    """The format of a device pool of one byte a value, as `PageGeometry.quantised`; "" for other pools."""
+    """Format of a device pool with one byte per value, as in `PageGeometry.quantised`, or "" for other
+    pools."""
     return _FP8.get(dtype, "")
 
 
 def attention_backends() -> str:
-    """The names of this process's attention backends, for `page_geometry`."""
+    """Names of this process's attention backends, for `page_geometry`."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
@@ -83,19 +85,19 @@ def attention_backends() -> str:
 
 
 def host_pages(pool: Any) -> HostPages:
-    """The pages of one of SGLang's host pools. Raises LayoutError for a pool that cannot be shared."""
+    """Return the pages of one of SGLang's host pools. Raises LayoutError for a pool that cannot be shared."""
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost
 
-    # Their subclasses keep something else: asymmetric heads, block scales, sparse slots.
+    # Subclasses store something else: asymmetric heads, block scales, sparse slots.
     kind = type(pool)
     if kind is not MHATokenToKVPoolHost and kind is not MLATokenToKVPoolHost:
-        raise LayoutError(f"a host pool of kind {kind.__name__} has no pages", reason="attention_kind")
+        raise LayoutError(f"host pool {kind.__name__} has no pages", reason="attention_kind")
     latent = kind is MLATokenToKVPoolHost
     if pool.layout not in (_MLA if latent else _MHA):
         raise LayoutError(f"{kind.__name__} with layout {pool.layout!r} has no pages", reason="layout")
     if not isinstance(pool.kv_buffer, torch.Tensor) or pool.kv_buffer.device.type != "cpu":
-        raise LayoutError("the host pool is not one tensor in host memory", reason="layout")
+        raise LayoutError("the host pool is not a single tensor in host memory", reason="layout")
     if pool.layer_num != pool.target_layer_num:
         raise LayoutError("the host pool also holds a draft model's layers", reason="speculative")
     return HostPages(pool, latent=latent)
@@ -112,22 +114,25 @@ def page_geometry(
     attention: str = "",
     place: RankPlace | None = None,
 ) -> PageGeometry:
-    """The model's page. Raises LayoutError.
+    """Return the model's page geometry. Raises LayoutError.
 
     Args:
-        heads, layers, config: The whole model's.
+        heads, layers, config: of the whole model.
         quantised: `quantised_format` of the device pool.
-        attention: SGLang's attention backends. They round queries in ways of their own where KV is quantised,
-            and what follows from that is in the KV of all later layers.
-        place: This rank's; None for one that holds all layers.
+        attention: SGLang's attention backends. With quantised KV each rounds queries differently, which
+            affects the KV of all later layers.
+        place: place of this rank, or None for a rank that holds all layers.
     """
     pool = pages.pool
     if quantised and (pages.latent or pool.dtype != torch.uint8):
-        raise LayoutError(f"{quantised} values in a host pool of {dtype_name(pool.dtype)}", reason="kv_dtype")
+        raise LayoutError(
+            f"KV of dtype {quantised} in a host pool of dtype {dtype_name(pool.dtype)}", reason="kv_dtype"
+        )
     held = layers if place is None else len(place.layers)
     if pool.layer_num != held:
         raise LayoutError(
-            f"the host pool holds {pool.layer_num} of {held} layers: shared, windowed or state layers",
+            f"the host pool has {pool.layer_num} of {held} layers: the model has shared, windowed or state "
+            "layers",
             reason="attention_kind",
         )
     return PageGeometry(
@@ -147,15 +152,15 @@ def _only_engine(pages: HostPages, config: Mapping[str, Any], attention: str) ->
     if pages.latent:
         return engine_of_latents("sglang", config)
     if attention:
-        # No test compares bytes of fp8 with vLLM's.
+        # fp8 KV has not been compared with vLLM's.
         return f"sglang {attention}"
     return "sglang" if _declares_windows(config) else ""
 
 
 def _declares_windows(config: Mapping[str, Any]) -> bool:
-    """Whether a model's config has sliding windows in use.
+    """Return whether a model's config has sliding windows in use.
 
-    Which layers apply them is in each engine's code: SGLang's Qwen3 and Mistral have none that do.
+    Which layers apply them depends on each engine's code. SGLang's Qwen3 and Mistral have no such layers.
     """
     text = config.get("text_config") or config
     if text.get("use_sliding_window") is False:
@@ -168,26 +173,26 @@ _verified: Final[weakref.WeakKeyDictionary[Any, tuple[weakref.ref[Any], str]]] =
 
 
 def rank_heads(pages: HostPages, page: PageGeometry, tp_size: int, tp_rank: int) -> tuple[range, bool]:
-    """The KV heads of this rank, and whether it writes them. Raises LayoutError."""
+    """Return the KV heads of this rank, and whether it writes them. Raises LayoutError."""
     if pages.latent:
         return range(1), tp_rank == 0
     heads, writes = tensor_parallel_heads(page.heads, tp_size, tp_rank)
     if len(heads) != pages.pool.head_num:
         raise LayoutError(
-            f"rank {tp_rank} of {tp_size} holds {pages.pool.head_num} of {page.heads} KV heads,"
-            f" not {len(heads)}",
+            f"rank {tp_rank} of {tp_size} holds {pages.pool.head_num} of {page.heads} KV heads, expected "
+            f"{len(heads)}",
             reason="layout",
         )
     return heads, writes
 
 
 def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
-    """Check that SGLang backs values of the device pool up to `pages`, and loads values of `pages` back.
+    """Check that SGLang backs up values of the device pool to `pages`, and loads them back.
 
-    `device` is the pool behind `pages` where the controller has several. Uses one free host page and the
-    device's page of padding, and restores both. Raises LayoutError("layout") where a value is lost or
-    moved, and where no host page is free. Pools that passed once pass again: when storage is attached to a
-    server that has run for a while, its tree may fill the host pool.
+    `device` is the pool of `pages` if the controller has several. Uses one free host page and the device's
+    padding page, and restores both. Raises LayoutError("layout") if a value is lost or moved, or if no host
+    page is free. Pools that passed once are not checked again, because the tree of a running server may fill
+    the host pool.
     """
     host, size = pages.pool, pages.page_size
     device = controller.mem_pool_device if device is None else device
@@ -197,16 +202,16 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
     slots = host.alloc(size)
     if slots is None:
         raise LayoutError(
-            "no free page in the host pool to verify the layout with: flush the cache (POST /flush_cache), "
-            "and attach the storage again",
+            "the host pool has no free page to verify the layout: flush the cache (POST /flush_cache), and "
+            "attach the storage again",
             reason="layout",
         )
     here = pages.page(int(slots[0]))
     before = here.clone()
-    # Slots of the first page take the KV of padding: no sequence ever has them.
+    # Slots of the first page are for the KV of padding. No sequence uses them.
     padding = torch.arange(size, dtype=torch.int64, device=device.device)
     at = controller.move_indices(slots, padding)
-    # As SGLang's controller has it: the staged kernel takes the host's slots from host memory.
+    # Same as in SGLang's controller: the staged kernel reads the host's slots from host memory.
     staged = controller.io_backend == "kernel" and host.layout == "page_first" and host.can_use_write_back_jit
     to_host = (slots, padding) if staged else at
     try:
@@ -233,7 +238,7 @@ def verify(pages: HostPages, controller: Any, device: Any = None) -> None:
 
 
 def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
-    """Random values: hardly two are equal, so another order of them is another pattern."""
+    """Random values. Because hardly two are equal, a different order is detected."""
     generator = torch.Generator().manual_seed(seed)
     if like.dtype == torch.uint8:
         return torch.randint(0, 256, like.shape, generator=generator, dtype=torch.uint8)
@@ -241,9 +246,9 @@ def _pattern(like: torch.Tensor, *, seed: int) -> torch.Tensor:
 
 
 def _cache_write(device: Any, slots: torch.Tensor, pattern: torch.Tensor, *, latent: bool) -> None:
-    """As the engine's attention writes; `pattern` is (heads, layers, planes, tokens, dim)."""
+    """Write like the engine's attention. `pattern` is (heads, layers, planes, tokens, dim)."""
     values = pattern.to(device.device)
-    if device.store_dtype != device.dtype:  # fp8 values, kept as bytes
+    if device.store_dtype != device.dtype:  # fp8 values are kept as bytes.
         values = values.view(device.dtype)
     for i in range(pattern.shape[1]):
         layer = device.start_layer + i
@@ -280,5 +285,5 @@ def _finish(device: Any) -> None:
 def _expect(found: torch.Tensor, pattern: torch.Tensor, what: str) -> None:
     if not torch.equal(found, pattern):
         raise LayoutError(
-            f"SGLang {what} KV in the layout that this release knows: KV is not shared", reason="layout"
+            f"SGLang {what} KV in the layout that this release of cornplug expects", reason="layout"
         )

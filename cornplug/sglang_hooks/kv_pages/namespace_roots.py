@@ -1,6 +1,7 @@
-"""Roots of page keys: digests of all inputs of a namespace's KV but its tokens.
+"""Roots of page keys: digests of all inputs of a namespace's KV except its tokens.
 
-Equal to vLLM's for the same checkpoint, dtype, page and salt: both call `engine_common.kv_root`.
+They equal vLLM's roots for the same checkpoint, dtype, page and salt, because both call
+`engine_common.kv_root`.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ _MAX_ROOTS: Final = 4096
 
 
 class NamespaceRoots:
-    """Roots of page keys, of one engine process.
+    """Roots of page keys for one engine process.
 
     Args:
-        identify: gives (language model fingerprint, KV spec); reads weights, so it runs on another
-            thread. May raise CheckpointError: then every root raises it.
+        identify: returns (language model fingerprint, KV spec). It reads weights, so it runs on another
+            thread. If it raises CheckpointError, every root raises it.
     """
 
     def __init__(
@@ -37,22 +38,23 @@ class NamespaceRoots:
         self._identity.now()[1].first_wait()
 
     def of(self, page: PageGeometry) -> NamespaceRoots:
-        """The roots of another kind of the same model's pages."""
+        """Return the roots for another kind of the same model's pages."""
         other = copy.copy(self)
         other._page, other._known = page, {}
         return other
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether the checkpoint has been read, with an error or without, within that time."""
+        """Wait until the checkpoint has been read, with or without an error, and return whether it was within
+        the timeout."""
         return self._identity.now()[1].wait(timeout_s)
 
     def root(self, space: CacheNamespace) -> bytes:
-        """The root of a namespace's page keys (32 bytes).
+        """Return the root of a namespace's page keys (32 bytes).
 
-        Raises CheckpointError where the model or adapter is not identified: "identifying" while the
-        checkpoint is read, "weights_updated", "lora", "lora_changed", or the error of reading the checkpoint.
+        Raises CheckpointError if the model or adapter is not identified: "identifying" while the checkpoint
+        is read, "weights_updated", "lora", "lora_changed", or the error of reading the checkpoint.
         """
-        # As at the start: else every first batch after an update would miss.
+        # Wait as at start. Otherwise every first batch after an update would miss.
         self._identity.now()[1].first_wait()
         epoch, identity = self._identity.get()
         extra_key, adapter = lora_adapters.taken_apart(space.extra_key)
@@ -67,14 +69,14 @@ class NamespaceRoots:
 
 
 class RootsOfCall:
-    """Roots for one call, each made once: its hundreds of pages share a namespace."""
+    """Roots for a single call. Each root is computed once, because hundreds of pages share a namespace."""
 
     def __init__(self, roots: NamespaceRoots) -> None:
         self._roots = roots
         self._made: dict[CacheNamespace, bytes] = {}
 
     def root(self, space: CacheNamespace) -> bytes:
-        """As `NamespaceRoots.root`."""
+        """See `NamespaceRoots.root`."""
         if space not in self._made:
             self._made[space] = self._roots.root(space)
         return self._made[space]

@@ -3,12 +3,12 @@
     save    host pool ──gather──> tile, in the page's order ──sum──> ──copy──> the store's memory
     load    the store's memory ──copy──> tile ──sum──> ──scatter──> host pool
 
-A tile is as many whole heads as a core's cache holds, so a page is read from memory once and written once.
-Each step is one call of numpy or xxhash, which release the interpreter: SGLang's scheduler runs beside them,
-and further threads copy other pages of the batch.
+A tile has as many whole heads as fit into a core's cache, so a page is read from memory once and written
+once. Each step is one call of numpy or xxhash, which release the interpreter's lock, so SGLang's scheduler
+runs in parallel, and more threads can copy other pages of the batch.
 
-Checksums are of the tile, never of the store's memory: readers of a page find the damage that a late writer
-of another page has done to its room.
+Checksums are computed from the tile, never from the store's memory. Readers of a page therefore detect damage
+by a late writer of another page.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ Rows = NDArray[np.void]
 layer."""
 
 _TILE_BYTES: Final = 1 << 20
-"""As much as the cache of one core of a server holds."""
+"""Size of the cache of one server core."""
 _MOST_THREADS: Final = 4
 _CORES_A_THREAD: Final = 4
-"""Cores of a rank for each of its copying threads: SGLang's own processes need the others."""
+"""Number of cores of a rank per copying thread. SGLang's own processes need the others."""
 
 
 def copy_threads(device: torch.device | str, ranks: int) -> int:
-    """Threads for one direction of a rank: one where its model computes on the cores, else up to
+    """Number of threads for one direction of a rank: one if its model runs on the CPU, else up to
     `_MOST_THREADS` of the cores that the `ranks` of this host share."""
     if torch.device(device).type == "cpu":
         return 1
@@ -51,16 +51,16 @@ def copy_threads(device: torch.device | str, ranks: int) -> int:
 
 
 class PagePart(NamedTuple):
-    """Tokens of a page of the store, and their place on the host."""
+    """Tokens of a store page, and their place on the host."""
 
     inside: slice
-    """Tokens of the store's page."""
+    """Tokens of the store page."""
     there: Rows
     """These tokens, with the heads and layers of this rank."""
 
 
 class _Tile:
-    """Memory of so many heads and layers."""
+    """Memory for some heads and layers."""
 
     def __init__(
         self, memory: NDArray[np.uint8], rows: tuple[int, int, int, int], row: np.dtype[np.void]
@@ -78,11 +78,11 @@ class _Block(NamedTuple):
     """Segments that pass a tile together."""
 
     heads: slice
-    """Of this rank's part of a page."""
+    """Heads in this rank's part of a page."""
     layers: slice
-    """Of this rank's part, with which these heads make up segments."""
+    """Layers in this rank's part, which with these heads form segments."""
     numbers: list[int]
-    """Of these segments in the page."""
+    """Numbers of these segments in the page."""
     tile: _Tile
 
 
@@ -92,14 +92,14 @@ class _Scratch:
     def __init__(self, size_bytes: int) -> None:
         self.memory = np.empty(size_bytes, np.uint8)
         self.blocks: dict[int, list[_Block]] = {}
-        """Segments of a head -> blocks of this rank's part of a page, whose tiles are this memory."""
+        """Segments per head -> blocks of this rank's part of a page, whose tiles use this memory."""
 
 
 class PageCopies:
-    """One rank's, one direction; used by one thread at a time.
+    """Copies of one rank in one direction. Used by one thread at a time.
 
     Args:
-        threads: that copy pages of one call side by side, the caller's among them.
+        threads: number of threads that copy pages of one call in parallel, including the caller's.
     """
 
     def __init__(self, mine: RankPages, host: HostPages, *, threads: int = 1) -> None:
@@ -115,7 +115,7 @@ class PageCopies:
         self._helpers = ThreadPoolExecutor(max(1, threads - 1), "cornplug-kv")
 
     def close(self) -> None:
-        """End the threads; later calls copy on the caller's alone."""
+        """End the threads. Later calls copy only on the caller's thread."""
         del self._scratch[1:]
         self._helpers.shutdown(wait=False)
 
@@ -124,16 +124,16 @@ class PageCopies:
     def at(self, slot: int) -> Rows:
         """The host page that begins at a slot."""
         page, rest = divmod(slot, self._host_size)
-        # SGLang allocates pages, whose places one view of the pool knows.
+        # SGLang allocates whole pages, for which one view of the pool is sufficient.
         return self.rows(self._host.page(slot)) if rest else self._pages[page]
 
     def rows(self, part: torch.Tensor) -> Rows:
-        """Host memory of shape (heads, layers, planes, tokens, dim), without a copy."""
+        """View host memory of shape (heads, layers, planes, tokens, dim), without a copy."""
         found: Rows = part.view(torch.uint8).numpy().view(self._row)[..., 0]
         return found
 
     def _all_pages(self, host: HostPages) -> Rows:
-        """Every page of a host pool: shape (pages, heads, layers, planes, tokens)."""
+        """All pages of a host pool, shape (pages, heads, layers, planes, tokens)."""
         size, first = host.page_size, host.page(0)
         count = int(host.pool.size) // size
         step = host.page(size).data_ptr() - first.data_ptr() if count > 1 else 0
@@ -145,10 +145,10 @@ class PageCopies:
     def write(
         self, pages: Sequence[tuple[Sequence[PagePart], PayloadLocation]], stops: Callable[[], bool]
     ) -> list[dict[int, int] | None]:
-        """Copy pages into reserved rooms, the first ones first.
+        """Copy pages into reservations, in order.
 
-        Returns segment -> checksum of this rank's part of each page: {} where it could not be written, None
-        where `stops` came before.
+        Returns segment -> checksum of this rank's part of each page: {} if it could not be written, None if
+        `stops` returned true before.
         """
         found: list[dict[int, int] | None] = [None] * len(pages)
 
@@ -164,10 +164,11 @@ class PageCopies:
     def read(
         self, pages: Sequence[tuple[Lease, Sequence[PagePart]]], stops: Callable[[], bool]
     ) -> tuple[int, CornplugError | None]:
-        """Copy leased pages to their places on the host, the first ones first, until `stops`.
+        """Copy leased pages to their places on the host, in order, until `stops`.
 
-        Returns how many, from the first, are there whole and verified, and the error of the next one, if it
-        has one. Heads are verified before they are copied; places of that and of later pages may hold some.
+        Returns the number of leading pages that are complete and verified, and the error of the next page, if
+        any. Heads are verified before they are copied. The places of that page and later pages may contain
+        some heads.
         """
         found: list[bool | CornplugError] = [False] * len(pages)
         failed = False
@@ -186,11 +187,11 @@ class PageCopies:
         return whole, error if isinstance(error, CornplugError) else None
 
     def _each(self, count: int, work: Callable[[int, _Scratch], None], stops: Callable[[], bool]) -> None:
-        """Call `work` with the numbers below `count`, in order, on all threads side by side until `stops`."""
+        """Call `work` with the numbers below `count`, in order, on all threads in parallel until `stops`."""
         numbers = iter(range(count))
 
         def some(scratch: _Scratch) -> None:
-            # A number that was taken is worked on: behind a page that fails, all before it are whole.
+            # A number that was taken is always processed, so all pages before a failed page are complete.
             while not stops() and (number := next(numbers, None)) is not None:
                 work(number, scratch)
 
@@ -205,7 +206,7 @@ class PageCopies:
     def _write(
         self, parts: Sequence[PagePart], location: PayloadLocation, scratch: _Scratch
     ) -> dict[int, int]:
-        """Segment -> checksum. Raises StoreUnavailable."""
+        """Return segment -> checksum. Raises StoreUnavailable."""
         room = self._of_rank(self._mine.store.view(location, writable=True))
         digest = xxhash.xxh3_64_intdigest
         sums: dict[int, int] = {}
@@ -218,7 +219,7 @@ class PageCopies:
         return sums
 
     def _read(self, lease: Lease, parts: Sequence[PagePart], scratch: _Scratch) -> None:
-        """Raises CodecError, StoreUnavailable."""
+        """Copy and verify one page. Raises CodecError, StoreUnavailable."""
         checksums = read_page_header(lease, self._page).checksums
         runs = len(checksums) // self._page.heads
         if not self._mine.has_whole(runs):
@@ -230,14 +231,14 @@ class PageCopies:
             tile.layers[:] = payload[heads, layers]
             for number, segment in zip(numbers, tile.segments, strict=True):
                 if digest(segment) != checksums[number]:
-                    raise CodecError("a page is corrupt", reason="corrupt")
+                    raise CodecError("checksum mismatch in a page", reason="corrupt")
             for inside, there in parts:
                 there[heads, layers] = tile.rows[:, :, :, inside]
 
     def _read_staged(
         self, location: PayloadLocation, checksums: Sequence[int], parts: Sequence[PagePart]
     ) -> None:
-        """As `_read`, where segments hold more layers than this rank."""
+        """Like `_read`, if segments have more layers than this rank."""
         memory = self._mine.memory()
         self._mine.copy(location, checksums, memory)
         rows = self.rows(memory)
@@ -252,7 +253,7 @@ class PageCopies:
         return whole[heads.start : heads.stop, layers.start : layers.stop]
 
     def _blocks(self, scratch: _Scratch, runs: int) -> list[_Block]:
-        """The blocks of this rank's part of a page with so many segments a head."""
+        """The blocks of this rank's part of a page with `runs` segments per head."""
         found = scratch.blocks.get(runs)
         if found is None:
             found = scratch.blocks[runs] = self._plan(scratch.memory, runs)

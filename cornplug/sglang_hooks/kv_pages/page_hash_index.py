@@ -1,8 +1,8 @@
 """Index from SGLang's page hashes to the store's pages.
 
-SGLang hands a storage backend its own hash of each page and nothing else. For the pages of recent
-prompts this index knows where each ends in its sequence and our chain's value there, so that a hash leads
-to the store pages inside its page, or to the store page that contains it.
+SGLang passes only its own hash of each page to a storage backend. For pages of recent prompts, this index
+contains the page's end in its sequence and the value of cornplug's key chain there. A hash then leads to the
+store pages inside its page, or to the store page that contains it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cornplug.identity import LINK_TOKENS, chain
 from cornplug.sglang_hooks.mm.placeholder_tokens import FIRST_PLACEHOLDER
 
 _MAX_BYTES: Final = 64 << 20
-"""Memory of the index. A page that it drops is not shared until its prompt comes again."""
+"""Maximum memory of the index. A page that it drops is not shared until its prompt is sent again."""
 _PAGE_BYTES: Final = 280
 _END_BYTES: Final = 144
 """Measured memory of a page's entry, and of each chain value in it."""
@@ -27,7 +27,7 @@ _MAX_CONTINUATIONS: Final = 4
 
 
 class CacheNamespace(NamedTuple):
-    """SGLang's namespace of a sequence; `extra_key` with the LoRA's id at its end."""
+    """SGLang's namespace of a sequence. `extra_key` ends with the LoRA id."""
 
     extra_key: str | None
     cache_salt: str | None
@@ -35,42 +35,42 @@ class CacheNamespace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HashedPage:
-    """A page of SGLang's, by its place in its sequence and in our chain."""
+    """An SGLang page, with its place in its sequence and in cornplug's key chain."""
 
     space: CacheNamespace
     prior: str | None
-    """SGLang's hash of the page before it; None at the start of a sequence."""
+    """SGLang's hash of the previous page, or None at the start of a sequence."""
     end: int
-    """Tokens of the sequence up to and with this page."""
+    """Number of tokens of the sequence up to the end of this page."""
     link: bytes
-    """Our chain's value there."""
+    """Chain value at that point."""
     ends: tuple[bytes, ...]
-    """Chain values at the ends of store pages: of those inside this page, in order; or, where
-    pages are smaller than the store's, of the store pages that contain it, one for each
-    continuation seen (the newest last). Empty while no continuation is long enough."""
+    """Chain values at the ends of store pages. If SGLang's pages are larger, these are the store pages inside
+    this page, in order. If they are smaller, these are the store pages that contain it, one per known
+    continuation (the newest last). Empty while no continuation is long enough."""
 
 
 class PageOverlap(NamedTuple):
-    """A run of tokens that a page of SGLang's and one of the store have in common."""
+    """Tokens that an SGLang page and a store page have in common."""
 
     links: tuple[bytes, ...]
-    """The store page's last chain value; any of several where continuations differ."""
+    """The store page's last chain value, or several alternatives if continuations differ."""
     inside: slice
-    """Tokens of the store page."""
+    """Range of tokens in the store page."""
     page: slice
-    """Tokens of SGLang's page."""
+    """Range of tokens in SGLang's page."""
 
 
 class PageHashIndex:
-    """Bounded; safe to use from several threads.
+    """Page hash index of bounded size. Thread-safe.
 
     Args:
-        page_size: tokens of SGLang's page. page_tokens: of the store's. One divides the
-            other and both are multiples of 16, else ValueError.
-        is_unkeyed: whether a placeholder value stands for a medium without an embedding key;
-            pages from it on are not recorded.
-        advance: `identity.chain`, or a quicker function with the same results.
-        max_bytes: memory of all entries, about.
+        page_size, page_tokens: tokens of SGLang's page and of the store's. One must divide the other and both
+            must be multiples of 16, else ValueError.
+        is_unkeyed: whether a placeholder value belongs to a medium without an embedding key. Pages from there
+            on are not recorded.
+        advance: `identity.chain`, or a faster function with the same results.
+        max_bytes: approximate memory of all entries.
     """
 
     def __init__(
@@ -83,13 +83,13 @@ class PageHashIndex:
         max_bytes: int = _MAX_BYTES,
     ) -> None:
         if page_size % LINK_TOKENS or page_tokens % LINK_TOKENS:
-            raise ValueError(f"pages of {page_size} and {page_tokens} tokens are not multiples of 16")
+            raise ValueError(f"page sizes {page_size} and {page_tokens} are not multiples of 16")
         if page_size % page_tokens and page_tokens % page_size:
-            raise ValueError(f"of pages of {page_size} and {page_tokens} tokens neither divides the other")
+            raise ValueError(f"page sizes {page_size} and {page_tokens}: neither is a multiple of the other")
         self.page_size, self.page_tokens = page_size, page_tokens
         self._is_foreign = is_unkeyed
         self._advance = advance
-        # A page's hash, its entry, and the chain values in it.
+        # Memory of a page's hash, its entry, and its chain values.
         self._max_pages = max(1, max_bytes // (_PAGE_BYTES + _END_BYTES * max(1, page_size // page_tokens)))
         self._lock = threading.Lock()
         self._pages: OrderedDict[str, HashedPage] = OrderedDict()
@@ -98,12 +98,12 @@ class PageHashIndex:
         return len(self._pages)
 
     def clear(self) -> None:
-        """Forget every page."""
+        """Forget all pages."""
         with self._lock:
             self._pages.clear()
 
     def find(self, hashes: Sequence[str]) -> list[HashedPage | None]:
-        """The pages of these hashes, None for those that are not known."""
+        """Return the pages with these hashes, None for unknown hashes."""
         with self._lock:
             return [self._pages.get(name) for name in hashes]
 
@@ -112,7 +112,7 @@ class PageHashIndex:
     ) -> None:
         """Record the pages of `tokens` under their SGLang `hashes`, after the page `prior`.
 
-        A `prior` of None begins a sequence. Records none where `prior` is unknown, or of another namespace.
+        A `prior` of None begins a sequence. Records nothing if `prior` is unknown or in another namespace.
         """
         size = self.page_size
         with self._lock:
@@ -128,7 +128,8 @@ class PageHashIndex:
                 if before is None or before.space != space:
                     return
                 end, link = before.end, before.link
-        # Not under the lock: a long prompt takes milliseconds, and the scheduler's thread asks here too.
+        # Compute this outside of the lock: a long prompt takes milliseconds, and the scheduler's thread uses
+        # the index too.
         new = self._named(tokens[known * size : len(hashes) * size])
         if not new:
             return
@@ -142,7 +143,7 @@ class PageHashIndex:
                 self._pages.popitem(last=False)
 
     def overlaps(self, page: HashedPage) -> list[PageOverlap]:
-        """The overlaps of a page with store pages; [] while those are unknown."""
+        """Return the overlaps of a page with store pages, or [] while those are unknown."""
         size, stored = self.page_size, self.page_tokens
         if size >= stored:
             return [
@@ -153,12 +154,12 @@ class PageHashIndex:
         return [PageOverlap(page.ends, slice(first, first + size), slice(0, size))] if page.ends else []
 
     def is_closing(self, page: HashedPage) -> bool:
-        """Whether a store page ends where this page ends."""
+        """Return whether a store page ends where this page ends."""
         return page.end % self.page_tokens == 0
 
     def siblings(self, name: str) -> list[tuple[str, HashedPage]]:
-        """The pages (hash, page), in order, that with the closing page `name` as their last make
-        up one store page; fewer where some are forgotten."""
+        """Return the pages (hash, page), in order, that form one store page with the closing page `name` as
+        their last. Fewer if some are forgotten."""
         with self._lock:
             return self._siblings(name)
 
@@ -174,8 +175,8 @@ class PageHashIndex:
         return found[::-1]
 
     def _named(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Whole pages of `tokens` before the first foreign medium."""
-        # Only wide values are looked up: a prompt may have a hundred thousand tokens.
+        """Whole pages of `tokens` before the first medium without a key."""
+        # Check only wide values, because a prompt may have a hundred thousand tokens.
         wide = np.flatnonzero(np.array(tokens, np.int64) >= FIRST_PLACEHOLDER).tolist()
         whole = next((i for i in wide if self._is_foreign(tokens[i])), len(tokens))
         return tokens[: whole // self.page_size * self.page_size]

@@ -1,4 +1,4 @@
-"""Waits of SGLang's storage threads for pages that are on disk, or may be in far stores."""
+"""Waits of SGLang's storage threads for pages on disk or in far stores."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cornplug.store.base import FarReads, Store, Tier
 from cornplug.store.recall import FAR_WAIT_S, recalled, sought, tiers_of
 
 _RECALL_FRESH_S: Final = 60.0
-"""Age at which measurements of a disk expire: one that did not pay is tried again."""
+"""Age at which measurements of a disk expire, so a disk that was too slow is tried again."""
 _RECALL_PAUSE_S: Final = 5.0
-"""Pause of reads from disk after one that did not come in time: each keeps a request waiting."""
+"""Pause of disk reads after a read that exceeded its deadline, because each delays a request."""
 
 
 class PageWaits:
-    """One a `PageReader`.
+    """Waits of one `PageReader`.
 
     Args:
-        entry_bytes: That this rank reads of a page of the store.
-        pace: None: of an engine that is not measured.
+        entry_bytes: bytes that this rank reads from a store page.
+        pace: None if the engine is not measured.
     """
 
     def __init__(
@@ -32,16 +32,17 @@ class PageWaits:
         self._run, self._pace = runtime, pace
         self._page_tokens, self._entry_bytes = page_tokens, entry_bytes
         self._disk_pace = FadedRate()
-        """Of bytes that the store has read from its disk for this rank."""
+        """Bytes that the store has read from its disk for this rank."""
         self._again_s = 0.0
 
     def disk_s(self, entries: int) -> float:
-        """Seconds that the store takes to read so many entries from disk; 0 where it read none lately."""
+        """Seconds that the store takes to read `entries` entries from disk, or 0 if it has not read any
+        recently."""
         return self._disk_pace.seconds(entries * self._entry_bytes, fresh_s=_RECALL_FRESH_S) or 0.0
 
     def begin(self, store: Store, keys: Sequence[bytes], *, tokens: int) -> bool:
-        """Whether far stores are asked for these absent keys, the first of so many tokens: the storage thread
-        then waits for the answers. From the scheduler's thread; waits for nothing."""
+        """Query far stores for these absent keys, the first of `tokens` absent tokens. Returns whether
+        a storage thread should wait for the replies. Called on the scheduler's thread, and does not wait."""
         if not isinstance(store, FarReads) or not store.far_answers or time.monotonic() < self._again_s:
             return False
         first_s = self.disk_s(max(1, tokens // self._page_tokens))
@@ -50,10 +51,10 @@ class PageWaits:
         return bool(store.seek(keys))
 
     def sought(self, parts: Sequence[Sequence[bytes]]) -> dict[bytes, int]:
-        """A `Tier` of each key, after the wait for far stores. Raises StoreUnavailable.
+        """Return a `Tier` for each key, after waiting for far stores. Raises StoreUnavailable.
 
         Args:
-            parts: Keys of each part of the pages: of any one the entry will do.
+            parts: keys of each part of the pages. Any one of a part's entries is sufficient.
         """
         store, deadline_s, began_s = self._run.store, self._run.deadline_s, time.monotonic()
         keys = unique(parts)
@@ -69,7 +70,7 @@ class PageWaits:
         return found
 
     def recalled(self, parts: Sequence[Sequence[bytes]]) -> dict[bytes, int]:
-        """As `sought`, after the wait for entries on disk too. A pause follows a wait that was in vain."""
+        """Like `sought`, but also waits for entries on disk. A wait without a result starts a pause."""
         store, deadline_s = self._run.store, self._run.deadline_s
         if time.monotonic() < self._again_s:
             keys = unique(parts)
@@ -92,10 +93,10 @@ class PageWaits:
 
 
 def unique(parts: Sequence[Sequence[bytes]]) -> list[bytes]:
-    """Each key once, in order."""
+    """Return each key once, in order."""
     return list(dict.fromkeys(key for part in parts for key in part))
 
 
 def lacking(parts: Sequence[Sequence[bytes]], found: Mapping[bytes, int]) -> list[bytes]:
-    """The keys of those parts of which no entry was found."""
+    """Return the keys of parts for which no entry was found."""
     return unique([part for part in parts if not any(found[key] for key in part)])

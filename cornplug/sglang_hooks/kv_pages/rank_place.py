@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RankPlace(NamedTuple):
-    """The place of one rank."""
+    """Place of one rank."""
 
     tp_rank: int
     tp_size: int
@@ -26,24 +26,24 @@ class RankPlace(NamedTuple):
 
     @property
     def layers(self) -> range:
-        """The layers that this rank holds."""
+        """Layers that this rank holds."""
         return self.layers_of_stages[self.stage]
 
     @property
     def ranks(self) -> int:
-        """Ranks that compute a request together."""
+        """Number of ranks that compute a request together."""
         return self.tp_size * len(self.layers_of_stages)
 
     @property
     def first_layers(self) -> list[int]:
-        """The first layer of each stage."""
+        """First layer of each stage."""
         return [layers.start for layers in self.layers_of_stages]
 
 
 def rank_place(config: HiCacheStorageConfig, layers: int) -> RankPlace:
-    """The place of this process's rank, by the storage's config, in a model of so many layers.
+    """Place of this process's rank in a model with `layers` layers, from the storage's config.
 
-    Raises LayoutError("parallelism") for ranks that share no KV.
+    Raises LayoutError("parallelism") for ranks that cannot share KV.
     """
     if why := _excluded(config):
         raise LayoutError(why, reason="parallelism")
@@ -51,7 +51,7 @@ def rank_place(config: HiCacheStorageConfig, layers: int) -> RankPlace:
 
 
 def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
-    """The layers of each pipeline stage of a model with so many, as SGLang divides them."""
+    """Layers of each pipeline stage of a model with `layers` layers, as SGLang divides them."""
     from sglang.srt.distributed.utils import get_pp_indices
 
     return tuple(range(*get_pp_indices(layers, stage, stages)) for stage in range(stages))
@@ -60,21 +60,21 @@ def layers_of_stages(layers: int, stages: int) -> tuple[range, ...]:
 def require_stage(place: RankPlace, device_pool: Any) -> None:
     """Raise LayoutError("layout") unless SGLang's device pool begins with the first layer of the stage.
 
-    That its layers are as many, `layout.page_geometry` finds out.
+    `layout.page_geometry` checks the number of layers.
     """
     if device_pool.start_layer != place.layers.start:
         raise LayoutError(
-            f"the KV pool of stage {place.stage} begins with layer {device_pool.start_layer}, not"
-            f" {place.layers.start}",
+            f"the KV pool of stage {place.stage} begins with layer {device_pool.start_layer}, expected "
+            f"{place.layers.start}",
             reason="layout",
         )
 
 
 def agreed(cache: Any, mine: bool) -> bool:
-    """Whether all ranks that compute this rank's requests say so, of all stages too.
+    """Return whether all ranks that compute this rank's requests agree, including all stages.
 
-    For the start alone, where all of them call it: while SGLang serves, its stages are not in step, and it
-    tells the later ones what the first has decided (`UnifiedRadixCache._all_reduce`).
+    Call it only at start, when all ranks call it. While SGLang handles requests, its stages are not in step,
+    and it passes the first stage's decisions to later stages (`UnifiedRadixCache._all_reduce`).
     """
     vote = torch.tensor([mine], dtype=torch.int32)
     smallest = torch.distributed.ReduceOp.MIN
@@ -85,15 +85,15 @@ def agreed(cache: Any, mine: bool) -> bool:
 
 
 def _excluded(config: HiCacheStorageConfig) -> str:
-    """The kind of parallelism that excludes sharing; "" where none does."""
+    """Kind of parallelism that excludes sharing, or ""."""
     from sglang.srt.layers.dp_attention import is_dp_attention_enabled
 
     for name, size in (("context", config.attn_cp_size), ("decode context", config.dcp_size)):
         if size > 1:
-            return f"{name} parallelism over {size} ranks"
+            return f"{name} parallelism with {size} ranks"
     if is_dp_attention_enabled():
         return "data parallel attention"
     ranks = config.tp_size * config.pp_size
     if ranks > 1 and torch.distributed.get_world_size() != ranks:
-        return f"{torch.distributed.get_world_size()} ranks, of which {ranks} compute this rank's requests"
+        return f"{torch.distributed.get_world_size()} ranks, but only {ranks} compute this rank's requests"
     return ""

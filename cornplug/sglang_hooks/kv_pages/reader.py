@@ -1,4 +1,4 @@
-"""Pages from the store into SGLang's host pool."""
+"""Copies pages from the store to SGLang's host pool."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from cornplug.store.recall import tiers_of
 
 
 class PageReader:
-    """One a rank. Called from SGLang's storage threads; no call raises for want of the store.
+    """Reader of one rank. Called on SGLang's storage threads. No call raises if the store fails.
 
     Args:
-        stopping: whether SGLang waits for its storage threads' end: it ends its server after 10 s.
-        threads: as `PageCopies`'.
+        stopping: whether SGLang waits for its storage threads to end. It exits after 10 s.
+        threads: see `PageCopies`.
         counts_tokens: False for pages whose tokens another reader counts as saved.
-        pace: as `PageWaits`'.
+        pace: see `PageWaits`.
     """
 
     def __init__(
@@ -62,27 +62,27 @@ class PageReader:
         self.disk_s = self._waits.disk_s
 
     def close(self) -> None:
-        """End the connection of the scheduler's thread, and the copying threads."""
+        """Close the connection of the scheduler's thread, and end the copying threads."""
         self._asking.close()
         self._copies.close()
 
     def roots(self) -> RootsOfCall:
-        """The roots that one call needs."""
+        """Create the roots for one call."""
         return RootsOfCall(self._roots)
 
     def keys(self, page: HashedPage, part: PageOverlap, roots: RootsOfCall) -> list[bytes]:
-        """The store's keys of a part, newest continuation first. Raises CheckpointError."""
+        """Keys of a part in the store, newest continuation first. Raises CheckpointError."""
         root = roots.root(page.space)
         return [
             page_key(self._run.secret, root, self._index.page_tokens, link) for link in reversed(part.links)
         ]
 
     def begins(self, first: str | None, tokens: int) -> bool | None:
-        """Whether the store has the page `first`, the first of `tokens` that the engine lacks; None where far
-        stores are asked for it.
+        """Return whether the store has the page `first`, the first of `tokens` that the engine lacks, or None
+        if far stores are queried for it.
 
         Counts the tokens as missed if it is absent. Called on the scheduler's thread, with a second
-        connection, so that it waits for no call of the storage threads. Raises CornplugError.
+        connection, so that it does not wait for calls of the storage threads. Raises CornplugError.
         """
         plan = list(self._plan(self._index.find([first]))) if first is not None else []
         if not plan:
@@ -101,8 +101,8 @@ class PageReader:
         return found
 
     def count(self, hashes: Sequence[str]) -> tuple[int, int]:
-        """How many of these pages, from the first, the store has, and how many of its entries for them are on
-        disk only. From the scheduler's thread, as `begins`. Raises CornplugError."""
+        """Return how many leading pages the store has, and how many of their entries are only on disk. Called
+        on the scheduler's thread, like `begins`. Raises CornplugError."""
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         keys = list(dict.fromkeys(key for parts in wanted for part in parts for key in part))
         if not keys:
@@ -114,8 +114,8 @@ class PageReader:
         return found, tiers.count(Tier.DISK)
 
     def present(self, hashes: Sequence[str]) -> int:
-        """How many pages, from the first, the store has whole, once it has read those that are on disk only;
-        counts those that it lacks. Raises CornplugError."""
+        """Return how many leading pages the store has completely, after reading pages that are only on disk.
+        Counts missing pages. Raises CornplugError."""
         wanted = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         if not wanted:
             self._missed("no_page_key", len(hashes) * self._index.page_size)
@@ -133,12 +133,12 @@ class PageReader:
         return count
 
     def tiers(self, hashes: Sequence[str], *, asking: bool = False, recall: bool = False) -> list[Tier]:
-        """Where each of these pages is: absent if a part of it is, on disk if a part is there only; absent
-        too behind the first page that has no name in the store. Raises CornplugError.
+        """Return where each of these pages is: absent if a part of it is absent, on disk if a part is only
+        there. Pages after the first page without a key count as absent. Raises CornplugError.
 
         Args:
-            asking: from the scheduler's thread, as `begins`: far stores are not asked.
-            recall: wait for those that are on disk only, as `present`.
+            asking: called on the scheduler's thread, like `begins`. Far stores are not queried.
+            recall: wait for pages that are only on disk, like `present`.
         """
         plan = [[keys for _, keys in parts] for parts in self._plan(self._index.find(hashes))]
         wanted = [part for parts in plan for part in parts]
@@ -156,11 +156,11 @@ class PageReader:
         return pages + [Tier.ABSENT] * (len(hashes) - len(pages))
 
     def count_absent(self, pages: int) -> None:
-        """Count pages of SGLang's that the store cannot give."""
+        """Count SGLang pages that the store does not have."""
         self._missed("absent", pages * self._index.page_size)
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> int:
-        """Copy pages into the host pool, each verified first. Returns how many were copied, from the first.
+        """Copy pages to the host pool, each verified first. Returns the number of leading pages copied.
 
         `slots` are the first slots of the pages.
         """
@@ -193,8 +193,8 @@ class PageReader:
         return done
 
     def borrow(self, page: HashedPage) -> torch.Tensor | None:
-        """A page of SGLang's, (heads, layers, planes, tokens, dim), out of a larger one of the
-        store; None where the store has none. Raises CornplugError."""
+        """Return an SGLang page, (heads, layers, planes, tokens, dim), from a larger store page, or None if
+        the store does not have it. Raises CornplugError."""
         parts = self._index.overlaps(page)
         if not parts:
             return None
@@ -213,15 +213,15 @@ class PageReader:
         slots: Sequence[int],
         leases: Mapping[bytes, Lease],
     ) -> tuple[list[tuple[Lease, list[PagePart]]], list[int]]:
-        """(pages of the store and their places on the host, up to the plan's first page without a lease; of
-        each page of the plan how many of these it takes, from the first)"""
+        """(store pages and their places on the host, up to the plan's first page without a lease; for each
+        page of the plan, how many leading store pages it needs)"""
         jobs: list[tuple[Lease, list[PagePart]]] = []
         ends: list[int] = []
         at_hand: bytes | None = None
         for parts, slot in zip(plan, slots, strict=False):
             there = self._copies.at(slot)
             for part, keys in parts:
-                # Neighbours often lie in one page of the store.
+                # Adjacent pages are often in the same store page.
                 if at_hand not in keys:
                     at_hand = next((key for key in keys if key in leases), None)
                     if at_hand is None:
@@ -232,7 +232,7 @@ class PageReader:
         return jobs, ends
 
     def _plan(self, pages: Sequence[HashedPage | None]) -> Iterator[list[tuple[PageOverlap, list[bytes]]]]:
-        """Parts and their keys of each page, up to the first that has no name in the store."""
+        """Parts of each page and their keys, up to the first page without a key in the store."""
         made: dict[tuple[CacheNamespace, tuple[bytes, ...]], list[bytes]] = {}
         roots = self.roots()
         for page in pages:
@@ -256,20 +256,20 @@ class PageReader:
         try:
             yield {lease.key: lease for lease in leases}
         finally:
-            # A store that is gone has ended the leases by itself.
+            # A store that has exited has ended its leases.
             with suppress(StoreUnavailable):
                 if leases:
                     store.release([lease.token for lease in leases], deadline_s=deadline_s)
 
     def _missed(self, reason: str, tokens: int) -> None:
-        # In whole pages of the store: no engine could have stored a part of one.
+        # Count whole store pages, because no engine could have stored a part of a page.
         if pages := tokens // self._index.page_tokens:
             self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
     def _count(self, done: int, reason: str) -> None:
         app, tokens = self._run.app, done * self._index.page_size
         if done and self._counts_tokens:
-            # In pages of the store, as every other engine counts them.
+            # Count store pages, like all other engines.
             pages = max(1, tokens // self._index.page_tokens)
             self._tally.count("cornplug_hits_total", app, KV_PAGE, "store", by=pages)
             self._tally.count("cornplug_saved_tokens_total", app, by=tokens)
@@ -281,10 +281,10 @@ class PageReader:
 
 
 def _nearest(tiers: Sequence[Tier]) -> Tier:
-    """Where one of several entries is, any of which will do."""
+    """Best tier of several entries, if any one is sufficient."""
     return min((tier for tier in tiers if tier), default=Tier.ABSENT)
 
 
 def _farthest(tiers: Sequence[Tier]) -> Tier:
-    """Where several entries are, all of which are needed."""
+    """Worst tier of several entries, if all are needed."""
     return Tier.ABSENT if Tier.ABSENT in tiers else max(tiers)

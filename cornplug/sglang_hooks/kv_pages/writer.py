@@ -1,8 +1,8 @@
-"""Pages from SGLang's host pool into the store.
+"""Copies pages from SGLang's host pool to the store.
 
-Ranks of tensor parallelism and of pipeline stages write one page together without messages between them:
-each reserves its part of the same room, writes its heads of its layers and commits their checksums, and the
-daemon joins the parts to a page. A rank that is late, gone or stopped in the middle delays no other rank.
+Tensor-parallel ranks and pipeline stages write a page together without messages between them. Each rank
+reserves its part of the same reservation, writes its heads of its layers and commits their checksums, and the
+daemon joins the parts. A rank that is late, or has exited in the middle, does not delay other ranks.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.store.base import Reservation, ReserveRefusal, WriterPart
 
 _TAIL_BYTES: Final = 64 << 20
-"""Small pages kept until the store's page that they begin is complete."""
+"""Maximum bytes of small pages that are kept until their store page is complete."""
 _ROUND_BYTES: Final = 64 << 20
-"""Bytes reserved by one call: a young store grows by so much in one answer, for which others wait."""
+"""Bytes reserved by one call. A new store grows by this size within one call, while others wait."""
 _SAVE_S: Final = 30.0
-"""Longest for one call. Until it returns SGLang keeps the pages in its host pool in place."""
+"""Maximum duration of a call. Until it returns, SGLang keeps the pages in its host pool."""
 _STOP_S: Final = 3.0
-"""Longest once SGLang waits for this thread's end: it ends its server after 10 s."""
+"""Maximum duration after SGLang begins to wait for this thread to end. It exits after 10 s."""
 _FIRST_PAUSE_S: Final = 0.01
 _LONGEST_PAUSE_S: Final = 0.1
 
@@ -52,10 +52,11 @@ _Wanted = Mapping[bytes, Sequence[PagePart | _Stored]]
 def part_of(
     page: PageGeometry, tp_size: int, tp_rank: int, group: bytes, *, stages: int = 1, stage: int = 0
 ) -> WriterPart | None:
-    """A rank's part of pages that all ranks of `group` write; None where it writes whole pages, or none.
+    """Return a rank's part of pages that all ranks of `group` write, or None if it writes whole pages or
+    none.
 
-    `tp_size` ranks hold the heads, in each of `stages` that hold the layers. Raises LayoutError where the
-    heads do not split.
+    `tp_size` ranks hold the heads, in each of `stages` stages that hold the layers. Raises LayoutError if the
+    heads cannot be split.
     """
     writers = [rank for rank in range(tp_size) if tensor_parallel_heads(page.heads, tp_size, rank)[1]]
     parts = stages * len(writers)
@@ -65,13 +66,13 @@ def part_of(
 
 
 class PageWriter:
-    """One a rank. Called from SGLang's backup thread; no call raises for want of the store.
+    """Writer of one rank. Called on SGLang's backup thread. No call raises if the store fails.
 
     Args:
-        part: this rank's, None where it writes pages whole, or none.
-        pace: measures the engine's steps: what its pages cost.
-        only_seen: as `PagePublisher`'s.
-        threads: as `PageCopies`'.
+        part: this rank's part, or None if it writes whole pages or none.
+        pace: measures the engine's steps, which give the cost of its pages.
+        only_seen: see `PagePublisher`.
+        threads: see `PageCopies`.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class PageWriter:
         if not self._mine.held.writes:
             return
         if self._epoch != weights_guard.epoch():
-            # SGLang's hash of a page says nothing of the weights that its tail was computed with.
+            # SGLang's page hash does not depend on the weights that computed the tail.
             self._tails.clear()
             self._epoch, self._tail_bytes = weights_guard.epoch(), 0
         self._offer(self._wanted(hashes, slots))
@@ -123,7 +124,7 @@ class PageWriter:
     # -- complete pages of the store -----------------------------------------------------------
 
     def _wanted(self, hashes: Sequence[str], slots: Sequence[int]) -> _Wanted:
-        """Key -> parts, of the store's pages that these pages complete."""
+        """Key -> parts of the store pages that these pages complete."""
         at = dict(zip(hashes, slots, strict=True))
         roots = self._reader.roots()
         found: dict[bytes, Sequence[PagePart | _Stored]] = {}
@@ -150,7 +151,7 @@ class PageWriter:
         return self._reader.keys(page, part._replace(links=(page.link,)), roots)[0]
 
     def _gathered(self, closing: str, at: Mapping[str, int]) -> list[PagePart | _Stored] | None:
-        """The small pages of one store page; None where one of them is lost."""
+        """The small pages of one store page, or None if one of them is lost."""
         found: list[PagePart | _Stored] = []
         for name, page in self._index.siblings(closing):
             parts = self._index.overlaps(page)
@@ -167,7 +168,7 @@ class PageWriter:
         return found if complete else None
 
     def _keep_tails(self, hashes: Sequence[str], slots: Sequence[int]) -> None:
-        """Keep copies of the pages after the last complete store page: the rest of it may come later."""
+        """Keep copies of the pages after the last complete store page, because the rest of it may follow."""
         size, index = self._index.page_size, self._index
         if size >= index.page_tokens:
             return
@@ -184,9 +185,9 @@ class PageWriter:
     # -- writing them ---------------------------------------------------------------------------
 
     def _offer(self, wanted: _Wanted) -> None:
-        """Write pages, some at a time and the first ones first: a reader stops at the first that is lacking.
+        """Write pages in small groups, in order, because a reader stops at the first missing page.
 
-        SGLang offers no page twice, so pages that a growing store refuses are asked for again while it grows.
+        SGLang offers each page only once, so pages that a growing store refuses are retried while it grows.
         """
         left, step = list(wanted), max(1, _ROUND_BYTES // self._mine.page.page_bytes)
         moved_s = time.monotonic()
@@ -208,7 +209,8 @@ class PageWriter:
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _write(self, wanted: _Wanted, keys: Sequence[bytes], left_s: float) -> list[bytes]:
-        """Reserve pages, write this rank's heads, commit. Returns those that a growing store refused."""
+        """Reserve pages, write this rank's heads, and commit. Returns the keys that a growing store
+        refused."""
         reserved, refused = [], []
         self._cost.seconds = self._pace.compute_s(self._mine.page.page_tokens)
         answers = self._publisher.reserve(keys, deadline_s=min(self._run.background_timeout_s, left_s))
@@ -225,7 +227,7 @@ class PageWriter:
         return refused
 
     def _fill(self, wanted: _Wanted, reserved: Sequence[Reservation]) -> None:
-        """Write this rank's heads into reserved pages, and commit."""
+        """Write this rank's heads to reserved pages, and commit."""
         pages = [(one, self._at_hand(wanted[one.key])) for one in reserved]
         broken = [one for one, parts in pages if parts is None]
         whole = [(one, parts) for one, parts in pages if parts is not None]
@@ -246,7 +248,7 @@ class PageWriter:
         self._publisher.commit(written)
 
     def _has_to_stop(self) -> bool:
-        """Whether SGLang has waited for this thread's end for `_STOP_S`."""
+        """Return whether SGLang has waited for this thread to end for `_STOP_S`."""
         now_s = time.monotonic()
         if not self._reader.stopping():
             self._stops_s = None
@@ -255,7 +257,7 @@ class PageWriter:
         return self._stops_s is not None and now_s >= self._stops_s
 
     def _at_hand(self, parts: Sequence[PagePart | _Stored]) -> list[PagePart] | None:
-        """The parts in memory, copied from the store where they are only there; None where that failed."""
+        """Return the parts in memory, copied from the store if necessary, or None if that failed."""
         found = []
         try:
             for part in parts:

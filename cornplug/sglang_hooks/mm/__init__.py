@@ -1,1 +1,1 @@
-"""Embeddings between SGLang's requests, the store and the encoder service."""
+"""Transfer of embeddings between SGLang's requests, the store and the encoder service."""

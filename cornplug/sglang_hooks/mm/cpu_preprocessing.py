@@ -1,10 +1,10 @@
-"""Images of a GPU server decoded and resized on the CPU, as vLLM and the encoder service do.
+"""Decodes and resizes images of a GPU server on the CPU, like vLLM and the encoder service.
 
-On CUDA SGLang decodes JPEGs by nvJPEG and resizes in float32; Pillow and torchvision on a CPU give other
-pixels. With SGLang's own way a server shares images with its like only (`preprocessing_probe.py` finds out),
-and the tower runs once for it and once for all others. SGLang's authors measured 9.3 full-page images a
-second on a GB300 with preprocessing there and one worker, 8.8 on its CPU with two
-(`BaseMultimodalProcessor._resolve_auto_mm_processor_worker_num`).
+On CUDA, SGLang decodes JPEGs with nvJPEG and resizes in float32. Pillow and torchvision on a CPU give
+different pixels. With SGLang's default, a server shares images only with similar servers
+(`preprocessing_probe.py` detects this), and the tower runs once for them and once for all others. SGLang's
+authors measured 9.3 full-page images per second on a GB300 with preprocessing there and one worker, and 8.8
+on its CPU with two (`BaseMultimodalProcessor._resolve_auto_mm_processor_worker_num`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _ANSWER_S: Final = 0.5
 
 
 def wanted(config: Config, *, device: str, family: str, dtype: str) -> bool:
-    """Whether a server on `device` preprocesses images of `family` on its CPU. Logs its decision."""
-    # ROCm's device has this name too. On other devices SGLang's own choice stays.
+    """Return whether a server on `device` preprocesses images of `family` on its CPU. Logs the decision."""
+    # ROCm's device has this name too. Other devices keep SGLang's own choice.
     if device != "cuda" or not config.engine.share_embeddings or family not in validated_families(dtype):
         return False
     how = config.engine.sglang_preprocessing
@@ -31,19 +31,20 @@ def wanted(config: Config, *, device: str, family: str, dtype: str) -> bool:
         how = "cpu" if _answers(config.encoder) else "device"
     if how == "cpu":
         logger.info(
-            "cornplug: images are decoded and resized on the CPU, as by vLLM and the encoder service, which "
-            'share them. engine.sglang_preprocessing = "device" leaves that to the GPU'
+            "cornplug: images are decoded and resized on the CPU, as in vLLM and the encoder service, so "
+            'their embeddings are shared. Set engine.sglang_preprocessing = "device" to use the GPU'
         )
     else:
         logger.warning(
-            "cornplug: the GPU decodes and resizes images, to other pixels than vLLM and the encoder service "
-            'have: they share none with this server. engine.sglang_preprocessing = "cpu" shares them'
+            "cornplug: the GPU decodes and resizes images. The pixels differ from those of vLLM and the "
+            "encoder service, so their embeddings are not shared with this server. Set "
+            'engine.sglang_preprocessing = "cpu" to share them'
         )
     return how == "cpu"
 
 
 def _answers(config: EncoderConfig) -> bool:
-    """Whether anything listens where this server's engine will ask for embeddings."""
+    """Return whether a server listens at the address that the engine uses for embeddings."""
     for url in config.engine_urls:
         parts = urlsplit(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -65,12 +66,12 @@ def _device(original: Callable[..., Any], this: Any, processor: Any) -> str:
 
 
 def _competes(original: Callable[..., Any], this: Any) -> bool:
-    """False: SGLang then takes two workers, as on every CPU."""
+    """Return False, so that SGLang uses two workers, as on every CPU."""
     return False
 
 
 def _making(this: Any, *_args: Any, **_kwargs: Any) -> None:
-    # SGLang reads it from the class: one process serves one model.
+    # SGLang reads this from the class. One process serves one model.
     type(this).gpu_image_decode = False
 
 

@@ -1,13 +1,13 @@
-"""An image's embedding on its way to the store, before the request goes to the scheduler.
+"""Gets an image's embedding into the store before the request goes to the scheduler.
 
     in the store ──────────────────────────────> the scheduler takes it from there
     else: ask the encoder service ──stored─────> the same
                 └─ absent, refused, late ──────> a counted miss: the engine encodes
     where the tower is quicker than the store ─> a counted miss, without a lookup
 
-In the tokenizer process: only this request waits, inside the deadline, which follows from the scheduler
+This runs in the tokenizer process. Only this request waits, up to a deadline that depends on the scheduler
 process's measurements of its tower. The origin of the embedding is sent with the item, and the scheduler
-counts the hit when it takes it.
+counts the hit when it uses the embedding.
 """
 
 from __future__ import annotations
@@ -47,30 +47,31 @@ from cornplug.store.recall import recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)
-"""Whether this task's request has waited for an encoder until its deadline: it waits for no other one."""
+"""Whether this task's request has waited for an encoder until its deadline. It does not wait for another
+one."""
 
 
 def source_of(item: Any) -> str | None:
-    """How the embedding of an item came to be in the store; None where it is not known to be."""
+    """Return how the embedding of an item was stored, or None if that is unknown."""
     found: str | None = item.model_specific_data.get(_SOURCE)
     return found
 
 
 class EmbeddingPrefetcher:
-    """One for each tokenizer process. Called on its event loop, which is never blocked."""
+    """Embedding prefetch of one tokenizer process. Called on its event loop, which is never blocked."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally) -> None:
         self._run = runtime
         self._tally = tally
         self._policy = EncoderRequestPolicy()
         self._encoder = engine_encoder(runtime.config, runtime.secret)
-        # Not asyncio's own: those may all be busy decoding images.
+        # asyncio's own threads may all be busy with decoding images.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="cornplug-ask")
 
     async def prepare(
         self, items: list[Any], tower_of: Callable[[Any], TowerIdentity | None], salt: str | None
     ) -> None:
-        """See to it that the store has the embeddings of named items, each of its tower. Never raises."""
+        """Get the embeddings of named items into the store, each from its tower. Never raises."""
         if weights_guard.replaced():
             return
         keys = [placeholder_tokens.key_of(item) for item in items]
@@ -84,12 +85,12 @@ class EmbeddingPrefetcher:
                 item.model_specific_data[_SOURCE] = found[key]
 
     def close(self) -> None:
-        """End the connection to the service."""
+        """Close the connection to the service."""
         self._encoder.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _one(self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None) -> str:
-        """The source of an item's embedding, "" after a counted miss."""
+        """Return the source of an item's embedding, or "" after a counted miss."""
         began = time.monotonic()
         always = self._run.config.store.load_when == "always"
         if not always and not engine_state.current().fetch_pays():
@@ -103,7 +104,7 @@ class EmbeddingPrefetcher:
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, e.reason)
             return ""
         except Exception:  # noqa: BLE001 - whatever nobody foresaw: the engine encodes it
-            logger.exception("cornplug: the lookup of an embedding failed")
+            logger.exception("cornplug: looking up an embedding failed")
             self._tally.count("cornplug_misses_total", self._run.app, EMBEDDING, "error")
             return ""
         finally:
@@ -114,7 +115,9 @@ class EmbeddingPrefetcher:
         self, key: bytes, item: Any, tower: TowerIdentity | None, salt: str | None, began: float
     ) -> str:
         if waited.get():
-            raise EncoderUnavailable("the request has waited for an encoder", reason="encoder_timeout")
+            raise EncoderUnavailable(
+                "the request has already waited for an encoder", reason="encoder_timeout"
+            )
         identity = self._policy.identity_to_ask(
             tower, identified=True, refusal=self._encoder.refusal, now=began
         )
@@ -154,7 +157,8 @@ class EmbeddingPrefetcher:
         return tiers[0] == Tier.MEMORY
 
     def _put(self, key: bytes, tensor: WireTensor) -> None:
-        """Store an embedding that the service could not store: it is on another host, or its store failed."""
+        """Save an embedding that the service could not save, because it is on another host or its store
+        failed."""
         outcome = put_payload(
             self._run.store,
             tensor.data,
@@ -166,11 +170,13 @@ class EmbeddingPrefetcher:
             deadline_s=self._run.background_timeout_s,
         )
         if outcome not in ("stored", "present"):
-            raise StoreUnavailable(f"no room for an embedding: {outcome}", reason=f"store_{outcome}")
+            raise StoreUnavailable(
+                f"cannot reserve memory for an embedding: {outcome}", reason=f"store_{outcome}"
+            )
 
 
 def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
-    """Name -> tensor of one item, as its tower gets them. Raises EncoderRefused("no_inputs")."""
+    """Name -> tensor of one item, in the form its tower receives. Raises EncoderRefused("no_inputs")."""
     known = {**item.model_specific_data, "pixel_values": item.feature}
     values = {name: known[name] for name in wanted if name in known}
     found = {}
@@ -178,7 +184,7 @@ def _inputs(item: Any, wanted: Sequence[str]) -> dict[str, WireTensor]:
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, torch.Tensor):
-            # For instance a handle to another process's GPU memory, or LLaVA's sizes: (width, height).
+            # Examples are a handle to another process's GPU memory, and LLaVA's sizes: (width, height).
             raise EncoderRefused(f"{name} is a {type(value).__name__}", reason="no_inputs")
         found[name] = to_wire(value)
     return found

@@ -1,15 +1,15 @@
-"""Takes embeddings of images with a key from the store in place of the tower, and publishes those that the
-tower computes (scheduler processes).
+"""Loads embeddings of images with a key from the store instead of running the tower, and saves embeddings
+that the tower computes (scheduler processes).
 
-SGLang decides which images of a batch its own embedding cache lacks, and calls the model's
-`get_image_feature` for these. `EncoderBypass` replaces that call: it takes stored embeddings, verified;
-the tower computes the others; both go into SGLang's cache by its own code.
+SGLang determines which images of a batch are not in its own embedding cache, and calls the model's
+`get_image_feature` for these. `EncoderBypass` replaces that call. It loads and verifies stored embeddings,
+the tower computes the others, and SGLang's own code puts both into its cache.
 
     miss items ──> Encoding ──in the store──> verified, on the device ─┐
                       └─ the rest ──> the model's own tower ──────────┴─> one tensor an item
 
-A tower may run collectives over the tensor-parallel ranks, so they all must run it for the same
-images: each rank reads for itself, then they agree on the embeddings that every one of them has.
+A tower may run collectives over the tensor-parallel ranks, so all ranks must run it for the same images. Each
+rank reads from the store, and then they agree on the embeddings that every rank has.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ EmbedItems = Callable[[list[Any]], Any]
 
 
 class EmbeddingSource:
-    """One for each scheduler process; all calls come from the thread that runs the model."""
+    """Embedding source of one scheduler process. All calls are made by the thread that runs the model."""
 
     def __init__(self, runtime: EngineRuntime, tally: Tally, *, dtype: str, width: int, first: bool) -> None:
-        """`dtype` (torch's name without "torch.") and `width` (columns) are the language model's.
-        Of several ranks that do the same, only the `first` publishes and counts."""
+        """`dtype` (torch's name without "torch.") and `width` (columns) are the language model's. Of several
+        ranks that do the same, only the `first` saves and counts."""
         self._run = runtime
         self._tally = tally
         self._dtype = dtype
@@ -57,9 +57,9 @@ class EmbeddingSource:
         self._row_bytes = 0
 
     def take(self, items: Sequence[Any], model: Any, device: torch.device) -> list[torch.Tensor | None]:
-        """Each item's embedding as `model` consumes it, (rows, width) on `device`, where the store
-        has it and is expected to."""
-        # Such a tower (Qwen3-VL) also feeds deeper layers: their rows lie behind, side by side.
+        """Return each item's embedding in the form that `model` consumes, (rows, width) on `device`, if it is
+        expected in the store and found."""
+        # Such a tower (Qwen3-VL) also feeds deeper layers, whose columns are appended.
         deepstack = getattr(model, "use_deepstack", None) or {}
         found = []
         for item in items:
@@ -68,7 +68,7 @@ class EmbeddingSource:
         return found
 
     def used(self, items: Sequence[Any], taken: Sequence[torch.Tensor | None]) -> None:
-        """Count the embeddings that were taken and are used."""
+        """Count the embeddings from the store that are used."""
         app = self._run.app
         for item, tensor in zip(items, taken, strict=True):
             if tensor is not None and self._first:
@@ -77,7 +77,7 @@ class EmbeddingSource:
                 self._tally.count("cornplug_bytes_total", app, EMBEDDING, "load", by=tensor.nbytes)
 
     def computed(self, items: Sequence[Any], made: Sequence[torch.Tensor], *, publish: bool) -> None:
-        """Offer the embeddings of this engine's tower to the store. Returns at once."""
+        """Save the embeddings of this engine's tower. Returns immediately."""
         try:
             for item, tensor in zip(items, made, strict=True):
                 key = key_of(item) if publish and self._first and is_current(item) else None
@@ -87,7 +87,7 @@ class EmbeddingSource:
             self._log_error("offer")
 
     def encode(self, original: EmbedItems, items: list[Any], device: torch.device) -> Any:
-        """The model's own embeddings of `items`. Notes the measured time for the tokenizer process."""
+        """Compute embeddings of `items` with the model. Records the time for the tokenizer process."""
         if self._tower is None:
             self._tower = TowerClock(device)
         self._tower.begin()
@@ -102,11 +102,11 @@ class EmbeddingSource:
         return made
 
     def close(self) -> None:
-        """Finish the embeddings that are being published."""
+        """Finish pending saves."""
         self._publisher.close()
 
     def _take(self, item: Any, width: int, device: torch.device) -> torch.Tensor | None:
-        # Without a source the tokenizer has counted its miss, and nobody expects it to be there.
+        # Without a source, the tokenizer has counted a miss, and the embedding is not expected in the store.
         key = key_of(item)
         if key is None or source_of(item) is None:
             return None
@@ -117,13 +117,13 @@ class EmbeddingSource:
         try:
             found = get_payload(self._run.store, key, deadline_s=self._run.deadline_s)
             if found is None:
-                raise CodecError("it was there a moment ago", reason="evicted")
+                raise CodecError("the embedding was evicted after the lookup", reason="evicted")
             header, payload = found
             expected = ExpectedEmbedding(key, rows_of(item), width, self._dtype)
             expected.check(header.dtype, header.shape, len(payload))
             dtype = getattr(torch, header.dtype)
             tensor = torch.frombuffer(payload, dtype=dtype).view(header.shape).to(device, non_blocking=True)
-            # The copy with it: from memory that is not pinned, CUDA returns when the host is done.
+            # This includes the copy: from memory that is not pinned, CUDA returns when the host is done.
             self._rule.read(len(payload), time.perf_counter() - began)
             self._row_bytes = width * dtype.itemsize
         except CornplugError as e:
@@ -135,7 +135,7 @@ class EmbeddingSource:
         return tensor
 
     def _log_error(self, what: str) -> None:
-        compat.logger.exception("cornplug: the %s of an embedding failed", what)
+        compat.logger.exception("cornplug: embedding %s failed", what)
         self._miss("error")
 
     def _miss(self, reason: str) -> None:
@@ -149,21 +149,21 @@ class EmbeddingSource:
 
 
 class EncoderBypass:
-    """Replaces a model's `get_image_feature` in one call of SGLang's."""
+    """Replacement for a model's `get_image_feature` in one call of SGLang."""
 
     def __init__(self, original: EmbedItems, here: EmbeddingSource | None, device: torch.device) -> None:
-        """`here` is None on a rank that cannot share; it still takes part in the ranks' agreement."""
+        """`here` is None on a rank that cannot share. It still takes part in the ranks' agreement."""
         self._original = original
         self._here = here
         self._device = device
-        # By these SGLang recognises encoders that move features to the device by themselves.
+        # SGLang uses these attributes to recognise encoders that move features to the device themselves.
         self.__self__ = getattr(original, "__self__", None)
         self.__name__ = getattr(original, "__name__", "")
 
     def __call__(self, items: list[Any]) -> Any:
-        """The original's result for `items`, or a list of (rows, width) tensors, one for each.
+        """Return the original's result for `items`, or a list of (rows, width) tensors, one per item.
 
-        Raises the original's exceptions, and no others.
+        Raises only the original's exceptions.
         """
         if not any(key_of(item) is not None for item in items):
             return self._original(items)
@@ -176,7 +176,7 @@ class EncoderBypass:
         made = self._made(here, rest) if rest else []
         split = _split(made, rest)
         if split is None:
-            # Not one run of rows for each item: nothing to cut, so everything is the engine's.
+            # The output cannot be split by items, so the engine computes everything.
             return made if len(rest) == len(items) else self._original(items)
         if here is not None:
             here.used(items, taken)
@@ -189,7 +189,8 @@ class EncoderBypass:
 
 
 def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
-    """The tower's output, one (rows, width) tensor for each item; None where it does not divide so."""
+    """Split the tower's output into one (rows, width) tensor per item, or return None if it cannot be
+    split."""
     rows = [rows_of(item) for item in items]
     if isinstance(made, list):
         flat = [tensor.reshape(-1, tensor.shape[-1]) for tensor in made]
@@ -201,7 +202,7 @@ def _split(made: Any, items: Sequence[Any]) -> list[torch.Tensor] | None:
 
 
 def _agreed(taken: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """The embeddings that every rank of the group has, else None. All of its ranks call it, or none."""
+    """Keep the embeddings that every rank of the group has. Either all of its ranks call this, or none."""
     from sglang.srt.layers.dp_attention import get_dp_tp_group
 
     group = get_dp_tp_group()
@@ -230,7 +231,7 @@ def _embeddings() -> EmbeddingSource | None:
             first=get_dp_tp_group().rank_in_group == 0,
         )
     except CornplugError as e:
-        # The tokenizer process assigns no keys then, and logs the reason.
+        # The tokenizer process assigns no keys in this case, and logs the reason.
         compat.logger.debug("cornplug: embeddings are not shared: %s", e)
         return None
 

@@ -1,20 +1,20 @@
-"""Embedding keys for embeddings that come by SGLang's encoder disaggregation.
+"""Embedding keys for embeddings that are sent by SGLang's encoder disaggregation.
 
     cornplug encoder ── header + rows ──> tokenizer or scheduler ──> items
                           └ statement: model, media digests, signed      └ `assign_key` (embedding key)
 
-A statement is valid where the store's secret signed it over these very rows. The key is never
-taken from the wire: it is made here, of this engine's own model identity, the media digests and the
-request's salt. A statement with another model, dtype or preprocessing than those of this engine's
-checkpoint is refused: the request fails, or is encoded here. Embeddings without a statement (a stock
-encoder's) are used as SGLang uses them, and get no key.
+A statement is valid if it is signed with the store's secret for exactly these rows. The key is never read
+from the message. It is computed from this engine's own model identity, the media digests and the request's
+salt. A statement with another model, dtype or preprocessing than this engine's checkpoint is rejected: the
+request fails, or this server encodes the image itself. Embeddings without a statement (from a stock encoder)
+are used as in stock SGLang, and get no key.
 
-Hashing the rows of a large image takes tens of milliseconds, so a thread does it; meanwhile the
-request waits as it does for a part that is still on its way, and the scheduler's step goes on.
+Hashing the rows of a large image takes tens of milliseconds, so a thread does it. In the meantime the request
+waits as for a part that has not arrived, and the scheduler's step continues.
 
-With `zmq_to_tokenizer` the key waits at the item until the request goes to the scheduler, as other
-hooks set keys before that. With `zmq_to_scheduler` each rank sets the keys of its items, and all must
-set the same: the model's identity is read before the server is up, and the ranks compare it.
+With `zmq_to_tokenizer`, the key is set when the request goes to the scheduler, because other hooks set keys
+before that. With `zmq_to_scheduler`, each rank sets the keys of its items, and all must set the same keys.
+Therefore the model's identity is read before the server is ready, and the ranks compare it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ _KEY: Final = "_cornplug_epd_key"
 _PARTS: Final = "_cornplug_epd_parts"
 
 _AT_ONCE_BYTES: Final = 1 << 20
-"""Rows that are hashed at once, in a millisecond: handing them to a thread takes as long."""
+"""Maximum size of rows that are hashed without a thread, which takes a millisecond. Switching to a thread
+takes as long."""
 
 Media = Sequence[bytes] | None
-"""Digests of a part's images; None without a valid statement."""
+"""Digests of a part's images, or None without a valid signature."""
 
 
 @dataclass(slots=True)
@@ -56,52 +57,54 @@ class _EpdState:
     """The model of this process's engine."""
 
     identity: bytes | None = None
-    """The model identity that statements must name; None: no statement is valid."""
+    """Model identity that signed statements must contain, or None if no statement is accepted."""
 
 
 _here = _EpdState()
 _receiving: ContextVar[dict[int, Future[Media]] | None] = ContextVar("cornplug_epd", default=None)
-"""Of the request under way in the tokenizer: part -> media."""
+"""Parts of the current request in the tokenizer: part -> media."""
 
 
 def verify_claims(data: Any, identity: bytes | None, secret: bytes) -> Media:
-    """Digests of the media in a received EmbeddingData, from its statement, which is verified.
+    """Verify the signed statement of a received EmbeddingData, and return the digests of its media.
 
     Raises CodecError ("no_statement", "statement", "not_identified") without a valid statement,
     EncoderRefused("other_model") for an embedding of another model than `identity`.
     """
     statement = SignedClaim.read(vars(data))
     if statement is None or data.embedding is None:
-        raise CodecError("the encoder sent no statement with its embeddings", reason="no_statement")
+        raise CodecError("the encoder sent embeddings without a signature", reason="no_statement")
     if identity is None:
-        raise CodecError("this engine's model is not identified", reason="not_identified")
+        raise CodecError("this engine's model is not identified yet", reason="not_identified")
     rows: torch.Tensor = data.embedding
     grid = data.get_grid()
     if rows.ndim != 2 or not _is_grid(grid):
-        raise CodecError("rows or grids have a shape that no statement covers", reason="statement")
+        raise CodecError("the shape of the embedding or its grid is not supported", reason="statement")
     shape = (rows.shape[0], rows.shape[1])
     payload = raw_bytes(rows)
     if not statement.holds(secret, dtype=dtype_name(rows.dtype), shape=shape, grid=grid, payload=payload):
-        raise CodecError("the embedding's statement is not signed by the store's secret", reason="statement")
+        raise CodecError(
+            "invalid signature: the embedding was not signed with this store's secret", reason="statement"
+        )
     if statement.identity != identity:
         raise EncoderRefused(
-            "the encoder encodes with another model, dtype or preprocessing than this server's: "
-            f"{statement.identity.hex()[:12]}, not {identity.hex()[:12]}. Start it with this server's "
-            "--model-path and --dtype, or name the model in --encoder-urls",
+            "the encoder's model, dtype or preprocessing differs from this server's: "
+            f"{statement.identity.hex()[:12]}, expected {identity.hex()[:12]}. Start the encoder with this "
+            "server's --model-path and --dtype, or name the model in --encoder-urls",
             reason="other_model",
         )
     return statement.media
 
 
 def keys_of(image_items: Sequence[Any], parts: Mapping[int, Media], salt: str | None) -> list[bytes] | None:
-    """The embedding keys of a request's image items, in order; None where one is not known."""
+    """Return the embedding keys of a request's image items, in order, or None if a key is unknown."""
     media: list[bytes] = []
     for index in sorted(parts):
         said = parts[index]
         if said is None:
             return None
         media += said
-    # The identity is of the tower at the start.
+    # The identity is of the tower at start.
     if _here.identity is None or weights_guard.replaced() or weights_guard.epoch():
         return None
     if len(media) != len(image_items):
@@ -132,25 +135,26 @@ def _count(image_items: Sequence[Any]) -> None:
 
 
 def _initialised(_result: None, receiver: Any, *_args: Any, **_kwargs: Any) -> None:
-    """A receiver was made. Reads the checkpoint's tower, once a machine: its digests are kept on disk."""
+    """Handle a new receiver. Reads the checkpoint's tower once per machine, because its digests are cached on
+    disk."""
     if not activation.is_on():
         return
     identity = None
     try:
         identity = engine_model().tower_identity().served_identity
     except CheckpointError as e:
-        logger.warning("cornplug: embeddings of encoders are not shared: %s", e)
+        logger.warning("cornplug: embeddings from encoders are not shared: %s", e)
     group = receiver.tp_group
     if group is not None and receiver.tp_size > 1 and len(set(group.all_gather_object(identity))) > 1:
         logger.warning(
-            "cornplug: the ranks do not agree on their model; embeddings of encoders are not shared"
+            "cornplug: the ranks identify their model differently; embeddings from encoders are not shared"
         )
         identity = None
     _here.identity = identity
 
 
 def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_type: Any) -> Any:
-    """Around the arrival of a part's rows: its statement is verified."""
+    """Wrap the arrival of a part's rows, to verify its statement."""
     if not activation.is_on():
         return original(current, recv_obj, model_type)
     rows = recv_obj.embedding
@@ -164,7 +168,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
         except EncoderRefused as e:
             check.set_exception(e)
     whole = original(current, recv_obj, model_type)
-    # Of images only: SGLang puts each modality into parts of its own.
+    # Only for images. SGLang sends each modality in separate parts.
     if recv_obj.modality.name == "IMAGE":
         vars(whole).setdefault(_PARTS, {})[recv_obj.part_idx] = check
         parts = _receiving.get()
@@ -174,7 +178,7 @@ def _part_came(original: Callable[..., Any], current: Any, recv_obj: Any, model_
 
 
 def _judged(data: Any) -> Media:
-    """The media of a part; None without a valid statement, counted as a miss. Raises EncoderRefused."""
+    """Media of a part, or None without a valid statement, which counts as a miss. Raises EncoderRefused."""
     try:
         return verify_claims(data, _here.identity, activation.runtime().secret)
     except CodecError as e:
@@ -191,7 +195,7 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) -> None:
-    """Send the request's salt to the service, which stores the embedding under it."""
+    """Send the request's salt to the service, which stores the embedding with it."""
     salt = salt_of_request(request_obj)
     if activation.is_on() and salt is not None and _here.identity is not None:
         for entry in entries:
@@ -203,7 +207,7 @@ def _send_salt(entries: list[dict[str, Any]], _receiver: Any, request_obj: Any) 
 async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any, **kwargs: Any) -> Any:
     """SGLang's `recv_mm_data` with embedding keys: all parts of a request as items (zmq_to_tokenizer).
 
-    Called by `epd_fallback`, as SGLang wants one hook around a function.
+    Called by `epd_fallback`, because SGLang supports only one hook around a function.
     """
     parts: dict[int, Future[Media]] = {}
     token = _receiving.set(parts)
@@ -215,8 +219,8 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
         try:
             media = {index: await asyncio.wrap_future(check) for index, check in parts.items()}
         except EncoderRefused as e:
-            logger.error("cornplug: a request's embeddings are refused: %s", e)
-            return None  # As SGLang answers where a part cannot be read.
+            logger.error("cornplug: rejected the embeddings of a request: %s", e)
+            return None  # Same result as in SGLang if a part cannot be read.
         image_items = _image_items(mm_inputs)
         keys = keys_of(image_items, media, salt_of_request(request_obj))
         for item, key in zip(image_items, keys or (), strict=bool(keys)):
@@ -226,7 +230,7 @@ async def receive(original: Callable[..., Any], receiver: Any, request_obj: Any,
 
 
 def _sent(_manager: Any, tokenized_obj: Any) -> None:
-    """Before a request goes to the scheduler, after all other hooks on its items: its keys are set."""
+    """Set the keys before a request goes to the scheduler, after all other hooks on its items."""
     mm_inputs = getattr(tokenized_obj, "mm_inputs", None)
     if activation.is_on() and mm_inputs is not None:
         for item in mm_inputs.mm_items:
@@ -239,9 +243,10 @@ def _sent(_manager: Any, tokenized_obj: Any) -> None:
 
 
 def _prepared(original: Callable[..., bool], waiting: Any) -> bool:
-    """Before a request's parts are put together. False: not yet, and SGLang asks again with each step.
+    """Called before a request's parts are assembled. Returns False if they are not ready, and SGLang retries
+    in each step.
 
-    An exception ends this request, and no other.
+    An exception ends only this request.
     """
     checks = _checks(waiting)
     if not all(check.done() for check in checks.values()):
@@ -257,7 +262,7 @@ def _checks(waiting: Any) -> dict[int, Future[Media]]:
 
 
 def _assembled(_result: None, waiting: Any, recv_embedding: Any) -> None:
-    """zmq_to_scheduler: a request's items were made, on this rank."""
+    """Called after a request's items were created on this rank (zmq_to_scheduler)."""
     if not activation.is_on():
         return
     mm_inputs = waiting.recv_req.mm_inputs

@@ -1,18 +1,19 @@
-"""A dead, slow or refusing encoder costs a language-only server its deadline, and no request.
+"""Fallback for a dead, slow or rejecting encoder: a request to a language-only server is delayed up to a
+deadline, but does not fail.
 
-SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer
-with 503) and waits up to 180 s for an encoder that is silent. But several families load their
-tower in `--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do.
-There the request is encoded by the server itself, a counted miss:
+SGLang 0.5.23 fails such a request (zmq_to_scheduler with the encoder's own error, zmq_to_tokenizer with 503)
+and waits up to 180 s for an encoder that does not reply. But several families load their tower in
+`--language-only` servers too, and with `--enable-adaptive-dispatch-to-encoder` all do. In this case the
+server encodes the image itself, which counts as a miss:
 
     zmq_to_tokenizer   nothing came ──> SGLang's own path for images, at once
     zmq_to_scheduler   /encode failed or is late ──> tokenizer: the same path, and the request is
                        sent again ──> every rank: it takes the place of the one that waits
 
-A request that has waited until a deadline waits for no other service (`--cornplug-encoder`). After a failure
-of the service, the next requests skip it for a while. Without a tower the error stays
-SGLang's, within `encoder.language_only_timeout_s` instead of 180 s, and it ends the request only: in stock
-SGLang an error of the encoder can end the scheduler.
+A request that has waited until a deadline does not wait for another service (`--cornplug-encoder`). After a
+failure of the service, the next requests skip it for a while. Without a tower the error is SGLang's own,
+within `encoder.language_only_timeout_s` instead of 180 s, and it ends only the request. In stock SGLang, an
+encoder's error can end the scheduler.
 """
 
 from __future__ import annotations
@@ -36,18 +37,18 @@ from cornplug.sglang_hooks.mm import embedding_prefetch, epd
 _WITH_TOWER: Final = frozenset({"Qwen2VLForConditionalGeneration", "Qwen2_5_VLForConditionalGeneration"})
 """Architectures whose language-only servers load the tower, in 0.5.23."""
 _MARGIN_S: Final = 5.0
-"""Added to deadlines, so that the encoder's own refusal arrives before them."""
+"""Margin of deadlines, so that the encoder's own rejection arrives first."""
 
 
 @dataclass(slots=True)
 class _FallbackState:
     tower: bool = False
-    """Whether this server can encode by itself."""
+    """Whether this server can encode images itself."""
     answer_s: float = math.inf
-    """Deadline of an encoder's answer."""
+    """Deadline of an encoder's reply."""
     backoff: BackOff = field(default_factory=BackOff)
     late: set[str] = field(default_factory=set)
-    """Requests whose encoder let its deadline pass, until they are encoded here."""
+    """Requests whose encoder exceeded its deadline, until they are encoded here."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -86,14 +87,14 @@ def _initialised(_result: None, receiver: Any, *_args: Any, hf_config: Any = Non
     from sglang.srt.runtime_context import get_disagg, get_parallel
 
     architectures = getattr(hf_config, "architectures", None) or [None]
-    # A request that is sent again must come to the ranks that wait for it.
+    # A request that is sent again must reach the ranks that wait for it.
     _here.tower = get_parallel().num_dp_ranks == 1 and (
         get_disagg().enable_adaptive_dispatch_to_encoder or architectures[0] in _WITH_TOWER
     )
     config = activation.config().encoder
     answer_s = config.deadline_s if _here.tower else config.language_only_timeout_s + _MARGIN_S
     _here.answer_s = answer_s
-    # Values that the operator has set stay.
+    # Values set by the operator are kept.
     if not envs.SGLANG_ENCODER_HTTP_TIMEOUT.is_set():
         envs.SGLANG_ENCODER_HTTP_TIMEOUT.set(answer_s)
     if not envs.SGLANG_ENCODER_RECV_TIMEOUT.is_set():
@@ -153,11 +154,11 @@ def _dispatch(original: Callable[..., Any], receiver: Any, obj: Any, *args: Any,
 
 
 def _dispatch_failed(original: Callable[..., None], manager: Any, error: Any) -> None:
-    """In the thread that asked the encoder. The request waits at the scheduler."""
+    """Called on the thread that sent the request to the encoder. The request waits in the scheduler."""
     if not _falls_back():
         original(manager, error)
         return
-    logger.warning("cornplug: %s is encoded here: %s", error.rid, error.error_msg)
+    logger.warning("cornplug: this server encodes %s itself: %s", error.rid, error.error_msg)
     asyncio.run_coroutine_threadsafe(_encode_here(manager, error), manager.event_loop)
 
 
@@ -178,7 +179,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
             await manager._send_one_request(tokenized)
         sent = True
     finally:
-        if not sent:  # asyncio logs the exception; the client gets the encoder's error.
+        if not sent:  # asyncio logs the exception, and the client gets the encoder's error.
             manager._forward_encoder_dispatch_error(error)
 
 
@@ -186,7 +187,7 @@ async def _encode_here(manager: Any, error: Any) -> None:
 
 
 def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: Any) -> None:
-    """A request that is sent again, with its images processed, replaces the one that waits."""
+    """Replace a waiting request by the same request that was sent again with processed images."""
     if not _falls_back():
         return
     for request in recv_reqs:
@@ -201,15 +202,15 @@ def _take_places(receiver: Any, recv_reqs: list[Any], *_args: Any, **_kwargs: An
 
 
 def _registration_done(original: Callable[..., None], waiting: Any, future: Any) -> None:
-    """The scheduler could not send its address to the encoder. The tokenizer gets an error too, and falls
-    back."""
+    """Handle a failure of the scheduler to send its address to the encoder. The tokenizer gets an error too,
+    and falls back."""
     if not _falls_back() or future.cancelled() or future.exception() is None:
         original(waiting, future)
 
 
 def _request_for_error(_receiver: Any, recv_req: Any) -> None:
-    """SGLang leaves the prompt to the processor that never ran, and its scheduler, and with it the
-    server, dies of a prompt that is None when it reports the error."""
+    """Set a prompt for the error report. SGLang leaves it to the processor, which never ran, and a prompt of
+    None would crash the scheduler and the server."""
     if activation.is_on() and recv_req.input_ids is None:
         recv_req.input_ids = array("q")
 

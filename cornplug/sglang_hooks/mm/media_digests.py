@@ -1,16 +1,16 @@
-"""Media digests of a request's images, taken where SGLang's processors have decoded them.
+"""Media digests of a request's images, computed after SGLang's processors have decoded them.
 
     image ──decoded by SGLang──> processor ──> item      (tokenizer process)
                     └─ media digest ────────────┘
 
-The digest is over the pixels that the processor receives, by the rule of `encoder_service.media`.
-SGLang 0.5.23 departs from that rule in two points: it applies no EXIF orientation, and it drops
-transparency where the rule lays the image on white. Such an image has other pixels here than in vLLM,
-and so another digest.
+The digest covers the pixels that the processor receives, by the rule of `encoder_service.media`. SGLang
+0.5.23 differs from that rule in two ways: it does not apply the EXIF orientation, and it drops transparency
+where the rule puts the image on a white background. Such an image has other pixels here than in vLLM, and
+therefore another digest.
 
-The digest waits at the item, in a field that is not sent to the scheduler, until the request's salt is
-known (`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings
-that a client sends, images of unknown processors.
+The digest is kept in a field of the item that is not sent to the scheduler, until the request's salt is known
+(`mm_identifiers.py`). Media without a digest are not shared: video, audio, tensors and embeddings that a
+client sends, and images of unknown processors.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from cornplug.sglang_hooks.mm.tower_inputs import inputs_digest
 
 _DIGEST: Final = "_cornplug_media"
 _MAX_ARTIFACTS: Final = 16_384
-"""More than SGLang's own preprocessing cache can hold."""
+"""Maximum number of entries, more than SGLang's own preprocessing cache can hold."""
 
 _lock = threading.Lock()
 _artifacts: OrderedDict[str, bytes | None] = OrderedDict()
 """SGLang's key of a preprocessed image (content and settings) -> media digest."""
 _llava: ContextVar[dict[int, bytes | None] | None] = ContextVar("cornplug_llava", default=None)
-"""Of the request under way: id of its image_data element -> media digest."""
+"""Digests of the current request: id of its image_data element -> media digest."""
 
 
 def set_digest(item: Any, media: bytes | Callable[[], bytes | None] | None) -> None:
-    """Set an item's media digest (32 bytes), or a function that computes it; None clears it."""
+    """Set an item's media digest (32 bytes), or a function that computes it. None clears it."""
     item.__dict__[_DIGEST] = media
 
 
 def digest_of(item: Any) -> bytes | None:
-    """The media digest of an item; None for an item without one."""
+    """Media digest of an item, or None."""
     found: Any = item.__dict__.get(_DIGEST)
     if callable(found):
         found = item.__dict__[_DIGEST] = found()
@@ -57,9 +57,9 @@ def digest_of(item: Any) -> bytes | None:
 
 
 async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> None:
-    """Compute the digests of items in a thread; those of the modalities `own` by their tower's inputs.
+    """Compute the digests of items in a thread. For the modalities `own`, digest the inputs of their tower.
 
-    A large image takes 0.1 s, for which the event loop would hold up every stream of the server.
+    A large image takes 0.1 s, during which the event loop would block every stream of the server.
     """
     for item in items:
         if item.modality.name.lower() in own:
@@ -69,9 +69,9 @@ async def settle(items: Sequence[Any], own: frozenset[str] = frozenset()) -> Non
 
 
 def image_digest(image: object, *, converts: bool = True) -> bytes | None:
-    """Media digest (32 bytes) of a decoded image; None for any other object.
+    """Media digest (32 bytes) of a decoded image, or None for other objects.
 
-    `converts` says that the processor turns any mode into RGB by Pillow's `convert`.
+    `converts` tells that the processor converts all modes to RGB with Pillow's `convert`.
     """
     if isinstance(image, Image.Image):
         if image.mode != "RGB":
@@ -80,14 +80,14 @@ def image_digest(image: object, *, converts: bool = True) -> bytes | None:
             image = image.convert("RGB")
         return pixels_digest("RGB", image.width, image.height, image.tobytes())
     if isinstance(image, torch.Tensor) and image.dtype == torch.uint8:
-        # Decoded on the GPU: other pixels than Pillow's, and another way through the processor.
+        # The image was decoded on the GPU, with pixels different from Pillow's.
         array = image.detach().cpu().contiguous().numpy()
         return array_digest("uint8", array.shape, array.tobytes())
     return None
 
 
 def converts_to_rgb(processor: Any) -> bool:
-    """Whether a Hugging Face processor does."""
+    """Return whether a Hugging Face processor converts images to RGB."""
     return bool(getattr(getattr(processor, "image_processor", None), "do_convert_rgb", False))
 
 
@@ -100,11 +100,12 @@ def _finalize_mm_items(
     items = original(this, mm_items, images=images)
     if activation.is_on() and images:
         image_items = [item for item in items if item.is_image()]
-        # Otherwise items cannot be paired with images: one item of several images, or a client's tensors.
+        # Otherwise items cannot be matched with images: one item has several images, or a client sent
+        # tensors.
         if len(image_items) == len(images) and not any(isinstance(image, Mapping) for image in images):
             converts = converts_to_rgb(this._processor)
             for item, image in zip(image_items, images, strict=True):
-                # This may run on the event loop: `settle` computes the digest in a thread.
+                # This may run on the event loop, so `settle` computes the digest in a thread.
                 set_digest(item, functools.partial(image_digest, image, converts=converts))
     return items
 
@@ -141,14 +142,14 @@ def _compose_artifacts(result: Any, this: Any, input_text: Any, artifacts: Seque
 def _llava_task(
     original: Callable[..., Any], image_input: Any, image_hash: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """In a worker process. No caller uses the hash that comes back: the digest travels in its place."""
+    """Called in a worker process. No caller uses the returned hash, so it carries the digest."""
     pixels, _, size = original(image_input, image_hash, *args, **kwargs)
     if not activation.is_on():
         return pixels, image_hash, size
     from sglang.srt.utils import load_image
 
     image, frames = load_image(image_input, False)
-    # SGLang pads or resizes an image of another mode before it converts it to RGB.
+    # SGLang pads or resizes an image in another mode before it converts it to RGB.
     media = None if frames is not None else image_digest(image, converts=False)
     return pixels, media, size
 
@@ -176,7 +177,7 @@ async def _llava_request(
         output = await original(this, image_data, *args, **kwargs)
     finally:
         _llava.reset(token)
-    # One item an image, in order; of a plain request SGLang takes the first image only.
+    # There is one item per image, in order. For a plain request, SGLang uses only the first image.
     for source, item in zip(image_data, output.mm_items, strict=False):
         if item.is_image():
             set_digest(item, found.get(id(source)))

@@ -1,14 +1,15 @@
 """Assigns embedding keys to images: digests of content, model and salt (tokenizer process).
 
-SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`,
-or (LLaVA) by its URL. That name becomes the placeholder tokens of its radix cache, of its KV
-pages, and the key of its embedding cache. Here every image with a digest gets
+SGLang names a medium by 64 bits of a hash of its processed features, by a client's `mm_hashes`, or (LLaVA) by
+its URL. That name becomes the placeholder tokens in its radix cache and KV pages, and the key in its
+embedding cache. Here every image with a digest gets
 
     placeholder_tokens.assign_key(item, embedding key)
 
-the same key as in vLLM, so that both engines see one token stream. It replaces an identity that SGLang or a
-client has set. Media of a tower that only SGLang computes get a key of that tower (`tower_inputs.py`). Media
-without a digest keep SGLang's name and get no identity, so that they cannot be taken for media with a key.
+This is the same key as in vLLM, so that both engines see the same tokens. It replaces any identity that
+SGLang or a client has set. Media of a tower that only SGLang runs get a key of that tower
+(`tower_inputs.py`). Media without a digest keep SGLang's name and get no identity, so that they cannot be
+confused with media that have a key.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from cornplug.sglang_hooks.mm.tower_inputs import OwnTower, own_tower
 from cornplug.sglang_hooks.model.model_config import engine_model, runs_generic_backend
 
 _USUAL: Final[Mapping[str, Any]] = {"detail": "auto"}
-# Fields of a request, besides `mm_processor_kwargs`, that some processor of SGLang's reads (InternVL, OCR).
+# Request fields, in addition to `mm_processor_kwargs`, that some of SGLang's processors read (InternVL, OCR).
 _REQUEST_FIELDS: Final = (
     "max_dynamic_patch",
     "min_dynamic_patch",
@@ -43,21 +44,21 @@ _REQUEST_FIELDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Towers:
-    """The towers of one model whose embeddings are shared."""
+    """Towers of one model whose embeddings are shared."""
 
     images: TowerIdentity | None = None
-    """That of images, which a test has compared with the encoder service's; None without."""
+    """Tower for images that has been compared with the encoder service, or None."""
     own: OwnTower | None = None
-    """That of the media which SGLang's servers share among themselves; None without."""
+    """Tower for media that are shared only among SGLang servers, or None."""
 
     @property
     def own_modalities(self) -> frozenset[str]:
-        """The modalities that get a key of `own`."""
+        """Modalities whose keys use `own`."""
         named = self.own.modalities if self.own is not None else frozenset()
         return named if self.images is None else named - {"image"}
 
     def of(self, item: Any) -> TowerIdentity | None:
-        """The tower whose embeddings of an item are shared; None for none."""
+        """Tower for the embeddings of an item, or None if they are not shared."""
         if self.own is not None and item.modality.name.lower() in self.own_modalities:
             return self.own.tower
         return self.images if item.is_image() else None
@@ -68,20 +69,21 @@ class MediaIdentifiers:
 
     def __init__(self, processor: Any) -> None:
         """`processor` is SGLang's BaseMultimodalProcessor."""
-        # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
+        # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
         self._towers = CurrentIdentity(lambda: _identify(processor), "embeddings", compat.logger.warning)
 
     async def towers(self) -> tuple[int, Towers]:
-        """(epoch, its towers); none of them while they are read, and where they cannot be identified."""
+        """Return (epoch, its towers). There are no towers while they are read, or if they cannot be
+        identified."""
         epoch, towers = self._towers.now()
         if towers.first_wait_s() > 0:
-            # In one of the threads in which SGLang decodes media.
+            # Run in one of the threads in which SGLang decodes media.
             await asyncio.to_thread(towers.first_wait)
         return epoch, towers.found or Towers()
 
 
 def _identify(processor: Any) -> Towers:
-    """Raises CheckpointError where no embedding of this model is shared."""
+    """Identify the towers. Raises CheckpointError if no embedding of this model can be shared."""
     own, failed = None, None
     try:
         own = _own_tower()
@@ -93,7 +95,7 @@ def _identify(processor: Any) -> Towers:
         if own is None:
             raise failed or e from e
         compat.logger.info(
-            "cornplug: embeddings of %s are shared among SGLang servers of this very checkpoint only: %s",
+            "cornplug: embeddings of %s are shared only with SGLang servers that run the same checkpoint: %s",
             ", ".join(sorted(own.modalities)),
             e,
         )
@@ -116,17 +118,18 @@ def _tower_identity(processor: Any) -> TowerIdentity:
     if differs is None:
         return tower
     compat.logger.info(
-        "cornplug: SGLang preprocesses images of this model in its own way; their embeddings and KV "
-        "are shared among SGLang servers only"
+        "cornplug: SGLang preprocesses images of this model differently, so their embeddings and KV are "
+        "shared only with SGLang servers"
     )
     return replace(tower, identity=overridden(tower.identity, {"sglang_preprocessing": differs}))
 
 
 def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> list[Any]:
-    """Assign embedding keys of towers of that epoch to the media of a request, and clear all other items'.
+    """Assign embedding keys for towers of that epoch to the media of a request, and clear the keys of all
+    other items.
 
-    `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or
-    EmbeddingReqInput. Returns the items with a key.
+    `mm_inputs` is SGLang's MultimodalProcessorOutput, `obj` its GenerateReqInput or EmbeddingReqInput.
+    Returns the items with a key.
     """
     items = mm_inputs.mm_items
     options = _options(obj, [item for item in items if item.is_image()])
@@ -134,7 +137,7 @@ def assign_keys(mm_inputs: Any, towers: Towers, obj: Any, *, epoch: int = 0) -> 
     ours = []
     for item in items:
         media, tower = media_digests.digest_of(item), towers.of(item)
-        # What enters a tower of SGLang's own holds the effect of every option.
+        # Inputs of a tower that only SGLang runs already include the effect of every option.
         owned = item.modality.name.lower() in towers.own_modalities
         asked = {} if owned else options
         key = None
@@ -158,13 +161,13 @@ def _key(tower: bytes, media: bytes, options: Mapping[str, Any], salt: str | Non
     try:
         return embedding_key(activation.runtime().secret, tower, medium_with_options(media, options), salt)
     except (TypeError, ValueError):
-        return None  # A client's options without a canonical encoding.
+        return None  # The client's options have no canonical encoding.
 
 
 def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | None:
-    """id of an item -> this request's processor arguments for it; None where they cannot be paired.
+    """id of an item -> this request's processor arguments for it, or None if they cannot be matched.
 
-    They stand under "sglang", as an argument may act otherwise in another engine's processor.
+    They are stored under "sglang", because an argument may act differently in another engine's processor.
     """
     from sglang.srt.multimodal.cache import media_preprocess_kwargs
 
@@ -176,7 +179,7 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
         return {}
     if len(own) != len(image_items):
         return None
-    # "picture" is a word of the key: renaming it would change every key with such arguments.
+    # "picture" is part of the key. Renaming it would change every key with such arguments.
     return {
         id(item): {"sglang": {**more, "request": whole, "picture": kwargs}}
         for item, kwargs in zip(image_items, own, strict=True)
@@ -187,7 +190,7 @@ def _options(obj: Any, image_items: list[Any]) -> dict[int, dict[str, Any]] | No
 
 
 class _Tokenizer:
-    """State of the tokenizer process, made once."""
+    """State of the tokenizer process, created once."""
 
     def __init__(self, processor: Any) -> None:
         self.names = MediaIdentifiers(processor)
@@ -195,12 +198,12 @@ class _Tokenizer:
         self.prefetches = _one_host()
         if not self.prefetches:
             compat.logger.warning(
-                "cornplug: embeddings are not shared: ranks of several hosts (--nnodes) have a store each"
+                "cornplug: embeddings are not shared: with --nnodes, each host has its own store"
             )
 
 
 def _one_host() -> bool:
-    """Whether all ranks have this host's store: an embedding that one of them lacks, none of them takes."""
+    """Return whether all ranks use this host's store. An embedding that one rank lacks is used by none."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 

@@ -1,18 +1,18 @@
-"""Placeholder values of this scheduler's token streams that stand for media with an embedding key.
+"""Placeholder values in this scheduler's tokens for media with an embedding key.
 
-SGLang puts four rotating wide values for a medium's placeholder tokens. The values of a medium with an
-embedding key identify its content, model and salt. All others come from a 64-bit hash of features, or from
-a value that a client chose, and cover neither model nor salt: KV with such a value before it is not
-shared. This module tells the two apart.
+SGLang uses four rotating wide values as placeholder tokens of a medium. The values of a medium with an
+embedding key identify its content, model and salt. All other values come from a 64-bit hash of features or
+from a client, and do not depend on model and salt. KV after such a value is not shared. This module
+distinguishes the two kinds.
 
     embedding key ── sent with the item: its key in store and encoder service
          └ and number of rows ── lineage ── SGLang's identity of the item ── placeholder values
 
-So SGLang's own caches, too, tell a medium of more rows from the same of fewer.
+SGLang's own caches therefore also distinguish a medium with more rows from the same medium with fewer rows.
 
-The scheduler process fills the set from the identities in requests; the code of page keys reads it, on any
+The scheduler process adds the identities in requests to a set, and the code for page keys reads it on any
 thread. SGLang's own processors may set an item's identity too (Kimi's do, from a value that a client may
-choose): only an identity with the mark of `assign_key` counts.
+choose). Only an identity with the mark of `assign_key` counts.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook
 
 FIRST_PLACEHOLDER: Final = 1_000_000
-"""SGLang's placeholder values begin here; no vocabulary reaches so far."""
+"""First placeholder value of SGLang, larger than any vocabulary."""
 _KEY: Final = "cornplug_key"
 _EPOCH: Final = "cornplug_epoch"
 _ROWS_ALONE: Final = "cornplug_rows_alone"
 _MAX_IDENTITIES: Final = 65_536
-"""Media that are remembered. KV of a forgotten one is no longer shared, and never taken for another's."""
+"""Maximum number of remembered media. KV of a forgotten medium is no longer shared, but never confused with
+another's."""
 
 _lock = threading.Lock()
 _identities: OrderedDict[bytes, tuple[int, int, int, int]] = OrderedDict()
@@ -40,14 +41,16 @@ _values: set[int] = set()
 
 
 def rows_of(item: Any) -> int:
-    """Placeholder tokens of an item, equal to the rows of its embedding; 0 for an item without offsets."""
+    """Number of placeholder tokens of an item, which equals the rows of its embedding. 0 for an item without
+    offsets."""
     return sum(end - start + 1 for start, end in item.offsets or ())
 
 
 def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = False) -> None:
-    """Assign an item its embedding key of a tower of that epoch, which is sent with it to the scheduler.
+    """Assign an embedding key for a tower of that epoch to an item. The key is sent to the scheduler with the
+    item.
 
-    An item without offsets gets none. `rows_alone`: its embedding is shared, and no KV behind it.
+    An item without offsets gets none. `rows_alone`: its embedding is shared, but not the KV after it.
     """
     rows = rows_of(item)
     if not rows:
@@ -63,38 +66,39 @@ def assign_key(item: Any, key: bytes, *, epoch: int = 0, rows_alone: bool = Fals
 
 
 def is_current(item: Any) -> bool:
-    """Whether an item's key is of the tower that this engine has now: weights may be replaced on its way."""
+    """Return whether an item's key is for the engine's current tower, because weights may have been replaced
+    in between."""
     return bool(item.model_specific_data.get(_EPOCH, 0) == weights_guard.epoch())
 
 
 def forget() -> None:
-    """Forget all media: requests that are still here, or in a session, have keys of replaced weights."""
+    """Forget all media, because keys of current requests and sessions are for replaced weights."""
     with _lock:
         _identities.clear()
         _values.clear()
 
 
 def clear_key(item: Any) -> None:
-    """Clear an item's embedding key, and the identity that SGLang or a client has set."""
+    """Clear an item's embedding key, and any identity that SGLang or a client has set."""
     item.identity = None
     item.model_specific_data.pop(_KEY, None)
 
 
 def key_of(item: Any) -> bytes | None:
-    """The embedding key that `assign_key` assigned to an item; None without one.
+    """Return the embedding key that `assign_key` assigned to an item, or None.
 
-    None, too, where SGLang or a client has set another identity since, and where the item has another number
-    of rows by now.
+    Also None if SGLang or a client has set another identity since, or if the item's number of rows has
+    changed.
     """
     key = item.model_specific_data.get(_KEY)
-    # Fields of a client's own processor output end up there too.
+    # Fields of a client's own processor output may appear here too.
     if not isinstance(key, bytes) or len(key) != DIGEST_BYTES:
         return None
     return key if item.identity == medium_lineage(key, rows_of(item)) else None
 
 
 def add(identity: bytes) -> None:
-    """Remember a medium by its lineage, which is SGLang's identity of its item, as the newest."""
+    """Remember a medium as the newest, by its lineage, which is SGLang's identity of its item."""
     with _lock:
         if identity in _identities:
             _identities.move_to_end(identity)
@@ -107,12 +111,12 @@ def add(identity: bytes) -> None:
 
 
 def is_keyed(token: int) -> bool:
-    """Whether a wide value belongs to a medium with an embedding key."""
+    """Return whether a wide value belongs to a medium with an embedding key."""
     return token in _values
 
 
 def is_unkeyed(token: int) -> bool:
-    """Whether a token is a placeholder of a medium without an embedding key."""
+    """Return whether a token is a placeholder of a medium without an embedding key."""
     return token >= FIRST_PLACEHOLDER and token not in _values
 
 
@@ -124,6 +128,6 @@ def _multimodal_inputs(result: Any, scheduler: Any, mm_inputs: Any) -> None:
 
 
 HOOKS: tuple[Hook, ...] = (
-    # Every rank calls it for every request, whether its inputs come from the tokenizer or an encoder.
+    # Every rank calls this for every request, whether its inputs come from the tokenizer or an encoder.
     Hook("sglang.srt.managers.scheduler.Scheduler._get_multimodal_inputs", "after", _multimodal_inputs),
 )

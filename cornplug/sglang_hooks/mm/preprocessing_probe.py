@@ -1,9 +1,9 @@
-"""Compares SGLang's image preprocessing with that of transformers, which vLLM and the encoder service use.
+"""Compares SGLang's image preprocessing with transformers, which vLLM and the encoder service use.
 
-An embedding's key names the preprocessor's settings, and presumes that they act as in transformers. SGLang
-brings its own processors for some families (LLaVA's rounds its pixels to float16), may preprocess on the
-GPU, and adds settings. So it processes synthetic images here, and so does transformers: pixels that differ
-by more than the last bits of a float32 are another preprocessing, which becomes part of the identity.
+An embedding's key contains the preprocessor's settings, and assumes that they act as in transformers. SGLang
+has its own processors for some families (LLaVA's rounds pixels to float16), may preprocess on the GPU, and
+adds settings. Therefore both process synthetic images here. If the pixels differ by more than float32
+rounding, the preprocessing becomes part of the identity.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import array_digest, digest
 
 _SIZES: Final = ((97, 61), (342, 255), (640, 427))
-"""Width and height: odd, smaller and larger than most towers' input."""
+"""Width and height: odd sizes, smaller and larger than the input of most towers."""
 _ROUNDING: Final = 1e-5
-"""Largest difference of normalised pixels from rounding; one of 255 levels is about 1e-2."""
+"""Maximum difference of normalised pixels by rounding. One of 255 levels is about 1e-2."""
 
-# A processor of an unknown family may fail in any of these ways; then it is not compared.
+# A processor of an unknown family may raise any of these, and is then not compared.
 _ITS_WORDS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError,
     TypeError, ValueError,
@@ -38,7 +38,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def probes() -> list[Image.Image]:
-    """Images with smooth and sharp parts, the same ones everywhere and always."""
+    """Return deterministic images with smooth and sharp parts."""
     made = []
     for width, height in _SIZES:
         y, x = np.mgrid[0:height, 0:width].astype(np.int64)
@@ -48,11 +48,11 @@ def probes() -> list[Image.Image]:
 
 
 def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
-    """A digest in hex of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the
-    probes; None where they agree with those of transformers.
+    """Hex digest of the tensors that SGLang's `processor` (a BaseMultimodalProcessor) makes of the probes, or
+    None if they agree with transformers.
 
-    Processes images: takes tens of milliseconds, too long for an event loop. Raises
-    CheckpointError("preprocessing") where this processor cannot be called.
+    Processing images takes tens of milliseconds, too long for an event loop. Raises
+    CheckpointError("preprocessing") if this processor cannot be called.
     """
     processor = getattr(processor, "inner", processor)
     try:
@@ -61,7 +61,7 @@ def preprocessing_difference(processor: Any, model: EngineModel) -> str | None:
         theirs = _reference(model, ours)
     except _ITS_WORDS as e:
         raise CheckpointError(
-            f"{type(processor).__name__} cannot be compared with transformers: {type(e).__name__}: {e}",
+            f"cannot compare {type(processor).__name__} with transformers: {type(e).__name__}: {e}",
             reason="preprocessing",
         ) from e
     if all(map(_agree, ours, theirs)):
@@ -93,13 +93,13 @@ def _tensors(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensor
     if isinstance(processor, MediaArtifactCacheMixin) and _keeps_artifacts(processor):
         artifact = _artifact(processor, image)
         if not _agree(artifact, found):
-            # Requests take either way, and a key cannot tell which.
-            raise ValueError("it processes an image in two ways")
+            # Requests use either way, and a key cannot distinguish them.
+            raise ValueError("the processor processes the same image in two ways")
     return found
 
 
 def _called(processor: Any, image: Image.Image, names: Sequence[str]) -> Tensors:
-    # A clone: other threads use the processor meanwhile.
+    # Use a clone, because other threads use the processor at the same time.
     clone = copy.deepcopy(processor._processor)
     made = processor.process_mm_data(processor.mm_tokens.image_token, images=[image], processor=clone)
     return {name: made[name].cpu() for name in names if name in made}
@@ -162,5 +162,5 @@ def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Without a batch of one: some ways have it, some do not."""
+    """Remove a batch dimension of one, which some processors add."""
     return tensor.squeeze(0) if tensor.ndim > 1 and tensor.shape[0] == 1 else tensor

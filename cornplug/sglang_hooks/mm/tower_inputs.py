@@ -1,15 +1,16 @@
-"""Digests of what enters a tower, and the identity of a tower that only SGLang's servers compute with.
+"""Digests of a tower's inputs, and the identity of a tower that only SGLang servers run.
 
-Some of SGLang's towers compute other values than the encoder service's, or no service serves their family.
-Servers of one release, settings and checkpoint share their embeddings all the same, by the very tensors that
-the tower receives:
+Some of SGLang's towers compute other values than the encoder service, or no service supports their family.
+SGLang servers with the same release, settings and checkpoint can still share their embeddings. The key
+depends on the exact tensors that the tower receives:
 
     medium ──SGLang's processor──> tensors of an item ──digest──> embedding key ──> store
                                                                       │
                     checkpoint, release, settings ──own_identity──────┘
 
-So no argument of a processor needs a place in the key, whatever it does. The rows are shared; KV behind such
-a medium is not (`placeholder_tokens.py`): positions and masks of its tokens follow from more than the rows.
+Processor arguments therefore do not have to be part of the key, whatever they do. The embeddings are shared,
+but the KV after such a medium is not (`placeholder_tokens.py`), because positions and masks of its tokens
+depend on more than the embeddings.
 """
 
 from __future__ import annotations
@@ -39,29 +40,29 @@ _SETTINGS: Final = (
 )
 _MODALITIES: Final = ("image", "video", "audio")
 OURS: Final = "cornplug_"
-"""Prefix of an item's fields that are this plugin's own."""
+"""Prefix of fields that this plugin adds to an item."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnTower:
-    """A tower whose embeddings SGLang's servers share among themselves."""
+    """A tower whose embeddings are shared only among SGLang servers."""
 
     tower: TowerIdentity
     modalities: frozenset[str] = field(default_factory=frozenset)
-    """Names of the modalities that a test has compared: "image", "video", "audio"."""
+    """Names of tested modalities: "image", "video", "audio"."""
 
 
 def own_modalities(model_type: str, dtype: str) -> frozenset[str]:
-    """The modalities of a family whose embeddings SGLang's servers share among themselves in a dtype."""
+    """Modalities of a family whose embeddings are shared among SGLang servers with this dtype."""
     return frozenset(m for m in _MODALITIES if model_type in validated_families(dtype, f"own {m}"))
 
 
 def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower | None:
-    """The tower of a model as only SGLang computes it; None for a family that no test has compared.
+    """Return a model's tower as only SGLang computes it, or None for a family that is not tested.
 
-    `settings` are SGLang's resolved ones; `generic` says that SGLang runs the model by its generic backend,
-    whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights (cached on
-    disk). Raises CheckpointError as `EngineModel.own_identity`.
+    `settings` are SGLang's resolved settings. `generic` tells that SGLang runs the model with its generic
+    backend, whose `MultiModalMixin._forward_hidden_states` calls no tower of its own. Reads all weights
+    (cached on disk). Raises CheckpointError as `EngineModel.own_identity`.
     """
     modalities = own_modalities(str(model.checkpoint.config.get("model_type")), model.dtype)
     if not modalities or generic:
@@ -72,10 +73,10 @@ def own_tower(model: EngineModel, settings: Any, *, generic: bool) -> OwnTower |
 
 
 def inputs_digest(item: Any) -> bytes | None:
-    """The digest (32 bytes) of all that an item brings to its tower.
+    """Digest (32 bytes) of everything that an item passes to its tower.
 
-    None for an item without features of its own, and where a field is no tensor, number, text or collection
-    of these: for instance a handle to another process's GPU memory.
+    None for an item without its own features, and if a field is not a tensor, number, text or collection of
+    these (for example a handle to another process's GPU memory).
     """
     from sglang.srt.managers.schedule_batch import MultimodalInputFormat
 
@@ -91,15 +92,15 @@ def inputs_digest(item: Any) -> bytes | None:
 
 
 def _digest(value: object) -> bytes:
-    """A digest that tells values of any type apart. Raises TypeError for a type that it does not know."""
+    """Digest that distinguishes values of all types. Raises TypeError for unsupported types."""
     match value:
         case torch.Tensor():
             if value.layout != torch.strided or value.is_quantized:
-                raise TypeError(f"a tensor of layout {value.layout}")
+                raise TypeError(f"unsupported tensor layout {value.layout}")
             return digest("tensor", array_digest(dtype_name(value.dtype), value.shape, raw_bytes(value)))
         case np.ndarray():
             if value.dtype.kind not in "biuf":
-                raise TypeError(f"an array of {value.dtype}")
+                raise TypeError(f"unsupported array dtype {value.dtype}")
             data = np.ascontiguousarray(value).astype(value.dtype.newbyteorder("<"), copy=False)
             return digest("array", array_digest(value.dtype.name, value.shape, data.tobytes()))
         case None | bool():
@@ -115,6 +116,6 @@ def _digest(value: object) -> bytes:
         case list() | tuple():
             return digest("list", *map(_digest, value))
         case Mapping():
-            # Sorted by digest: names need no order of their own.
+            # Sort by digest, because names may have no order.
             return digest("mapping", *sorted(_digest(k) + _digest(v) for k, v in value.items()))
     raise TypeError(f"a {type(value).__name__}")

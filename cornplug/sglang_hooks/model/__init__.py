@@ -1,1 +1,1 @@
-"""Which model this SGLang runs, and whether its settings let it share."""
+"""Identity of the model that SGLang runs, and whether its settings allow sharing."""

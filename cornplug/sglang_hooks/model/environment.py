@@ -1,7 +1,7 @@
 """SGLang's environment variables as part of its model's identity.
 
-Some change weights while they are loaded, or the arithmetic; they count like `ServerArgs`. A server shares
-nothing while a variable is set that stands in no table: one of SGLang's, or of kernels' that SGLang reads.
+Some variables change weights while they are loaded, or the arithmetic. They are treated like `ServerArgs`. A
+server shares nothing while a variable of SGLang, or of kernels that SGLang uses, is set that is in no table.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from cornplug.sglang_hooks.model.server_args_fields import grouped
 
 _PREFIX: Final = "SGLANG_"
 HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
-"""Which hub files come from. It says nothing of local ones."""
+"""Variable that selects the model hub. It has no effect on local files."""
 
-# Kernels that quantise or approximate, or that were never compared; weights changed as they are loaded;
-# pixels changed before they are compared.
+# Kernels that quantise or approximate, or that were never compared; weights changed while loading; pixels
+# changed before they are compared.
 _VALUES: Final = """
     AITER_ASM_PREFILL_HD128 AITER_CAPTURE_COPY_IN AITER_FP8_PREFILL_ATTN AITER_FUSE_RMSNORM_PAD
     AITER_GFX942_BLOCKSCALE_USE_CK AITER_HONOR_EXPLICIT_MEM_FRACTION AITER_INTREE_MHC_TILE_M16
@@ -132,10 +132,10 @@ _OTHER_VALUES: Final = """
 """
 
 _REFUSED: Final = {
-    "weights or code come from elsewhere": """
+    "weights or code come from another source": """
         EXPERT_PACK_PATH EXTERNAL_MM_MODEL_ARCH EXTERNAL_MM_PROCESSOR_PACKAGE EXTERNAL_MODEL_PACKAGE
         QWEN4_PLE_FILE_DIR USE_MODELSCOPE""",
-    "values wrong on purpose": """
+    "it produces wrong values on purpose": """
         DEBUG_HISPARSE_SKIP_IO DEBUG_REVERT_PR DSPARK_SIMULATE_FOLD KV_CANARY_ENABLE_MHA_V
         KV_CANARY_ENABLE_TOKEN_ORACLE KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT
         KV_CANARY_ENABLE_WRITE_INPUT_ASSERT KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB
@@ -157,7 +157,7 @@ ENVIRONMENT: Final = FieldTables(
 
 
 def verdict(*, is_local: bool = False) -> SettingsVerdict:
-    """The verdict on the variables of this process, with the values that SGLang reads from them.
+    """Judge the variables of this process, with the values that SGLang reads from them.
 
     `is_local`: every file that the server names is on this host.
     """
@@ -170,7 +170,7 @@ def verdict(*, is_local: bool = False) -> SettingsVerdict:
         if name == HUB_VARIABLE and is_local:
             continue
         field = known.get(name)
-        if field is not None:  # a field has no truth value
+        if field is not None:  # A field has no truth value.
             values[name], defaults[name] = field.get(), field._resolve_default()
         elif name.startswith(_PREFIX) or name in ENVIRONMENT.in_key or name in ENVIRONMENT.refused:
             values[name] = text

@@ -1,6 +1,6 @@
-"""Environment variables of SGLang that change no value that is shared, by reason.
+"""Environment variables of SGLang that do not change shared values, by reason.
 
-Names of `SGLANG_*` without that prefix; `OTHERS` in full.
+`SGLANG_*` variables are listed without that prefix, `OTHERS` with full names.
 """
 
 from __future__ import annotations

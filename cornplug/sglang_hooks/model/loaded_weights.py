@@ -1,6 +1,7 @@
 """Hooks that compare loaded weights with the files (`engine_common.weight_comparison`).
 
-Each rank compares before it serves, and tells all processes of the server: the tokenizer's has no weights.
+Each rank compares before it serves, and notifies all processes of the server, because the tokenizer's process
+has no weights.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from cornplug.sglang_hooks.model.model_config import engine_model
 
 
 def _loaded(_result: Any, runner: Any) -> None:
-    """Where weights are fetched while graphs are captured, `load_model` returns without them."""
+    """Called after weights are loaded. If they are fetched while graphs are captured, `load_model` returns
+    without them."""
     if runner.startup_weight_load is None:
         _check(runner)
 
 
 def _check(runner: Any) -> None:
-    # A draft model's weights are in no identity.
+    # A draft model's weights are not part of any identity.
     if activation.is_on() and not runner.is_draft_worker:
         weight_comparison.check(runner.model, _checkpoint, logger)
 

@@ -1,8 +1,8 @@
 """LoRA adapters that this engine has loaded, by the id that SGLang gives each.
 
-SGLang appends that id, made anew at each load, to the `extra_key` of a request's namespace. The root of
-page keys takes the adapter's bytes in its place, and the names of the weights that this server skips: it
-applies no modules beyond those that `--lora-target-modules` (or the adapters at start) name.
+SGLang creates that id at each load, and appends it to the `extra_key` of a request's namespace. The root of
+page keys contains the adapter's digest instead, and the names of weights that this server skips: it applies
+only modules that `--lora-target-modules` (or the adapters at start) name.
 """
 
 from __future__ import annotations
@@ -18,52 +18,53 @@ from cornplug.sglang_hooks.compat import Hook, logger
 
 _files: Final = LaterAdapters()
 _paths: dict[str, str | None] = {}
-"""LoRA id -> folder, of every adapter that this process ever loaded; None: it came as tensors."""
+"""LoRA id -> folder, of every adapter that this process has loaded. None if it was loaded from tensors."""
 _managers: dict[str, Any] = {}
 """LoRA id -> SGLang's LoRAManager that has loaded it."""
 _left_out: dict[str, bytes] = {}
-"""LoRA id -> digest of the names of the weights that this server does not apply, b"" for none."""
+"""LoRA id -> digest of the names of weights that this server does not apply, b"" if there are none."""
 _disputed: set[str] = set()
-"""Adapter ids that a request without LoRA has named in its extra_key: SGLang's own cache mixes its KV with
-the adapter's."""
+"""Adapter ids that a request without LoRA had in its extra_key. SGLang's own cache mixes its KV with the
+adapter's."""
 
 
 def taken_apart(extra_key: str | None) -> tuple[str | None, bytes | None]:
-    """(the user's own extra_key, digest of the weights that are applied of the adapter; None without one).
+    """Return (the user's own extra_key, digest of the adapter's applied weights or None).
 
-    Waits only a moment for the file system. Raises CheckpointError: "lora" where the applied weights are
-    unknown, "identifying" where the file system does not answer, "lora_changed" where the files have
-    changed.
+    Waits only briefly for the file system. Raises CheckpointError: "lora" if the applied weights are unknown,
+    "identifying" if the file system does not respond, "lora_changed" if the files have changed.
     """
     if extra_key is None or not _paths:
         return extra_key, None
-    # A copy: the scheduler's thread may load another adapter meanwhile.
+    # Copy the keys, because the scheduler's thread may load another adapter at the same time.
     found = [name for name in list(_paths) if name in extra_key]
     if not found:
         return extra_key, None
     name = found[0]
     if len(found) > 1 or not extra_key.endswith(name) or name in _disputed:
-        raise CheckpointError("a namespace that names an adapter in an unknown way", reason="lora")
+        raise CheckpointError("cannot parse the adapter in the request's namespace", reason="lora")
     path = _paths[name]
     if path is None:
-        raise CheckpointError("an adapter that came as tensors has no files", reason="lora")
+        raise CheckpointError("the adapter was loaded from tensors and has no files", reason="lora")
     whole = _files.digest(path, name)
     left_out = _not_applied(name)
     applied = digest("cornplug-adapter-part-v1", whole, left_out) if left_out else whole
-    # SGLang makes "" of no extra_key when it appends.
+    # SGLang treats an absent extra_key as "" when it appends.
     return extra_key.removesuffix(name) or None, applied
 
 
 def _not_applied(name: str) -> bytes:
-    """Digest of the names of an adapter's weights that SGLang leaves out, b"" where it applies all."""
+    """Digest of the names of an adapter's weights that SGLang leaves out, b"" if it applies all."""
     if name not in _left_out:
         manager = _managers.get(name)
         adapter = manager.loras.get(name) if manager is not None else None
         if manager is None or adapter is None:
-            raise CheckpointError("SGLang no longer says what it applies of an adapter", reason="lora")
+            raise CheckpointError(
+                "this release of SGLang does not list which parts of an adapter it applies", reason="lora"
+            )
         weights = {weight for layer in adapter.layers for weight in layer.weights}
         weights.update(adapter.embedding_layers)
-        # As SGLang's memory pool: a weight is applied where a target's name occurs in its own.
+        # Same rule as SGLang's memory pool: a weight is applied if its name contains a target's name.
         skipped = sorted(w for w in weights if not any(target in w for target in manager.target_modules))
         _left_out[name] = (
             digest("cornplug-adapter-skipped-v1", json.dumps(skipped).encode()) if skipped else b""
@@ -72,7 +73,7 @@ def _not_applied(name: str) -> bytes:
 
 
 def _adapter_loads(manager: Any, lora_ref: Any) -> None:
-    """Before an adapter is loaded from its folder: its present bytes are digested."""
+    """Called before an adapter is loaded from its folder, to digest its current files."""
     if not activation.is_on():
         return
     _managers[lora_ref.lora_id] = manager

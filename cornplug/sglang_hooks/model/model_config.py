@@ -23,23 +23,23 @@ from cornplug.sglang_hooks.model.server_args_fields import SERVER_ARGS, WHERE_QU
 READS_SAFETENSORS: Final = frozenset(
     {"auto", "fastsafetensors", "instanttensor", "runai_streamer", "safetensors"}
 )
-"""Load formats that read the checkpoint's safetensors, and nothing else."""
+"""Load formats that read only the checkpoint's safetensors."""
 
 _READING: Final = frozenset({"concurrency", "enable_multithread_load", "memory_limit", "num_threads"})
-"""Keys of `--model-loader-extra-config` that only say how fast the files are read."""
+"""Keys of `--model-loader-extra-config` that only affect how fast the files are read."""
 _DRAFT_SOURCES: Final = frozenset({"speculative_draft_model_path", "speculative_draft_model_revision"})
-"""Where a draft's files lie: its fingerprint is of their content."""
+"""Settings for the location of a draft's files. Its fingerprint depends only on their content."""
 _LIBRARIES: Final = ("backend", "device", "use_fast")
 _PLUGINS: Final = ("sglang.srt.platforms", "sglang.srt.plugins")
 _started: Final = StartedModel()
 
 
 def engine_model() -> EngineModel:
-    """The model of this process's engine, by the settings that SGLang has published here.
+    """Model of this process's engine, from the settings that SGLang has published here.
 
-    After an update of its weights, with these. Raises CheckpointError where the model cannot be identified:
-    "load_format", "settings", "overrides", "no_settings" (SGLang has not published them yet), and as
-    `Checkpoint.open` and `StartedModel.now`.
+    After an update of its weights, with the new weights. Raises CheckpointError if the model cannot be
+    identified: "load_format", "settings", "overrides", "no_settings" (SGLang has not published them yet), and
+    as `Checkpoint.open` and `StartedModel.now`.
     """
     return _started.now(_described)
 
@@ -56,12 +56,14 @@ def _described() -> EngineModel:
     try:
         server_args = get_server_args()
     except ValueError as e:
-        raise CheckpointError(f"SGLang has not said yet what it runs: {e}", reason="no_settings") from e
+        raise CheckpointError(
+            f"SGLang's configuration is not available yet: {e}", reason="no_settings"
+        ) from e
     return describe(resolved_view(server_args), model_config_of(server_args))
 
 
 def describe(settings: Any, model: Any) -> EngineModel:
-    """As `engine_model`, of SGLang's resolved settings and its ModelConfig."""
+    """Like `engine_model`, from SGLang's resolved settings and its ModelConfig."""
     _check_sources(settings, model)
     checkpoint = Checkpoint.open(model.model_path, model.revision)
     return EngineModel(
@@ -79,7 +81,7 @@ def describe(settings: Any, model: Any) -> EngineModel:
 
 
 def runs_generic_backend(model: Any) -> bool:
-    """Whether SGLang runs a model (its ModelConfig) by transformers' classes, not by one of its own."""
+    """Return whether SGLang runs a model (its ModelConfig) with transformers' classes."""
     from sglang.srt.configs.model_config import ModelImpl
     from sglang.srt.model_loader.utils import get_resolved_model_impl
 
@@ -87,9 +89,9 @@ def runs_generic_backend(model: Any) -> bool:
 
 
 def draft_model(draft: Any) -> EngineModel:
-    """The draft that runs beside this process's model, of SGLang's ModelConfig of it.
+    """Return the draft of this process's model, from SGLang's ModelConfig of it.
 
-    Every setting of speculation is in its key: none is known to leave a draft's KV as it is. Raises as
+    Every setting of speculation is part of its key, because each may change a draft's KV. Raises as
     `engine_model`.
     """
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -110,29 +112,32 @@ def _check_sources(settings: Any, model: Any) -> None:
     """Raise CheckpointError("load_format") unless weights come from the checkpoint's safetensors."""
     if settings.load_format not in READS_SAFETENSORS:
         raise CheckpointError(
-            f"load format {settings.load_format!r} is not known to read the checkpoint's safetensors alone; "
-            f"weights cannot be identified. Known: {', '.join(sorted(READS_SAFETENSORS))}.",
+            f"load format {settings.load_format!r} may read more than the checkpoint's safetensors, so "
+            f"cornplug cannot identify the weights. Supported: {', '.join(sorted(READS_SAFETENSORS))}.",
             reason="load_format",
         )
     elsewhere = ["a pointer head"] if model.pointer_head is not None else []
     if settings.download_dir and not Path(model.model_path).is_dir():
-        elsewhere.append("--download-dir, which is not where checkpoints are identified; name a folder")
+        elsewhere.append(
+            "--download-dir, where cornplug does not look for checkpoints; pass a folder as the model"
+        )
     extra = settings.model_loader_extra_config or {}
     extra = json.loads(extra) if isinstance(extra, str) else extra
     if unknown := sorted(extra.keys() - _READING):
         elsewhere.append(f"--model-loader-extra-config {', '.join(unknown)}")
     if elsewhere:
         raise CheckpointError(
-            f"what runs is not in the checkpoint alone ({', '.join(elsewhere)}); it cannot be identified",
+            f"the server runs more than the checkpoint ({', '.join(elsewhere)}), so cornplug cannot "
+            "identify it",
             reason="load_format",
         )
 
 
 def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Setting -> value, of the settings that change computed values; {} where none does, as in vLLM's room.
+    """Setting -> value, for settings that change computed values.
 
-    SGLang's running config cannot be compared with config.json, as SGLang adds sizes to every config. Values
-    that differ from the files come by `--json-model-override-args`.
+    SGLang's running config cannot be compared with config.json, because SGLang adds sizes to every config.
+    Values that differ from the files come from `--json-model-override-args`.
     """
     values, defaults = _fields(settings)
     quantised = bool(settings.quantization) or declares_quantization(model.hf_config)
@@ -143,12 +148,13 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
         found |= {f"{SERVER_ARGS.of}.{name}": value for name, value in chosen.items()}
     asked = (settings.mm_process_config or {}).get("image") or {}
     if libraries := {name: asked[name] for name in _LIBRARIES if name in asked}:
-        # vLLM loads another image processor for them; SGLang hands them to the one that it has.
+        # vLLM loads another image processor for these, but SGLang passes them to its current processor.
         found[f"{SERVER_ARGS.of}.mm_process_config"] = libraries
     if overridden := json.loads(settings.json_model_override_args):
         found["hf_overrides"] = overridden
     if settings.quantization and not declares_quantization(model.hf_config):
-        # Weights that an engine quantises as it loads them are its own: scales and rounding differ.
+        # Weights that an engine quantises while loading are specific to it, because scales and rounding
+        # differ.
         found["sglang_quantization"] = str(settings.quantization)
     if settings.trust_remote_code and (code := remote_code(checkpoint.path)):
         found["remote_code"] = code
@@ -158,7 +164,8 @@ def _overrides(settings: Any, model: Any, checkpoint: Checkpoint) -> dict[str, A
 
 
 def _is_local(settings: Any, model: Any) -> bool:
-    """Whether the files of the model and of a draft are on this host, as a hub's are once SGLang has them."""
+    """Return whether the files of the model and of a draft are on this host, which includes downloaded files
+    of a hub."""
     named = (model.model_path, settings.speculative_draft_model_path, settings.speculative_token_map)
     return all(Path(one).exists() for one in named if one)
 
@@ -176,14 +183,14 @@ def _fields(settings: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         elif field.default_factory is not msgspec.NODEFAULT:
             defaults[field.name] = field.default_factory()
         value = getattr(settings, field.name)
-        # SGLang resolves some lists that were not given to empty ones.
+        # SGLang resolves some unset lists to empty lists.
         unset = defaults.get(field.name, value) is None and value in ([], {})
         values[field.name] = None if unset else value
     return values, defaults
 
 
 def _other_plugins() -> list[str]:
-    """Distributions that may replace any function of SGLang's: with the same ones, servers share."""
+    """Other plugins, which may replace any function of SGLang. Only servers with the same plugins share."""
     allowed = {name.strip() for name in os.environ.get("SGLANG_PLUGINS", "").split(",") if name.strip()}
     found = set()
     for group in _PLUGINS:

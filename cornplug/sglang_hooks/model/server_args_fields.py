@@ -1,8 +1,8 @@
-"""Where each of SGLang's `ServerArgs` stands: in the key, harmless, or a reason not to share.
+"""Tables that classify each of SGLang's `ServerArgs`: in the key, harmless, or a reason not to share.
 
-A field that stands in none of these tables is one of a later SGLang: where it is not at its default
-nothing is shared, and the log names it (`engine_common.allow_lists`). Fields are grouped by reason. Tables
-of the environment's variables stand in `environment`.
+A field that is in none of these tables was added by a later release of SGLang. If it is not at its default,
+nothing is shared, and the log names it (`engine_common.allow_lists`). Fields are grouped by reason. Tables of
+environment variables are in `environment`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 
 
 def grouped(groups: Mapping[str, str], prefix: str = "") -> dict[str, str]:
-    """{reason: "name name ..."} as {name: reason}. Raises ValueError for a name given twice."""
+    """Convert {reason: "name name ..."} to {name: reason}. Raises ValueError for a name that occurs twice."""
     found: dict[str, str] = {}
     for reason, names in groups.items():
         for name in names.split():
             if found.setdefault(prefix + name, reason) != reason:
-                raise ValueError(f"{name} stands in two groups")
+                raise ValueError(f"{name} is listed in two groups")
     return found
 
 
@@ -30,7 +30,7 @@ WHERE_QUANTISED: Final = (
     "fp8_gemm_runner_backend",
     "moe_runner_backend",
 )
-"""Kernels that quantise activations, each in its way, where the weights are quantised."""
+"""Kernels that quantise activations differently if the weights are quantised."""
 
 _IDENTIFIED: Final = {
     "the checkpoint's files are fingerprinted": "model_path revision",
@@ -87,7 +87,7 @@ _EXACT_ATTENTION: Final = frozenset(
         "trtllm_mla",
     }
 )
-"""Full attention in the KV's own dtype: they differ by the order of their sums."""
+"""Backends with full attention in the KV's own dtype, which differ only by the order of sums."""
 
 _SAME: Final[Mapping[str, frozenset[Any]]] = {
     "attention_backend": _EXACT_ATTENTION,
@@ -274,21 +274,19 @@ _HARMLESS: Final = {
 }
 
 _REFUSED: Final = {
-    "weights come from elsewhere than the checkpoint's files": """
+    "weights do not come from the checkpoint's files": """
         checkpoint_engine_wait_weights_before_ready custom_weight_loader decrypted_config_file
         kt_weight_path modelexpress_config modelopt_checkpoint_restore_path ple_offload_backend
         ple_offload_dir quantization_param_path quantize_and_serve rl_quant_profile weight_cache_mode""",
-    "it changes what the model computes in a way that nothing names": """
+    "it changes what the model computes, and cornplug cannot identify how": """
         debug_tensor_dump_input_file forward_hooks kv_canary kv_canary_real_data
         kv_canary_sweep_interval msprobe_dump_config""",
-    "embeddings come from a cache that goes by 64 bits of a hash": "enable_mm_global_cache",
-    "experts come and go with their ranks": """
+    "embeddings come from a cache with 64-bit hashes": "enable_mm_global_cache",
+    "the set of experts changes at run time": """
         elastic_ep_backend elastic_ep_initial_size elastic_ep_scale_timeout enable_elastic_expert_backup
         ep_join_mode ep_join_rank_offset max_ep_size""",
-    "tokens before others are computed with what comes after them": (
-        "dllm_algorithm dllm_algorithm_config dllm_fdfo"
-    ),
-    "one token's KV depends on which item of a request it is in": "enable_mis",
+    "KV of earlier tokens depends on later tokens": ("dllm_algorithm dllm_algorithm_config dllm_fdfo"),
+    "KV of a token depends on its item of the request": "enable_mis",
 }
 
 SERVER_ARGS: Final = FieldTables(

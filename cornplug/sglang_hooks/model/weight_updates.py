@@ -1,9 +1,9 @@
-"""The calls of SGLang that replace a server's weights in place; each ends sharing (`weights_guard`).
-That from a checkpoint does so only where it fails (`disk_updates.py`), and where the trainer's version is
-trusted those by tensors, too (`trainer_updates.py`).
+"""SGLang's calls that replace a server's weights in place. Each of them ends sharing (`weights_guard`),
+except an update from a checkpoint that succeeds (`disk_updates.py`) and, if trainer versions are trusted,
+updates by tensors (`trainer_updates.py`).
 
-Every process that takes part learns of it before the first byte changes: the scheduler of each rank
-by the request itself, the tokenizer when it passes the request on.
+Every process learns of it before the first byte changes: the scheduler of each rank from the request itself,
+and the tokenizer when it passes the request on.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from cornplug.engine_common import weights_guard
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import Hook, logger
 
-# Methods of the scheduler that users call by `Engine.collective_rpc` and that leave the weights alone.
+# Scheduler methods that users call with `Engine.collective_rpc` and that do not change the weights.
 _HARMLESS_RPC: Final = frozenset({"save_remote_model", "save_sharded_model"})
 _WEIGHTS_TAG: Final = "weights"
 
 
 def trusts_versions() -> bool:
-    """Whether a trainer's version may name this server's weights."""
+    """Return whether a trainer's version may identify this server's weights."""
     return activation.is_on() and activation.config().engine.trust_weight_version
 
 
 def changes_model(recv_req: Any) -> bool:
-    """Whether a request is for the model itself; requests without a selector are for all."""
+    """Return whether a request is for the model itself. Requests without a selector are for all models."""
     return bool(getattr(recv_req, "selector", "all") != "draft")
 
 
 def _update(_self: Any, recv_req: Any) -> None:
-    # A draft model's weights are in no identity.
+    # A draft model's weights are not part of any identity.
     if changes_model(recv_req):
         _lose(type(recv_req).__name__.removesuffix("ReqInput"))
 
 
 def _lose(by: str) -> None:
-    """End sharing, or stop it until a trainer names the weights."""
+    """End sharing, or pause it until a trainer names the weights."""
     if trusts_versions():
         weights_guard.begin_update(by, logger)
     else:
@@ -50,18 +50,18 @@ def _release(_self: Any, recv_req: Any) -> None:
 
 
 def loses_weights(recv_req: Any) -> bool:
-    """Whether a release of memory gives up the weights."""
+    """Return whether a release of memory discards the weights."""
     from sglang.srt.arg_groups.overrides import resolved_view
     from sglang.srt.runtime_context import get_server_args
 
     settings = resolved_view(get_server_args())
-    # Without the saver nothing is given up; with the backup the same bytes come back.
+    # Without the memory saver nothing is discarded. With the backup, the same bytes are restored.
     lost = settings.enable_memory_saver and not settings.enable_weights_cpu_backup
     return bool(lost and (not recv_req.tags or _WEIGHTS_TAG in recv_req.tags))
 
 
 def _check(_self: Any, recv_req: Any) -> None:
-    # Its other actions only look.
+    # Its other actions only read.
     if recv_req.action == "reset_tensors" and recv_req.selector != "draft":
         weights_guard.note_replaced("check_weights reset_tensors", logger)
 
@@ -72,7 +72,7 @@ def _rpc(_self: Any, recv_req: Any) -> None:
 
 
 def _in_tokenizer(function: Callable[[Any, Any], None]) -> Callable[..., None]:
-    """The same in the tokenizer process, where it comes with the HTTP request."""
+    """Return the corresponding hook for the tokenizer process, which receives the HTTP request."""
 
     def passed_on(manager: Any, obj: Any, request: Any = None) -> None:
         function(manager, obj)

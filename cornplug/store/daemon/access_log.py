@@ -105,4 +105,4 @@ class AccessLog:
 
     def _end(self, why: str | None) -> None:
         self._ended = True
-        _log.warning("%s: %s: no more reads and writes are noted", self._path, why)
+        _log.warning("%s: %s: reads and writes are no longer logged", self._path, why)

@@ -1,7 +1,7 @@
-"""`cornplug serve-store`: one daemon per host and socket, from start to clean end.
+"""`cornplug serve-store`: run the store daemon. There is one daemon per host and socket.
 
-A lock beside the socket decides who serves (`local_socket.py`): of two starters one wins, and only the
-winner touches a socket that a dead daemon left behind.
+A lock file next to the socket decides which process serves (`local_socket.py`). Only the process with the
+lock replaces a socket that a dead daemon left behind.
 """
 
 from __future__ import annotations
@@ -41,16 +41,19 @@ _log = logging.getLogger("cornplug.store")
 
 
 def main(argv: list[str], starter: Mapping[str, Any] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT. Exit status: 0 ended well, 2 wrong setting, 3 already served.
+    """Serve until SIGTERM or SIGINT.
+
+    Returns exit status 0 after a signal, 2 for a wrong setting, and 3 if another store serves this socket.
 
     Args:
-        starter: Settings (`config.portable`) of the client that starts this store; None: the environment's.
+        starter: Settings (`config.portable`) of the client that starts this store. None: settings from the
+            environment.
     """
     try:
         settings = (config.load() if starter is None else config.load_portable(starter)).store
         options = store_parser(settings).parse_args(argv)
         if options.detach and os.fork():
-            # The starter waits for this exit only: the daemon has no parent to leave it a zombie.
+            # The starter waits only for this process. The daemon has no parent that would have to reap it.
             os._exit(0)
         logging.basicConfig(
             handlers=[BoundedLog(sys.stderr, most_bytes=LOG_BYTES if options.detach else None)],
@@ -67,68 +70,68 @@ def main(argv: list[str], starter: Mapping[str, Any] | None = None) -> int:
 
 
 def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
-    """The command line of `cornplug serve-store`; `defaults`: values of flags that are not given."""
+    """Return the parser of `cornplug serve-store`. `defaults` are the values of flags that are not set."""
     parser = argparse.ArgumentParser(
-        prog="cornplug serve-store", description="Run the cache daemon that all engines of this host share."
+        prog="cornplug serve-store", description="Run the store that all engines of this host share."
     )
     parser.add_argument(
-        "--socket", type=Path, default=defaults.socket, help="unix socket to listen at (default: %(default)s)"
+        "--socket", type=Path, default=defaults.socket, help="unix socket to listen on (default: %(default)s)"
     )
     parser.add_argument(
         "--size",
         type=parse_size,
         default=defaults.size_bytes,
-        help="upper bound of its memory, as 4GiB or 512MiB (default: a quarter of the available memory)",
+        help="maximum size, for example 4GiB or 512MiB (default: a quarter of the available memory)",
     )
     parser.add_argument(
         "--disk",
         type=Path,
         metavar="FOLDER",
         default=defaults.disk_path,
-        help="folder in which entries outlive this process, on a local disk (default: none)",
+        help="folder on a local disk for entries that survive restarts (default: none)",
     )
     parser.add_argument(
         "--disk-size",
         type=parse_size,
         metavar="SIZE",
         default=defaults.disk_size_bytes,
-        help="upper bound of that folder's files, as 500GiB (default: half of what its file system has free)",
+        help="maximum size of the files in that folder, for example 500GiB (default: half of the free space)",
     )
     parser.add_argument(
         "--far",
         action="append",
         metavar="URL",
-        help="far store by which hosts share entries: file:///FOLDER, s3://BUCKET/PREFIX, "
-        "valkey://HOST:6379/0; may be repeated (default: those of store.far)",
+        help="far store through which hosts share entries: file:///FOLDER, s3://BUCKET/PREFIX, "
+        "valkey://HOST:6379/0; can be repeated (default: the setting store.far)",
     )
     parser.add_argument(
         "--secret-file",
         type=Path,
         default=defaults.secret_file,
-        help="32 bytes that clients must share (default: %(default)s)",
+        help="32-byte file that must be the same for all clients (default: %(default)s)",
     )
     parser.add_argument(
         "--quarantine-s",
         type=float,
         default=defaults.quarantine_s,
-        help="seconds for which memory of a writer that died is kept from others (default: %(default)s)",
+        help="seconds before the memory of a writer that died is reused (default: %(default)s)",
     )
     parser.add_argument(
         "--idle-exit-s",
         type=float,
         default=0.0,
-        help="end after so many seconds without a client (default: 0, never)",
+        help="exit after this many seconds without a client (default: 0, never)",
     )
     parser.add_argument(
         "--metrics",
         metavar="[HOST:]PORT",
         default=defaults.metrics,
-        help="serve /metrics for Prometheus there; without HOST on this host only (default: none)",
+        help="address for Prometheus metrics (/metrics); without HOST, on this host only (default: none)",
     )
     parser.add_argument(
         "--clamp",
         action="store_true",
-        help="use a smaller size if the host has less memory, instead of an error",
+        help="use a smaller size instead of failing if the host has less memory",
     )
     parser.add_argument("--detach", action="store_true", help="run in the background")
     return parser
@@ -139,8 +142,8 @@ def _serve(options: argparse.Namespace, settings: config.StoreConfig) -> int:
         settings = config.load({"store.metrics": options.metrics}).store
     path: Path = options.socket.absolute()
     secret = read_secret(options.secret_file)
-    # A process that sees the socket may end this one: not before it can end in good order. Blocking the
-    # signals would not do, as a library's thread could take them.
+    # Once the socket exists, another process can signal this one, which must then shut down properly. It is
+    # not enough to block the signals, because a library's thread could receive them.
     early: list[int] = []
     for number in _ENDS:
         signal.signal(number, lambda number, _: early.append(number))
@@ -164,7 +167,7 @@ def _serve_claimed(
     settings: config.StoreConfig,
     early: Sequence[int],
 ) -> None:
-    """Serve until a signal. `early`: signals that have come already."""
+    """Serve until a signal. `early` contains signals that have already been received."""
     arena = SharedArena(fitting_size(options.size, clamp=options.clamp))
     disk = _disk(options, secret, settings)
     server = StoreServer(
@@ -182,7 +185,7 @@ def _serve_claimed(
 
     endpoint = None
     if settings.metrics:
-        # Imported here: a store without it starts in a third of the time.
+        # Imported here because a store without metrics starts in a third of the time.
         from cornplug.store.daemon.metrics_endpoint import open_endpoint
 
         endpoint = open_endpoint(settings.metrics)
@@ -193,7 +196,7 @@ def _serve_claimed(
         _log.info("%s: ending", signal.Signals(number).name)
         server.stop = True
 
-    # Nothing here makes cycles to speak of; a collection in the middle of a request costs milliseconds.
+    # The daemon creates almost no reference cycles, and a collection would delay a request by milliseconds.
     gc.disable()
     for number in _ENDS:
         signal.signal(number, end)
@@ -209,10 +212,13 @@ def _serve_claimed(
 
 
 def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedDisk | None:
-    """The disk that the settings name. Raises ConfigError; a store that an engine started does without."""
+    """Open the disk from the settings.
+
+    Raises ConfigError. A store started by an engine runs without the disk instead.
+    """
     if options.disk is None:
         return None
-    # Imported here: a store without it starts sooner.
+    # Imported here because a store without a disk starts faster.
     from cornplug.store.disk.open_disk import open_disk
 
     path, size_bytes = options.disk.absolute(), options.disk_size
@@ -228,12 +234,14 @@ def _disk(options: argparse.Namespace, secret: bytes, settings: config.StoreConf
 
 
 def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfig) -> OpenedFar | None:
-    """The far stores that the settings name. Raises ConfigError; a store that an engine started does without
-    them."""
+    """Open the far stores from the settings.
+
+    Raises ConfigError. A store started by an engine runs without far stores instead.
+    """
     urls = options.far or settings.far
     if not urls:
         return None
-    # Imported here: a store without it starts sooner.
+    # Imported here because a store without far stores starts faster.
     from cornplug.store.far.open_far import open_far
 
     try:
@@ -248,17 +256,20 @@ def _far(options: argparse.Namespace, secret: bytes, settings: config.StoreConfi
 
 
 def _reset_cpu_affinity() -> None:
-    """Run on any core: a vLLM worker that starts us is bound to the very cores that it keeps busy,
-    and there an answer takes seconds. The kernel keeps the process inside its container's cores."""
+    """Allow this process to run on all cores of its container.
+
+    A vLLM worker that starts the store is bound to cores that it keeps busy. On these cores, a reply would
+    take seconds.
+    """
     cores = os.sysconf("SC_NPROCESSORS_CONF")
     try:
         os.sched_setaffinity(0, range(cores))
     except OSError as e:
-        _log.warning("this store shares its starter's cores: %s", e.strerror)
+        _log.warning("this store runs only on the cores of the process that started it: %s", e.strerror)
 
 
 def _raise_descriptor_limit() -> None:
-    """A client is a descriptor, and the usual soft limit is for programs that use select()."""
+    """Raise the soft limit of file descriptors, because each client needs one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -1,8 +1,7 @@
-"""`/metrics` of the store, served by a thread beside the loop.
+"""Prometheus endpoint of the store, served by its own thread.
 
-The loop hands it copies of its counts twice a second; a scrape renders the latest one and asks the loop
-nothing.
-A daemon whose address is taken serves engines all the same, and its log says so.
+The daemon's loop provides a snapshot of its counts twice a second, and a scrape renders the latest snapshot.
+If the address is in use, the daemon logs an error and serves engines without metrics.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, Sto
 from cornplug.store.stats.store_stats import DiskStat, FarStat
 
 MEMORY: Final = "memory"
-"""The tier of entries that lie in shared memory."""
+"""Tier of entries in shared memory."""
 DISK: Final = "disk"
-"""The tier of entries that lie on disk, in memory too or not."""
+"""Tier of entries on disk, whether or not they are also in memory."""
 _log = logging.getLogger("cornplug.store")
 
 
 class MetricsEndpoint:
-    """Serves `/metrics` at this address, "HOST:PORT" or "PORT", from the first snapshot on.
+    """HTTP server for `/metrics` at "HOST:PORT" or "PORT". It is empty until the first snapshot.
 
-    Raises OSError where the address cannot be listened at.
+    Raises OSError if it cannot listen on the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -43,27 +42,27 @@ class MetricsEndpoint:
         self.port: int = self._server.server_port
 
     def show(self, snapshot: StoreSnapshot) -> None:
-        """Serve this from now on."""
+        """Serve this snapshot from now on."""
         self._latest = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """For prometheus_client, at each scrape."""
+        """Yield all metrics. prometheus_client calls this for each scrape."""
         if self._latest is not None:
             yield from families(self._latest)
 
     def close(self) -> None:
-        """Serve no longer."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
 
 
 def open_endpoint(address: str) -> MetricsEndpoint | None:
-    """The endpoint; None, and a line in the log, where its address cannot be listened at."""
+    """Open the endpoint. If it cannot listen on the address, log an error and return None."""
     try:
         endpoint = MetricsEndpoint(address)
     except OSError as e:
         _log.error(
-            "store.metrics: cannot listen at %s: %s. The store serves without /metrics; name a free port",
+            "store.metrics: cannot listen on %s: %s. The store runs without metrics; use a free port",
             address, e.strerror or e,
         )  # fmt: skip
         return None
@@ -72,7 +71,7 @@ def open_endpoint(address: str) -> MetricsEndpoint | None:
 
 
 def families(now: StoreSnapshot) -> Iterator[Metric]:
-    """All series of `STORE_METRICS`, in its order."""
+    """Yield all metrics of `STORE_METRICS`, in its order."""
     values = _values(now)
     for name, metric in STORE_METRICS.items():
         if metric.kind == "histogram":
@@ -167,7 +166,7 @@ def _far_values(far: Mapping[str, FarStat]) -> dict[str, dict[tuple[str, ...], f
 
 
 def _by_outcome(counts: Mapping[str, int], success: str) -> Mapping[tuple[str, ...], float]:
-    """A series that is there from the start has a rate at its first count."""
+    """Return counts by outcome, with 0 for success, so that `rate()` works from the first count."""
     counted: dict[tuple[str, ...], float] = {(success,): 0.0}
     return counted | {(outcome,): float(count) for outcome, count in counts.items()}
 

@@ -198,7 +198,7 @@ class StoreServer:
             reply = self._reply(session.owner, request)
             self.telemetry.answered(request, began_s)
         except _REQUEST_FAULTS as e:
-            _log.warning("client %d: a request that is none: %s", session.owner, e)
+            _log.warning("client %d: malformed request: %s", session.owner, e)
             reply = messages.RequestFault(f"{type(e).__name__}: {e}"[:_FAULT_CHARS])
         if reply is not None:
             session.send(reply, number=number)

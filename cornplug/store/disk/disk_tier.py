@@ -314,7 +314,7 @@ class DiskTier:
             self._counters.writes[self._failed(header)] += 1
             return
         if self._problem:
-            _log.info("the store's disk takes entries again")
+            _log.info("the store's disk accepts entries again")
         self._problem = ""
         if header is None:
             self._counters.writes["gone"] += 1

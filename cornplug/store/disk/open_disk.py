@@ -1,4 +1,4 @@
-"""A disk for a store, as the settings name it."""
+"""Opens the disk folder of a store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEAST_BYTES: Final = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class OpenedDisk:
-    """A folder that this daemon has locked, and the bounds of its use."""
+    """Disk folder that this daemon has locked, with its limits."""
 
     files: SegmentFiles
     size_bytes: int
@@ -26,18 +26,17 @@ class OpenedDisk:
 def open_disk(
     path: Path, secret: bytes, *, size_bytes: int | None = None, write_bytes_s: int | None = None
 ) -> OpenedDisk:
-    """The disk at the folder `path`.
+    """Open the disk folder `path`.
 
-    Raises ConfigError where the folder cannot be used, or the package is missing that seals entries.
+    Raises ConfigError if the folder cannot be used, or if the package for encryption is not installed.
 
-    Args:
-        size_bytes: Upper bound of its files; None: half of what the file system has free, its own files
-            included.
+    Args: size_bytes: Maximum size of its files. None: half of the free space on the file system, counting
+    existing files in the folder as free.
     """
     if importlib.util.find_spec("cryptography") is None:
         raise ConfigError(
             _SETTING,
-            "a store seals the entries that it writes to a disk, and cryptography is not installed",
+            "a store encrypts the entries that it writes to a disk, but cryptography is not installed",
             "Run: pip install 'cornplug[disk]'",
         )
     files = SegmentFiles(path, secret, setting=_SETTING)
@@ -47,10 +46,10 @@ def open_disk(
             size_bytes = (files.free_bytes() + own) // 2
     except OSError as e:
         files.close()
-        raise ConfigError(_SETTING, f"{path}: {e.strerror}", "Name a folder on a local disk.") from e
+        raise ConfigError(_SETTING, f"{path}: {e.strerror}", "Use a folder on a local disk.") from e
     if size_bytes < LEAST_BYTES:
         files.close()
         raise ConfigError(
-            "store.disk_size_bytes", f"{size_bytes} bytes are too few for entries", "Name 1 GiB or more."
+            "store.disk_size_bytes", f"{size_bytes} bytes are too few for entries", "Use 1 GiB or more."
         )
     return OpenedDisk(files, size_bytes, write_bytes_s)

@@ -80,13 +80,13 @@ class SegmentFiles:
                 self._files[0] = _OpenFile(open_file(self._folder, _LOCK, os.O_RDWR))
                 if not try_lock(self._files[0].fd):
                     raise ConfigError(
-                        setting, f"{path} is in use by another store", "Give each store its own."
+                        setting, f"{path} is in use by another store", "Use another folder for each store."
                     )
                 for name in os.listdir(self._folder):
                     if match := _NAME.fullmatch(name):
                         self._files[int(match[1])] = _OpenFile(open_file(self._folder, name, os.O_RDWR))
             except OSError as e:
-                raise ConfigError(setting, f"{path}: {e.strerror}", "Name a folder on a local disk.") from e
+                raise ConfigError(setting, f"{path}: {e.strerror}", "Use a folder on a local disk.") from e
             on_error.pop_all()
 
     def existing(self) -> list[tuple[int, int]]:
@@ -151,7 +151,7 @@ class SegmentFiles:
             data = os.pread(file.fd, ALIGN_BYTES, offset)
             header = decode_record_header(data, self._sealer.header_tag)
         if header is None or header.dead:
-            raise RecordDamaged("there is no record")
+            raise RecordDamaged("no record was found")
         return FoundRecord(segment, offset, header)
 
     def read(

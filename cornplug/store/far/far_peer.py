@@ -82,8 +82,8 @@ class FarPeer:
         self._store, self._sealer, self._found = store, sealer, found
         self._mover = DiskWorkers(name="cornplug-far")
         self._asker = DiskWorkers(name="cornplug-far", readers=0)
-        self._reading = CallHealth(label, failing="is not asked for now", working="answers")
-        self._putting = CallHealth(label, failing="gets no records for now", working="takes records")
+        self._reading = CallHealth(label, failing="is not used for now", working="responds")
+        self._putting = CallHealth(label, failing="is not written for now", working="accepts records")
         self._deleting = CallHealth(label, failing="deletes no records for now", working="deletes records")
         self._asking = False
         self._calls: dict[object, tuple[CallHealth, float, float]] = {}
@@ -193,7 +193,7 @@ class FarPeer:
         now_s = time.monotonic()
         for health, began_s, deadline_s in self._calls.copy().values():
             if now_s - began_s > deadline_s:
-                health.failed("it has not answered in time")
+                health.failed("no reply in time")
         if not self.answers:
             self._questions.clear()
             self._probe(now_s)

@@ -111,7 +111,7 @@ class FarSealer:
         magic, version, sealed_by, salt, head_bytes = _PREFIX.unpack_from(record)
         end = _PREFIX.size + head_bytes
         if (magic, version) != (_MAGIC, _VERSION) or not TAG_BYTES <= head_bytes <= _MOST_HEAD_BYTES:
-            raise RecordDamaged("it is no record of this format")
+            raise RecordDamaged("it is not a record of this format")
         secret = self._sealing.get(sealed_by)
         if secret is None:
             raise RecordDamaged("it is sealed under a secret that this host does not have")

@@ -48,7 +48,7 @@ def main(settings: ClientSettings, descriptors: Sequence[int]) -> None:
         # Not above: the daemon, which imports this module too, does without the library.
         from mooncake.store import MooncakeDistributedStore
     except ImportError as e:
-        sys.exit(f"cornplug: Mooncake's client does not import: {e}. On Debian run: apt install libibverbs1")
+        sys.exit(f"cornplug: cannot import Mooncake's client: {e}. On Debian, run: apt install libibverbs1")
     signal.alarm(_LONGEST_S)
     client = MooncakeDistributedStore()
     code = client.setup(

@@ -36,13 +36,13 @@ def open_mooncake_url(url: str) -> ProcessFarStore:
     parts = urlsplit(url)
     try:
         if not parts.hostname or parts.path.strip("/"):
-            raise ValueError("it names no master, or more than one")
+            raise ValueError("it must contain one master and no path")
         master = f"{parts.hostname}:{parts.port or _PORT}"
         options = fields_of(url, _Options)
     except ValueError as e:
         raise ConfigError(
             _SETTING, f"{label_of(url)!r}: {e}",
-            f"Write it as mooncake://master:{_PORT}?segment=512MiB; other fields: device, host, metadata.",
+            f"Write it as mooncake://master:{_PORT}?segment=512MiB. Other options: device, host, metadata.",
         ) from e  # fmt: skip
     settings = ClientSettings(master, options.metadata, int(options.segment), options.device, options.host)
     return ProcessFarStore(

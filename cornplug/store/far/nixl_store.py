@@ -39,17 +39,17 @@ def open_nixl_url(url: str, secret: bytes) -> ProcessFarStore:
     parts = urlsplit(url)
     try:
         if parts.path.strip("/") or not parts.netloc:
-            raise ValueError("it names no members")
+            raise ValueError("it must contain hosts and no path")
         members = [_member(text) for text in parts.netloc.split("+")]
         if len(set(members)) < max(2, len(members)):
-            raise ValueError("it names fewer than two members, or one twice")
+            raise ValueError("it needs at least two different hosts")
         options = fields_of(url, _NixlOptions)
         own = _own(options.own, members)
     except ValueError as e:
         raise ConfigError(
             _SETTING, f"{label_of(url)!r}: {e}",
-            f"Write it as nixl://10.0.0.5:{_PORT}+10.0.0.6:{_PORT}?segment=1GiB, the same on all hosts; "
-            "own=10.0.0.5:8760 names this one where cornplug does not find it.",
+            f"Write it as nixl://10.0.0.5:{_PORT}+10.0.0.6:{_PORT}?segment=1GiB, the same on all hosts. "
+            "If cornplug cannot detect which host is this one, add own=10.0.0.5:8760.",
         ) from e  # fmt: skip
     if importlib.util.find_spec("nixl") is None:
         # Its process imports it; its absence is known before.
@@ -67,7 +67,7 @@ def _own(text: str, members: Sequence[tuple[str, int]]) -> int:
     if not text:
         return -1
     if (member := _member(text)) not in members:
-        raise ValueError(f"'own': {text!r} is none of them")
+        raise ValueError(f"'own': {text!r} is not one of the hosts")
     return members.index(member)
 
 
@@ -75,5 +75,5 @@ def _member(text: str) -> tuple[str, int]:
     found = _MEMBER.fullmatch(text)
     port = int(found["port"] or _PORT) if found else 0
     if found is None or not 0 < port < 1 << 16:
-        raise ValueError(f"{text!r} is no HOST:PORT")
+        raise ValueError(f"{text!r} is not HOST:PORT")
     return found["host"].strip("[]"), port

@@ -95,11 +95,11 @@ def open_folder_url(url: str) -> ObjectFarStore:
     path = Path(unquote(parts.path))
     if parts.netloc or not path.is_absolute():
         raise ConfigError(
-            _SETTING, f"{url!r} names no absolute folder", "Write it as file:///mnt/share/cornplug."
+            _SETTING, f"{url!r} needs an absolute path", "Write it as file:///mnt/share/cornplug."
         )
     # It is not made here: of a share that is not mounted a folder of the same name would be.
     if not path.is_dir():
-        raise ConfigError(_SETTING, f"{path} is no folder", "Mount the share, and make the folder there.")
+        raise ConfigError(_SETTING, f"{path} is not a folder", "Mount the share and create the folder.")
     return ObjectFarStore(LocalStore(str(path)))
 
 
@@ -108,7 +108,7 @@ def open_s3_url(url: str) -> ObjectFarStore:
     ConfigError."""
     parts = urlsplit(url)
     if not parts.netloc:
-        raise ConfigError(_SETTING, f"{url!r} names no bucket", "Write it as s3://bucket/prefix.")
+        raise ConfigError(_SETTING, f"{url!r} contains no bucket", "Write it as s3://bucket/prefix.")
     second = datetime.timedelta(seconds=MOVE_S)
     try:
         store = S3Store(

@@ -50,13 +50,13 @@ def open_far(
     if is_own_secret(secret_file):
         raise ConfigError(
             "store.secret_file",
-            "a far store is shared by the hosts that have one secret, and this host has a secret of its own",
-            "Give each of them the same file of 32 bytes, and name it.",
+            "hosts that share a far store need the same secret, but this host uses its own random secret",
+            "Copy a 32-byte file to all hosts, and set store.secret_file to it.",
         )
     labels = [label_of(url) for url in urls]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:
-        raise ConfigError(_SETTING, f"{twice!r} is named twice", "Name each far store once.")
+        raise ConfigError(_SETTING, f"{twice!r} is listed twice", "List each far store once.")
     sealing = [read_secret(path, setting=_SEALING, make=False) for path in sealing_files]
     opened: list[tuple[str, FarStore]] = []
     try:
@@ -73,7 +73,7 @@ def _open(url: str, label: str, secret: bytes) -> FarStore:
     scheme = urlsplit(url).scheme
     if scheme not in _BACKENDS:
         known = ", ".join(f"{one}://" for one in sorted(_BACKENDS))
-        raise ConfigError(_SETTING, f"{label!r} names no far store", f"Known here: {known}.")
+        raise ConfigError(_SETTING, f"{label!r} is not a far store", f"Supported: {known}.")
     module, function, extra = _BACKENDS[scheme]
     try:
         importlib.import_module("cryptography")

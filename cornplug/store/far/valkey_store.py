@@ -71,7 +71,7 @@ def open_valkey_url(url: str) -> ValkeyFarStore:
     address = urlunsplit(parts._replace(scheme=_SCHEMES.get(parts.scheme, parts.scheme)))
     try:
         if not parts.hostname:
-            raise ValueError("it names no host")
+            raise ValueError("it contains no host")
         clients = [
             Valkey.from_url(
                 address, socket_timeout=deadline_s, socket_connect_timeout=ASK_S, retry=Retry(NoBackoff(), 0),
@@ -81,7 +81,7 @@ def open_valkey_url(url: str) -> ValkeyFarStore:
         ]  # fmt: skip
     except (ValkeyError, ValueError) as e:
         raise ConfigError(
-            _SETTING, f"{label_of(url)!r}: {e}", "Write it as valkey://host:6379/0; valkeys:// has TLS."
+            _SETTING, f"{label_of(url)!r}: {e}", "Write it as valkey://host:6379/0, or valkeys:// for TLS."
         ) from e
     return ValkeyFarStore(*clients)
 

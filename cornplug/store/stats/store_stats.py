@@ -1,4 +1,4 @@
-"""Snapshots of a store: its memory, its namespaces, its disk, its far stores."""
+"""Statistics of a store: its memory, namespaces, disk and far stores."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ OTHER_APPS = "(others)"
 
 
 class NamespaceStat(msgspec.Struct, frozen=True):
-    """One namespace of a store; sizes in bytes, counts since the store began."""
+    """Statistics of a namespace. Sizes are in bytes, and counts are since the store started."""
 
     used_bytes: int
     share_bytes: int
@@ -22,28 +22,28 @@ class NamespaceStat(msgspec.Struct, frozen=True):
 
 
 class DiskNamespaceStat(msgspec.Struct, frozen=True):
-    """One namespace of a store's disk; sizes in bytes, counts since the store began."""
+    """Statistics of a namespace on disk. Sizes are in bytes, and counts are since the store started."""
 
     used_bytes: int
     entries: int
     hits: int
-    """Entries that were recalled into memory."""
+    """Number of entries that were recalled into memory."""
     removals: dict[str, int]
     """Cause -> entries: "evicted" with their segment, "expired", "deleted", "purged", "damaged"."""
 
 
 class DiskStat(msgspec.Struct, frozen=True):
-    """The disk of a store; sizes in bytes, counts since the store began."""
+    """Statistics of a store's disk. Sizes are in bytes, and counts are since the store started."""
 
     capacity_bytes: int
     used_bytes: int
-    """Of its files."""
+    """Size of its files."""
     entries: int
-    """Also of those that are in memory too."""
+    """Number of entries on disk, including entries that are also in memory."""
     queued: int
     """Entries that wait for their writing."""
     scanning: bool
-    """Entries of an earlier daemon are being looked for."""
+    """Whether the scan for entries of an earlier daemon is still running."""
     writes: dict[str, int]
     """Outcome -> entries: "written", "gone" (evicted or deleted before), "dropped" (too many waited),
     "too_large", "disk_full", "disk_readonly", "disk_error", "ceiling"."""
@@ -54,10 +54,10 @@ class DiskStat(msgspec.Struct, frozen=True):
 
 
 class FarStat(msgspec.Struct, frozen=True):
-    """One far store; counts since this host's store began."""
+    """Statistics of a far store. Counts are since this host's store started."""
 
     answers: bool
-    """False after a failure: nothing is asked of it for a while."""
+    """Whether the far store responds. After a failure, it is not used for a while."""
     queued: int
     """Entries that wait for their writing."""
     asks: dict[str, int]
@@ -70,11 +70,11 @@ class FarStat(msgspec.Struct, frozen=True):
     (too many waited), "too_large", "error"."""
     read_bytes: int
     written_bytes: int
-    """Of records."""
+    """Bytes of written records."""
 
 
 class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A snapshot; all sizes in bytes."""
+    """Snapshot of a store's statistics. All sizes are in bytes."""
 
     capacity_bytes: int
     used_bytes: int
@@ -82,20 +82,20 @@ class StoreStat(msgspec.Struct, frozen=True, omit_defaults=True):
     reservations: int
     leases: int
     bytes_by_app: dict[str, int]
-    """Of the 256 apps with most; all others together under OTHER_APPS."""
+    """Bytes of the 256 largest apps. All others are summed under OTHER_APPS."""
     evictions: int
     hits: int
-    """Keys for which `lease` or a copying read found an entry, since the store began."""
+    """Keys for which `lease` or an unleased read found an entry, since the store started."""
     misses: int
     refusals: int
-    """Reservations refused with FULL or TOO_LARGE."""
+    """Reservations rejected with FULL or TOO_LARGE."""
     found: int = 0
-    """Keys that lookups in the shared table found. A waiting request is looked up again at each step."""
+    """Keys found by lookups in the shared table. A waiting request is looked up again in each step."""
     absent: int = 0
-    """Keys that such lookups did not find."""
+    """Keys not found by such lookups."""
     namespaces: dict[str, NamespaceStat] = {}
-    """Empty where a store has none."""
+    """Statistics by namespace. Empty if the store has no namespaces."""
     disk: DiskStat | None = None
-    """None where a store has no disk."""
+    """None if the store has no disk."""
     far: dict[str, FarStat] = {}
-    """By the URL without user and password; empty where a store has none."""
+    """Statistics by URL without user and password. Empty if the store has no far stores."""

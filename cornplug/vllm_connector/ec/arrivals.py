@@ -1,4 +1,5 @@
-"""Embeddings that came to the scheduler half: read from the store or a reply, and held for the workers."""
+"""Embeddings that the scheduler half has received, from the store or in a reply, and keeps for the
+workers."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from cornplug.vllm_connector.ec.row_memory import RowMemory, RowPlace
 
 
 class Arrivals:
-    """One per engine core, used by its thread. An embedding lies in the memory that the workers map, or its
-    bytes travel in the metadata of a step where there is no room, or no such memory."""
+    """Received embeddings of one engine core. Used by its thread. An embedding is in the memory that the
+    workers map. If that is full or not available, its bytes are sent in the metadata of a step."""
 
     def __init__(self, runtime: EngineRuntime, memory: RowMemory | None) -> None:
         self._store, self._deadline_s = runtime.store, runtime.deadline_s
@@ -20,16 +21,16 @@ class Arrivals:
 
     @property
     def address(self) -> str:
-        """Where the workers find the memory; "" once all have mapped it."""
+        """Address of the memory for the workers, or "" once all have mapped it."""
         return "" if self._memory is None else self._memory.address
 
     def read(self, identifier: str, expected: ExpectedEmbedding, size_bytes: int) -> ArrivedEmbedding | None:
-        """A verified copy of an entry of so many bytes; None where the store has none in memory, after which
-        one on disk comes there.
+        """Return a verified copy of an entry of `size_bytes`, or None if the store does not have it in
+        memory. A read from disk is then started.
 
-        Raises StoreError; CodecError of another reason than "wrong_shape" for an entry that is not whole.
+        Raises StoreError, and CodecError with another reason than "wrong_shape" for a damaged entry.
         """
-        # From a disk it comes later: the service, which is asked meanwhile, waits for it.
+        # A read from disk takes longer. The service, which is requested in the meantime, waits for it.
         how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
         room = None if self._memory is None else self._memory.room(size_bytes)
         if self._memory is None or room is None:
@@ -53,24 +54,24 @@ class Arrivals:
         return arrived
 
     def hold(self, data: bytes) -> bytearray | RowPlace:
-        """The place of rows that came by value, or a copy of them where there is no room."""
+        """Return the place of rows that arrived by value, or a copy of them if the memory is full."""
         if self._memory is None or (room := self._memory.room(len(data))) is None:
             return bytearray(data)
         self._memory.view(room)[:] = data
         return room
 
     def send(self, arrived: ArrivedEmbedding) -> None:
-        """The workers are told of it in this step."""
+        """Record that the workers are notified of it in this step."""
         if self._memory is not None and isinstance(arrived.data, RowPlace):
             self._memory.send(arrived.data)
 
     def drop(self, arrived: ArrivedEmbedding | None) -> None:
-        """No worker is told of it."""
+        """Drop an embedding of which no worker is notified."""
         if self._memory is not None and arrived is not None and isinstance(arrived.data, RowPlace):
             self._memory.free(arrived.data)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
-        """Workers have mapped the memory, or have their rows."""
+        """Record that workers have mapped the memory, or have copied their rows."""
         if self._memory is not None:
             for rank in acks.mapped:
                 self._memory.note_mapped(rank)
@@ -78,6 +79,6 @@ class Arrivals:
                 self._memory.note_copied(rank, offset)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         if self._memory is not None:
             self._memory.close()

@@ -1,11 +1,11 @@
-"""Prefill of the tokens before the first medium whose embedding is on its way.
+"""Prefill of the tokens before the first medium whose embedding is in flight.
 
     ECScheduler.available     True where the tokens before that medium are worth a step
     EncoderCacheManager       `can_allocate` is False for a medium in flight: vLLM ends the chunk before it
 
 vLLM's scheduler (`_try_schedule_encoder_inputs` of 0.32 and 0.33) ends a chunk before a medium for which its
-encoder cache has no room, and never inside it: so prefill of models whose images attend both ways is right,
-too. A connector's `ensure_cache_available` alone defers the whole request.
+encoder cache has no space, and never inside it. Prefill of models whose images attend in both directions is
+therefore correct, too. A connector's `ensure_cache_available` alone would defer the whole request.
 """
 
 from __future__ import annotations
@@ -21,42 +21,43 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MIN_CHUNK_TOKENS: Final = 128
-"""A step of fewer tokens costs more than it brings forward."""
+"""Minimum tokens of a chunk. A smaller step costs more than it gains."""
 _MAX_KV_PART: Final = 0.1
-"""Of the KV cache, held by requests whose media are in flight: others would be preempted for them."""
+"""Maximum share of the KV cache held by requests whose media are in flight. More would cause preemptions."""
 _MAX_SEQS_PART: Final = 0.25
-"""Of vLLM's running requests."""
+"""Maximum share of vLLM's running requests."""
 
 
 class EarlyPrefill:
-    """Decides which requests vLLM prefills up to their first medium in flight; none before `attach`."""
+    """Decides which requests vLLM prefills up to their first medium in flight. Admits none before
+    `attach`."""
 
     def __init__(self, *, max_tokens: int = 0, max_requests: int = 0) -> None:
         self._max_tokens = max_tokens
         self._max_requests = max_requests
         self._attached = False
         self._tokens: dict[str, int] = {}
-        """Request -> its tokens before its first medium in flight."""
+        """Request -> number of tokens before its first medium in flight."""
         self._in_flight: Callable[[str], bool] = lambda identifier: False
         self._began: Callable[[], None] = lambda: None
 
     def attach(self) -> None:
-        """vLLM's scheduler asks our encoder cache manager."""
+        """Enable early prefill, because vLLM's scheduler uses cornplug's encoder cache manager."""
         self._attached = True
 
     def follow(self, in_flight: Callable[[str], bool], began: Callable[[], None]) -> None:
-        """Have `in_flight` say which identifiers are on their way; `began` is called once for each of them
-        that a request does not wait for."""
+        """Set `in_flight`, which tells whether an identifier is in flight, and `began`, which is called once
+        for each identifier that a request does not wait for."""
         self._in_flight, self._began = in_flight, began
 
     def holds_back(self, identifier: str) -> bool:
-        """Whether a chunk must end before this medium."""
+        """Return whether a chunk must end before this medium."""
         return self._attached and self._in_flight(identifier)
 
     def admits(self, request: Request, computed: int, end: int) -> bool:
-        """Whether vLLM may now prefill from token `computed` to the medium in flight at `end`.
+        """Return whether vLLM may prefill now from token `computed` to the medium in flight at `end`.
 
-        A request that was preempted waits: its blocks were needed by others.
+        A preempted request waits, because other requests needed its blocks.
         """
         if not self._attached or end - computed < _MIN_CHUNK_TOKENS or request.num_preemptions:
             return False
@@ -71,12 +72,12 @@ class EarlyPrefill:
         return True
 
     def ended(self, request_id: str) -> None:
-        """Forget a request that waits for no medium any more."""
+        """Forget a request that no longer waits for a medium."""
         self._tokens.pop(request_id, None)
 
 
 class InFlightEncoderCacheManager(EncoderCacheManager):
-    """vLLM's encoder cache manager, with no room for a medium whose embedding is on its way."""
+    """vLLM's encoder cache manager, which has no space for a medium whose embedding is in flight."""
 
     _early: EarlyPrefill | None = None
 
@@ -98,12 +99,13 @@ class InFlightEncoderCacheManager(EncoderCacheManager):
 
 _MANAGER: Final = f"{InFlightEncoderCacheManager.__module__}.{InFlightEncoderCacheManager.__qualname__}"
 _offered: Final[weakref.WeakValueDictionary[int, EarlyPrefill]] = weakref.WeakValueDictionary()
-"""By id of a VllmConfig: vLLM's scheduler makes its connector first, and then, with the same configuration,
-its encoder cache manager."""
+"""EarlyPrefill by the id of a VllmConfig. vLLM's scheduler creates its connector first, and then its encoder
+cache manager with the same configuration."""
 
 
 def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
-    """The EarlyPrefill of the scheduler that is being made; it admits nothing where `why_not` says why."""
+    """Return the EarlyPrefill of the scheduler that is being created. It admits nothing if `why_not` returns
+    a reason."""
     if not wanted or why_not(config):
         return EarlyPrefill()
     cache, seqs = config.cache_config, config.scheduler_config.max_num_seqs
@@ -117,19 +119,19 @@ def early_prefill(config: VllmConfig, *, wanted: bool) -> EarlyPrefill:
 
 
 def why_not(config: Any) -> str:
-    """Why vLLM prefills no request of this configuration while its media are encoded; "" where it does."""
+    """Reason why vLLM does not prefill requests while their media are encoded, or "" if it does."""
     model = config.model_config
     if config.ec_manager_config.encoder_cache_manager_cls not in (None, _MANAGER):
-        return "--ec-manager-config names an encoder cache manager"
+        return "--ec-manager-config sets an encoder cache manager"
     if model.is_encoder_decoder:
-        return "encoder-decoder models have one medium, at their first token"
+        return "encoder-decoder models have a single medium, at the first token"
     if not config.scheduler_config.enable_chunked_prefill:
         return "chunked prefill is off"
     if config.num_prefill_lookahead_tokens:
-        return "a draft model reads tokens behind a chunk"
+        return "the draft model reads tokens after the chunk"
     if config.cache_config.mamba_cache_mode == "align":
-        return "chunks end where states are cached"
+        return "chunks end where vLLM caches states"
     media = model.multimodal_config
     if media.mm_encoder_only or media.is_multimodal_pruning_enabled():
-        return "the engine prefills no text, or prunes videos"
+        return "the engine has no text prefill, or it prunes videos"
     return ""

@@ -1,15 +1,15 @@
-"""Embeddings that an app sends instead of images: by handle, or by value where the operator allows it.
+"""Embeddings that an app sends instead of images: by handle, or by value if the operator allows it.
 
     part ──vLLM loads its tensors──> `load_embedding`: a handle becomes the store's rows
          ──vLLM names its items───> `name`: rows that a handle brought get the image's name
          ──the request's salt────> `identifier`: the key is made here, and must be the handle's
 
-A handle is valid where the store's secret signed it, for this engine's own model. Its key only says
-where the rows lie. An invalid handle, and one of evicted rows, end the request with a 400: there are no
-pixels to compute the rows from.
+A handle is valid if it is signed with the store's secret, for this engine's own model. Its key only locates
+the rows. An invalid handle, and a handle of evicted rows, end the request with status 400, because there are
+no pixels from which to compute the rows.
 
-Beside an encoder-cache connector vLLM 0.32 takes embeddings from any client, and even requests that leave
-them out, trusting that a connector has them; its worker dies of the latter. So both are refused here.
+With an encoder-cache connector, vLLM 0.32 accepts embeddings from any client, and even requests without the
+embeddings, because it assumes that a connector has them. Its worker then crashes. Both are rejected here.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ from cornplug.store.base import Store
 from cornplug.store.payload import get_payload
 
 PREFIX: Final = "cpv1-"
-"""Begins the `mm_hash` of a handle's embedding; the media digest and the handle's key follow. An image's
-`mm_hash` begins otherwise: vLLM caches processed inputs under it, and those of the two differ."""
+"""Prefix of the `mm_hash` of a handle's embedding. The media digest and the handle's key follow. It differs
+from an image's prefix because vLLM caches processed inputs by `mm_hash`, and the inputs differ."""
 _OURS: Final = re.compile(PREFIX + "([0-9a-f]{64})-([0-9a-f]{64})")
 _KEPT: Final = 65536
-"""Embeddings whose handles are remembered, at a few hundred bytes each."""
+"""Maximum number of remembered handles, at a few hundred bytes each."""
 
 
 class ReceivedHandles:
-    """Embeddings that handles brought into this API process. Thread-safe: vLLM loads in threads."""
+    """Embeddings that this API process received by handle. Thread-safe, because vLLM loads media in
+    threads."""
 
     def __init__(
         self,
@@ -58,9 +59,9 @@ class ReceivedHandles:
         dtype: str,
         alone: bool = True,
     ) -> None:
-        """`identity` gives the identity of this engine's tower, None while it is being read and where it
-        cannot be. Not `alone`: another connector's encoder cache may hold an embedding that a request
-        leaves out."""
+        """`identity` returns the identity of this engine's tower, or None while it is being read or if it is
+        unknown. If not `alone`, another connector's encoder cache may have an embedding that a request leaves
+        out."""
         self._config = config
         self._secret = secret
         self._identity = identity
@@ -72,7 +73,7 @@ class ReceivedHandles:
         """Digest of rows and grid -> the claims of their handle."""
 
     def load(self, text: str) -> torch.Tensor:
-        """The rows that a handle stands for. Raises VLLMValidationError."""
+        """Return the rows of a handle. Raises VLLMValidationError."""
         try:
             claims = EmbeddingHandle.checked(text, self._secret, now=time.time())
             wait_s = self._config.store.background_timeout_s
@@ -83,17 +84,19 @@ class ReceivedHandles:
         if claims.identity != identity or claims.dtype != self._dtype or weights_guard.replaced():
             here = "unknown" if identity is None else identity.hex()[:12]
             raise _refused(
-                "the handle's embedding is of another model, dtype or preprocessing than this server's: "
-                f"{claims.identity.hex()[:12]}, not {here}"
+                "the embedding of this handle is from another model, dtype or preprocessing: "
+                f"{claims.identity.hex()[:12]}, expected {here}"
             )
         if found is None:
-            raise _refused("the store has this embedding no more: encode again, or send it by value")
+            raise _refused(
+                "the store no longer has this embedding: encode it again, or send the embedding itself"
+            )
         header, payload = found
         if header.dtype != claims.dtype or len(header.shape) != 2:
-            raise _refused(f"the store's entry is {header.dtype} {header.shape}")
+            raise _refused(f"unexpected store entry: {header.dtype} {header.shape}")
         dtype = getattr(torch, header.dtype)
         if len(payload) != math.prod(header.shape) * dtype.itemsize:
-            raise _refused("the store's entry is not as long as it says")
+            raise _refused("the size of the store entry does not match its header")
         rows = torch.frombuffer(payload, dtype=dtype).view(header.shape)
         self.keep(claims, rows)
         return rows
@@ -108,47 +111,51 @@ class ReceivedHandles:
                 self._brought.popitem(last=False)
 
     def name(self, item: object, modality: str, options: Mapping[str, Any]) -> str | None:
-        """The `mm_hash` of an embedding item; None for one by value, where the operator takes those.
+        """Return the `mm_hash` of an embedding item, or None for an embedding by value if the operator allows
+        these.
 
-        Raises VLLMValidationError for an embedding that this server does not take.
+        Raises VLLMValidationError for an embedding that this server does not accept.
         """
         rows = item.get(f"{modality}_embeds") if isinstance(item, Mapping) else item
         if not isinstance(rows, torch.Tensor):
             if not self._alone:
                 return None
-            raise _refused(f"{modality}_embeds: the embedding itself is missing", modality)
+            raise _refused(f"{modality}_embeds: the embedding is missing", modality)
         grid = item.get(f"{modality}_grid_thw") if isinstance(item, Mapping) else None
         claims = self._known(rows, tuple(grid.flatten().tolist()) if isinstance(grid, torch.Tensor) else ())
         if claims is None or claims.modality != modality:
             if self._config.engine.embeddings_by_value or not self._alone:
                 return None
             raise _refused(
-                f"{modality}_embeds: this server takes embeddings by handle only, with the grid that it "
-                "names; start it with --enable-mm-embeds to take any",
+                f"{modality}_embeds: this server accepts embeddings only by handle, with the grid of the "
+                "handle. Start it with --enable-mm-embeds to accept other embeddings",
                 modality,
             )
         if options:
-            raise _refused(f"mm_processor_kwargs {sorted(options)}: the embedding was made without", modality)
+            raise _refused(
+                f"mm_processor_kwargs {sorted(options)}: the embedding was computed without these options",
+                modality,
+            )
         return f"{PREFIX}{claims.media.hex()}-{claims.key.hex()}"
 
     def key(self, mm_hash: str, salt: str | None) -> bytes:
-        """The embedding key in a `mm_hash` that `name` made.
+        """Return the embedding key in a `mm_hash` that `name` made.
 
-        Raises VLLMValidationError for another's salt, and for a name that an adapter on the tower has
-        changed: the handle's embedding was made without.
+        Raises VLLMValidationError for a wrong salt, and for a name that was changed by an adapter on the
+        tower, because the embedding was computed without it.
         """
         if weights_guard.replaced():
-            raise _refused("this server's weights were replaced after the embedding was read")
+            raise _refused("this server's weights were replaced after it read the embedding")
         found = _OURS.fullmatch(mm_hash)
         identity = self._identity()
         if found is None or identity is None:
             raise _refused(
-                "an embedding made without adapters is none of a model with an adapter on its tower"
+                "the embedding was computed without adapters, and the request uses an adapter on the tower"
             )
         media, claimed = (bytes.fromhex(text) for text in found.groups())
         key = embedding_key(self._secret, identity, media, salt)
         if key != claimed:
-            raise _refused("the handle is of another salt than this request's cache_salt", "cache_salt")
+            raise _refused("the handle's salt differs from the cache_salt of this request", "cache_salt")
         return key
 
     def _known(self, rows: torch.Tensor, grid: tuple[int, ...]) -> EmbeddingHandle | None:
@@ -161,13 +168,13 @@ class ReceivedHandles:
     def _opened(self) -> Store:
         with self._lock:
             if self._store is None:
-                # The engine starts one where there is none; a handle alone is no reason to.
+                # The engine starts a store if there is none. A handle alone is not a reason to start one.
                 self._store = open_store(self._config.store, autostart=False)
             return self._store
 
 
 def is_handle(data: object) -> bool:
-    """Whether a part's text claims to be one."""
+    """Return whether a part's text has the form of a handle."""
     return isinstance(data, str) and data.startswith(embedding_handle.PREFIX)
 
 

@@ -1,6 +1,7 @@
-"""What a worker's connector reports, out of the first model runner of an engine that runs its encoder only.
+"""Passes on a worker connector's reports in the first model runner of an engine that runs only its encoder.
 
-That runner (0.32, 0.33) returns an output without the connector's part: outcomes of saves would be lost.
+That runner (0.32, 0.33) returns an output without the connector's part, and the outcomes of saves would be
+lost.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ def _make_empty_output(original: Callable[..., Any], scheduler_output: Any) -> A
     output = original(scheduler_output)
     connector: Any = get_ec_transfer() if has_ec_transfer() else None
     if not isinstance(getattr(connector, "_connector_metadata", None), CornplugECMetadata):
-        return output  # another connector's step
+        return output  # A step of another connector.
     acks = connector.build_connector_worker_meta()
     if acks is None:
         return output
-    # vLLM returns one object for all steps without tokens.
+    # vLLM returns the same object for all steps without tokens.
     return replace(output, ec_connector_output=ECConnectorOutput(ec_connector_worker_meta=acks))
 
 

@@ -1,4 +1,4 @@
-"""The scheduler half's requests to the encoder service: prepared and answered on other threads."""
+"""The scheduler half's requests to the encoder service, prepared and completed on other threads."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 
 class EncoderRequests:
-    """One per engine core. `ask` and `wait` are called on the engine's thread."""
+    """Encoder requests of one engine core. `ask` and `wait` are called on the engine's thread."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime) -> None:
         self.policy = EncoderRequestPolicy()
-        """Whether the service is asked, after what it answered."""
+        """Decides whether to use the service, depending on its replies."""
         self._app = runtime.app
         self._encoder = engine_encoder(runtime.config, runtime.secret)
         self._inputs = MediaInputs(config)
-        # The API process warns if there is none: every identifier is foreign then.
+        # If there is no tower identity, the API process logs a warning, and all identifiers are foreign.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.debug)
         self._preparer = ThreadPoolExecutor(1, thread_name_prefix="cornplug-prepare")
         self._news = threading.Event()
-        """Set by every answer of the service."""
+        """Set by every reply of the service."""
 
     def ask(self, item: PendingEmbedding, feature: Any, request: Request) -> None:
-        """Have the service encode `item`; `item.answer` comes later. Raises EncoderError."""
+        """Send a request to encode `item`. `item.answer` completes later. Raises EncoderError."""
         _, identified = self._tower.now()
         tower = identified.found
         identity = self.policy.identity_to_ask(
@@ -51,20 +51,20 @@ class EncoderRequests:
         self._preparer.submit(self._send, item, feature, identity, request)
 
     def wait(self, timeout_s: float) -> bool:
-        """Return when the service has answered since the last call, at the latest after `timeout_s`; whether
-        it has."""
+        """Wait until the service has replied since the last call, at most `timeout_s`, and return whether it
+        has."""
         if not self._news.wait(timeout_s):
             return False
         self._news.clear()
         return True
 
     def close(self) -> None:
-        """End the connection to the service and the preparing thread."""
+        """Close the connection to the service and the preparing thread."""
         self._encoder.close()
         self._preparer.shutdown(wait=False, cancel_futures=True)
 
     def _send(self, item: PendingEmbedding, feature: Any, identity: bytes, asking: Request) -> None:
-        """On the preparing thread: large images take milliseconds to pack."""
+        """Send a request from the preparing thread, because packing large images takes milliseconds."""
         answer: Future[EncodeReply] = Future()
         try:
             request = EncodeRequest(
@@ -81,7 +81,7 @@ class EncoderRequests:
         except EncoderError as e:
             answer.set_exception(e)
         except (AssertionError, RuntimeError, TypeError, ValueError) as e:
-            # Torch's and vLLM's words for inputs of a form that we do not know.
-            answer.set_exception(EncoderRefused(f"inputs cannot be sent: {e}", reason="no_inputs"))
+            # Exceptions of torch and vLLM for inputs of an unknown form.
+            answer.set_exception(EncoderRefused(f"cannot send the inputs: {e}", reason="no_inputs"))
         item.answer = answer
         answer.add_done_callback(lambda _: self._news.set())

@@ -1,7 +1,8 @@
-"""Embeddings that an engine's own cache holds and the store does not: evicted there, or never stored.
+"""Embeddings that are in an engine's own cache but not in the store, because they were evicted or never
+stored.
 
-vLLM does not encode again what it holds. An engine that runs its encoder only therefore looks into the store
-for each request, and publishes such an embedding again.
+vLLM does not encode again what it holds. An engine that runs only its encoder therefore checks the store for
+each request, and saves such an embedding again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from cornplug.vllm_connector.ec.mm_identifiers import key_of
 
 
 class LostEmbeddings:
-    """The identifiers to publish in the next step. Used by the engine's thread."""
+    """Identifiers to save in the next step. Used by the engine's thread."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
         self._run = runtime
@@ -22,7 +23,7 @@ class LostEmbeddings:
         self._lost: dict[str, None] = {}
 
     def look(self, identifier: str, request_id: str) -> None:
-        """Look a held embedding up, once for each request."""
+        """Look up a held embedding in the store, once per request."""
         looked = self._looked.setdefault(request_id, set())
         key = key_of(identifier, weights_guard.epoch())
         if key is None or identifier in looked:
@@ -31,7 +32,7 @@ class LostEmbeddings:
         try:
             [present] = self._run.store.contains([key], deadline_s=self._run.deadline_s)
         except StoreError:
-            return  # It would not take the embedding either.
+            return  # The store would not accept the embedding either.
         if not present:
             self._lost[identifier] = None
 
@@ -40,6 +41,6 @@ class LostEmbeddings:
         self._looked.pop(request_id, None)
 
     def drain(self) -> list[str]:
-        """The identifiers found since the last call."""
+        """Return the identifiers found since the last call."""
         lost, self._lost = list(self._lost), {}
         return lost

@@ -1,4 +1,4 @@
-"""A worker's end of the memory of rows (`row_memory`): copies to its device, beside the engine's work."""
+"""A worker's side of the row memory (`row_memory`): copies to its device alongside the engine's work."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ _ARENA: Final = b"rows"
 
 
 class RowCopies(Protocol):
-    """Where rows are copied to."""
+    """Destination of row copies."""
 
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, Any]:
-        """The bytes of `runs` in one tensor of the device, for the engine's work from now on, and the end."""
+        """Copy `runs` into one tensor on the device, which the engine's later work can use. Returns the
+        tensor and the end event."""
 
     def done(self, end: Any) -> bool:
-        """Whether `end` has happened: `runs` are not read any more."""
+        """Return whether `end` has completed, so `runs` are no longer read."""
 
     def wait(self, end: Any) -> None:
-        """Wait until `end` has happened."""
+        """Wait for `end`."""
 
 
 class CpuCopies:
-    """To the host's own memory, at once."""
+    """Synchronous copies to host memory."""
 
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, None]:
         return torch.cat(runs), None
@@ -39,11 +40,12 @@ class CpuCopies:
         return True
 
     def wait(self, end: None) -> None:
-        """It has happened."""
+        """Do nothing, because copies are synchronous."""
 
 
 class CudaCopies:
-    """By a stream of their own: the engine's kernels wait for the rows, and the engine's thread does not."""
+    """Copies on a separate stream. The engine's kernels wait for the rows, but the engine's thread does
+    not."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -52,7 +54,7 @@ class CudaCopies:
     def copy(self, runs: list[torch.Tensor], size_bytes: int) -> tuple[torch.Tensor, torch.cuda.Event]:
         engine = torch.cuda.current_stream(self._device)
         with torch.cuda.stream(self._stream):
-            # Of this stream's own memory, which no kernel of the engine still uses.
+            # The memory belongs to this stream, so no kernel of the engine still uses it.
             there = torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
             at = 0
             for run in runs:
@@ -72,10 +74,10 @@ class CudaCopies:
 
 
 class MappedRows:
-    """One per rank; used by the engine's thread.
+    """Mapped rows of one rank. Used by the engine's thread.
 
     Args:
-        register, unregister: as `RegisteredMemory`'s; None where nothing is registered.
+        register, unregister: see `RegisteredMemory`. None if nothing is registered.
     """
 
     def __init__(
@@ -92,37 +94,37 @@ class MappedRows:
             RegisteredMemory(self, register, unregister, enter_thread) if register is not None else None
         )
         self._ongoing: deque[tuple[int, Any]] = deque()
-        """(offset, end) of copies, in their order."""
+        """(offset, end) of copies, in order."""
         if self._registered is not None:
             self._registered.join(self._is_idle)
 
     def map(self, address: str) -> bool:
-        """Whether the memory at this address is within reach, from now on or before."""
+        """Map the memory at this address, and return whether it is accessible."""
         if self._bytes is None and (found := mapped(address)) is not None:
             self._memory = memoryview(found)
             self._bytes = torch.from_numpy(np.frombuffer(found, np.uint8))
         return self._bytes is not None
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """The memory as a whole, for `RegisteredMemory`."""
+        """The whole memory, for `RegisteredMemory`."""
         return self._memory
 
     def rows(self, place: RowPlace) -> torch.Tensor:
-        """The bytes of a place on the device, shape (bytes,). `copied` tells when the place is free."""
-        assert self._bytes is not None, "the scheduler was told that this rank has mapped its memory"
+        """Copy a place to the device, shape (bytes,). `copied` returns the place when it is free."""
+        assert self._bytes is not None, "the scheduler was notified that this rank has mapped its memory"
         there, end = self._copies.copy(self._runs(self._bytes, place), place.size_bytes)
         self._ongoing.append((place.offset, end))
         return there
 
     def copied(self) -> list[int]:
-        """Offsets of the places that are not read any more, each once."""
+        """Offsets of places that are no longer read, each once."""
         found = []
         while self._ongoing and self._copies.done(self._ongoing[0][1]):
             found.append(self._ongoing.popleft()[0])
         return found
 
     def close(self) -> None:
-        """Wait for the copies, and have the memory unregistered."""
+        """Wait for the copies, and unregister the memory."""
         while self._ongoing:
             self._copies.wait(self._ongoing.popleft()[1])
         if self._registered is not None:
@@ -132,7 +134,7 @@ class MappedRows:
         return not self._ongoing
 
     def _runs(self, memory: torch.Tensor, place: RowPlace) -> list[torch.Tensor]:
-        """A place in parts: no copy may cross two registered runs, nor the end of the last one."""
+        """Split a place, because no copy may cross two registered ranges or the end of the last one."""
         at, end = place.offset, place.offset + place.size_bytes
         if self._registered is None:
             return [memory[at:end]]
@@ -146,7 +148,7 @@ class MappedRows:
 
 
 def mapped_rows(device: torch.device) -> MappedRows:
-    """A worker's end for its device."""
+    """Create a worker's side for its device."""
     if device.type != "cuda":
         return MappedRows(CpuCopies())
     return MappedRows(

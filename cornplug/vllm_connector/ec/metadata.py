@@ -14,8 +14,8 @@ from cornplug.vllm_connector.ec.row_memory import RowPlace
 
 @dataclass(frozen=True, slots=True)
 class ArrivedEmbedding:
-    """A verified embedding with its bytes: one that the scheduler half has promised reaches the worker
-    even if store and service die in between."""
+    """A verified embedding with its bytes. An embedding that the scheduler half has promised reaches the
+    worker even if the store and the service die in between."""
 
     identifier: str
     dtype: str
@@ -26,33 +26,33 @@ class ArrivedEmbedding:
 
 @dataclass(slots=True)
 class CornplugECMetadata(ECConnectorMetadata):
-    """Scheduler half -> worker halves, one step."""
+    """Message from the scheduler half to the worker halves for one step."""
 
     arrived: list[ArrivedEmbedding] = field(default_factory=list)
     publish: bool = True
-    """Whether embeddings computed here may be offered to others."""
+    """Whether embeddings computed in this step may be saved."""
     again: list[str] = field(default_factory=list)
-    """Identifiers in the engine's own cache that the store lacks, to be offered once more."""
+    """Identifiers in the engine's own cache that the store lacks, to be saved again."""
     epoch: int = 0
-    """Of the weights that compute this step (`engine_common.weights_guard`)."""
+    """Epoch of the weights that compute this step (`engine_common.weights_guard`)."""
     row_memory: str = ""
-    """Where `RowPlace`s lie, until every rank has mapped it."""
+    """Address of the memory of `RowPlace`s, until every rank has mapped it."""
 
 
 @dataclass(slots=True)
 class CornplugECWorkerMetadata(ECConnectorWorkerMetadata):
-    """Worker half -> scheduler half."""
+    """Message from a worker half to the scheduler half."""
 
     saves: list[tuple[str, int]] = field(default_factory=list)
-    """(outcome, payload bytes) of embeddings offered."""
+    """(outcome, payload bytes) of saved embeddings."""
     encoded: list[tuple[int, float]] = field(default_factory=list)
     """(rows, seconds) of each step of the tower."""
     copied: list[tuple[int, float]] = field(default_factory=list)
-    """(bytes, seconds) of embeddings put into the engine's cache."""
+    """(bytes, seconds) of embeddings copied into the engine's cache."""
     mapped: list[int] = field(default_factory=list)
-    """Ranks that have mapped the scheduler's memory of rows."""
+    """Ranks that have mapped the scheduler's row memory."""
     copied_rows: list[tuple[int, int]] = field(default_factory=list)
-    """(rank, offset) of places whose rows that rank has."""
+    """(rank, offset) of places that the rank has copied."""
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
         assert isinstance(other, CornplugECWorkerMetadata)

@@ -1,23 +1,24 @@
-"""vLLM's media identifiers, replaced at their source by keys of content.
+"""Replaces vLLM's media identifiers by content keys.
 
-vLLM names an image by a hash over the model's *name* and the container's bytes, by a
-client's uuid, or by an EXIF ImageID that any client can write. That name then keys its own
-encoder cache, its prefix blocks and every connector. The API process puts in its place
+vLLM names an image by a hash of the model's *name* and the container's bytes, by a client's uuid, or by an
+EXIF ImageID that any client can set. It uses that name as a key in its encoder cache, its prefix blocks and
+every connector. The API process replaces it by
 
     mm_hash    = "cp1-" + hex(media digest)      keys vLLM's processor cache
     identifier = "cp1-" + hex(embedding key)     keys encoder cache, blocks, and our store
 
-which also repairs the engine's own caches. Once the weights were replaced from another checkpoint,
-"-" and the number of the weights' epoch follow: a request may be named before an update and computed after.
-It is not shared then. An embedding that came by handle (`embedding_handles.py`) gets
-the identifier of its image. A video's digest is that of `video_digest.py`. Media without a digest (audio in
-this release, and videos with a field that no list knows), and those of an unidentified model, keep a name of
-vLLM's or of this engine, which cannot begin like a key, and are not shared.
+This also fixes the engine's own caches. After the weights were replaced from another checkpoint, "-" and the
+number of the weights' epoch are appended, because a request may be named before an update and computed after
+it. Such a request is not shared. An embedding that was sent by handle (`embedding_handles.py`) gets the
+identifier of its image. `video_digest.py` computes the digests of videos. Media without a digest (audio in
+this release, and videos with unknown fields) and media of an unidentified model are not shared. They keep a
+name from vLLM or from this engine, which cannot look like a key.
 
-A name is believed only if it is a `MediaName`, which is made together with the inputs that it stands for.
-Names that come with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain string
-that begins like cornplug's names is replaced, and the medium is not shared. A signature of the name would not
-help: a client gets the true name of a medium by rendering it, and can send other inputs under it.
+A name is trusted only if it is a `MediaName`, which is created together with the inputs that it identifies.
+Names that arrive with a request's own inputs (`/inference/v1/generate`, gRPC) are plain strings. A plain
+string that looks like one of cornplug's names is replaced, and the medium is not shared. A signature of the
+name would not help: a client gets the true name of a medium by rendering it, and could send other inputs with
+it.
 """
 
 from __future__ import annotations
@@ -67,20 +68,21 @@ _UUIDS: Final = 65536
 
 
 class MediaName(str):
-    """A name that `_get_mm_hashes` made from content, in this process. No message has this type."""
+    """Name that `_get_mm_hashes` derived from content in this process. Names in messages never have this
+    type."""
 
     __slots__ = ()
 
 
 def key_of(identifier: str, epoch: int = 0) -> bytes | None:
-    """The embedding key (32 bytes) in an identifier; None for an identifier without one, and for one of the
-    weights of another epoch."""
+    """Return the embedding key (32 bytes) in an identifier, or None if it has no key or a key of another
+    epoch."""
     found = _OURS.fullmatch(identifier)
     return bytes.fromhex(found[1]) if found is not None and int(found[2] or 0) == epoch else None
 
 
 def is_stale(identifier: str, epoch: int) -> bool:
-    """Whether an identifier has a key that is of the weights of another epoch."""
+    """Return whether an identifier has a key of another epoch of the weights."""
     found = _OURS.fullmatch(identifier)
     return found is not None and int(found[2] or 0) != epoch
 
@@ -90,7 +92,7 @@ def _identifier(key: bytes, epoch: int) -> str:
 
 
 def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
-    """The settings of cornplug's connectors; None in an engine without either of them."""
+    """Settings of cornplug's connectors, or None if the engine has none of them."""
     kv, ec = config.kv_transfer_config, config.ec_transfer_config
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
         return dict(ec.ec_connector_extra_config)
@@ -99,7 +101,7 @@ def _extra_config(config: VllmConfig) -> Mapping[str, Any] | None:
 
 
 class MmIdentifiers:
-    """Identity of this API process's model, and the names it gives to media."""
+    """Identity of this API process's model, and the names that it gives to media."""
 
     def __init__(self, config: VllmConfig, extra: Mapping[str, Any]) -> None:
         ours = settings(extra)
@@ -114,12 +116,13 @@ class MmIdentifiers:
         )
         self._processor_kwargs = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
         self._own_options = processor_arguments(config)
-        # vLLM's own hash of a video is the cheaper one: its file's.
+        # vLLM's own hash of a video is cheaper, because it hashes the file.
         self._why_no_videos = why_no_videos(config)
-        # A big checkpoint takes seconds to read the first time; start-up goes on meanwhile.
+        # Reading a large checkpoint the first time takes seconds. Start-up continues in the meantime.
         self._tower = CurrentIdentity(lambda: tower_identity(config), "embeddings", compat.logger.warning)
-        # The wait of all requests begins here: it holds up the API server's event loop, and so every client.
-        # Requests after it get names for this engine alone until the checkpoint has been read.
+        # The common wait of all requests begins here, because it blocks the API server's event loop and so
+        # every client. Until the checkpoint has been read, later requests get names that only this engine
+        # uses.
         self._tower.now()[1].first_wait_s()
         self._uuids: OrderedDict[tuple[str, str], bytes] = OrderedDict()
         """(modality, uuid) -> media digest."""
@@ -130,19 +133,19 @@ class MmIdentifiers:
         return tower.identity if tower is not None else None
 
     def tower(self) -> TowerIdentity | None:
-        """The tower of the weights of now; None while it is being read, and where it cannot be identified."""
+        """Identity of the current tower, or None while it is being read or if it cannot be identified."""
         return self._known_tower()[1]
 
     def _known_tower(self) -> tuple[int, TowerIdentity | None]:
-        """(epoch, the tower of its weights if that is known)"""
+        """Return (epoch, identity of its tower, or None if unknown)."""
         epoch, identity = self._tower.now()
         identity.first_wait()
         return epoch, identity.found
 
     def media_name(self, item: object, uuid: str | None, options: Mapping[str, Any]) -> str | None:
-        """`mm_hash` of one image, None where it has no digest.
+        """Return the `mm_hash` of an image, or None if it has no digest.
 
-        A uuid without content is looked up among the contents that came with it before.
+        A uuid without content is looked up among uuids that arrived with content before.
         """
         media = self._named("image", uuid) if item is None else _media_digest(item)
         return None if media is None else self._name("image", media, uuid, options)
@@ -150,12 +153,12 @@ class MmIdentifiers:
     def video_name(
         self, video: object, metadata: object, uuid: str | None, options: Mapping[str, Any]
     ) -> str | None:
-        """`mm_hash` of one video, None for a uuid without content that no content came with before.
+        """Return the `mm_hash` of a video, or None for an unknown uuid without content.
 
         Raises VideoUnshared.
         """
         if self._why_no_videos:
-            raise VideoUnshared("videos of this model are not shared here", reason=self._why_no_videos)
+            raise VideoUnshared("videos of this model are not shared", reason=self._why_no_videos)
         check_options(self._own_options)
         check_options(options)
         media = self._named("video", uuid) if video is None else video_digest(video, metadata)
@@ -178,9 +181,9 @@ class MmIdentifiers:
             return self._uuids.get((modality, uuid)) if uuid is not None else None
 
     def identifier(self, mm_hash: str, salt: str | None, modality: str = "image") -> str:
-        """The identifier for a `mm_hash` that `media_name`, `video_name` or `ReceivedHandles.name` made.
+        """Return the identifier for a `mm_hash` made by `media_name`, `video_name` or `ReceivedHandles.name`.
 
-        Raises VLLMValidationError for a handle of another salt.
+        Raises VLLMValidationError for a handle with another salt.
         """
         epoch, tower = self._known_tower()
         if HANDLE in mm_hash:
@@ -188,13 +191,13 @@ class MmIdentifiers:
         media = bytes.fromhex(mm_hash[len(PREFIX) :])
         own = None if tower is None else tower.of(modality)
         if own is None:
-            # Identifies content, yet no model: it serves this engine's caches only.
+            # This name identifies the content but no model, so it is used only in this engine's caches.
             name = LOCAL + digest("cornplug-local-v1", media, repr(salt).encode()).hex()
             return name if tower is None else unshared_name(name, tower.why_no_videos)
         return _identifier(embedding_key(self._secret, own.identity, media, salt), epoch)
 
     def options(self, hf_processor_mm_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The processor arguments of one request beyond the deployment's own."""
+        """Return the processor arguments of a request that differ from the deployment's."""
         return {
             k: v
             for k, v in hf_processor_mm_kwargs.items()
@@ -203,7 +206,7 @@ class MmIdentifiers:
 
 
 def on_start(watcher: Callable[[VllmConfig, MmIdentifiers | None], None]) -> None:
-    """Call `watcher` with config and names (None without) whenever this process starts an engine."""
+    """Call `watcher` with config and names (or None) whenever this process starts an engine."""
     if watcher not in _watchers:
         _watchers.append(watcher)
 
@@ -212,8 +215,8 @@ def _media_digest(item: object) -> bytes | None:
     import torch
 
     if isinstance(item, Image.Image):
-        # vLLM converts images to RGB, unless `image_mode` (media_io_kwargs) names another mode. The model's
-        # processor converts such an image by rules of its own, so it has no digest.
+        # vLLM converts images to RGB, unless `image_mode` (media_io_kwargs) sets another mode. The model's
+        # processor converts such an image by its own rules, so it has no digest.
         return digest_image(item) if item.mode == "RGB" else None
     if isinstance(item, torch.Tensor):
         item = item.detach().cpu().numpy() if item.dtype != torch.bfloat16 else None
@@ -226,7 +229,7 @@ def _media_digest(item: object) -> bytes | None:
 _active: MmIdentifiers | None = None
 _watchers: list[Callable[[VllmConfig, MmIdentifiers | None], None]] = []
 _asked_for = False
-"""Whether this engine has cornplug's connectors, which must not take a client's uuid for a key."""
+"""Whether this engine has cornplug's connectors, which must not use a client's uuid as a key."""
 
 
 def _input_processor_init(
@@ -288,16 +291,17 @@ def _get_mm_hashes(original: Callable[..., Any], this: Any, inputs: Any) -> Any:
 
 
 def _chosen(known: str | None, theirs: str) -> str:
-    """The name of an item: `known`, which cornplug made from its content, or else vLLM's."""
+    """Return the name of an item: `known`, which cornplug derived from its content, or else vLLM's name."""
     return MediaName(known) if known is not None else _foreign(theirs)
 
 
 def _video_name(
     active: MmIdentifiers, items: Any, i: int, uuid: str | None, options: Mapping[str, Any], theirs: str
 ) -> str | None:
-    """`MmIdentifiers.video_name` of vLLM's VideoProcessorItems, or a name with the reason why it has none.
+    """Return `MmIdentifiers.video_name` for vLLM's VideoProcessorItems, or a name with the reason why it has
+    none.
 
-    Where the model asks for no metadata, vLLM keeps them beside the frames.
+    If the model does not request metadata, vLLM keeps it next to the frames.
     """
     item = items.get(i)
     beside = items.metadata[i] if isinstance(items.metadata, list) else items.metadata
@@ -305,12 +309,14 @@ def _video_name(
     try:
         return active.video_name(frames, metadata, uuid, options)
     except VideoUnshared as e:
-        # A later request with the uuid alone must get the same name: that of vLLM's, which tells no reason.
+        # A later request with only the uuid must get the same name. That is vLLM's name, which contains no
+        # reason.
         return None if uuid is not None else unshared_name(theirs, e.reason)
 
 
 def _foreign(name: str) -> str:
-    """vLLM's own name, which may be a client's uuid, with a prefix if it begins like one of cornplug's."""
+    """Return vLLM's own name, which may be a client's uuid, with a prefix if it looks like one of cornplug's
+    names."""
     ours = name.startswith((PREFIX, LOCAL, HANDLE)) or looks_unshared(name)
     return f"foreign-{name}" if ours else name
 
@@ -338,7 +344,7 @@ def _identify(feature: Any, salt: str | None) -> None:
     if active is not None:
         if name.startswith(HANDLE):
             feature.identifier = active.identifier(feature.identifier, salt)
-        # A LoRA on the tower prefixes the identifier; such an embedding is not shared.
+        # A LoRA adapter on the tower prefixes the identifier. Such an embedding is not shared.
         elif feature.identifier == name and name.startswith(PREFIX):
             feature.identifier = active.identifier(name, salt, feature.modality)
     # vLLM sends both to the engine's process.
@@ -346,9 +352,10 @@ def _identify(feature: Any, salt: str | None) -> None:
 
 
 def _disbelieve(feature: Any) -> None:
-    """Replace a name that came with a request and begins like one of cornplug's.
+    """Replace a name that arrived with a request and looks like one of cornplug's names.
 
-    Both names: `mm_hash` keys the processed inputs that the engine's process keeps.
+    Both names are replaced, because `mm_hash` identifies the processed inputs that the engine's process
+    caches.
     """
     name = feature.mm_hash
     foreign = _foreign(name)

@@ -1,4 +1,4 @@
-"""An embedding that the scheduler half of the encoder-cache connector waits for."""
+"""An embedding for which the scheduler half of the encoder-cache connector waits."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from cornplug.vllm_connector.ec.mm_identifiers import is_stale
 
 @dataclass(slots=True)
 class PendingEmbedding:
-    """One medium on its way. Touched by the engine's thread alone, but for `answer`."""
+    """A medium in flight. Only `answer` is accessed by other threads than the engine's."""
 
     identifier: str
     expected: ExpectedEmbedding
     size: int
-    """Payload bytes."""
+    """Size of the payload in bytes."""
     deadline: float
     began: float
     waiting: set[str] = field(default_factory=set)
     answer: Future[EncodeReply] | None = None
-    """The service's, set once the request has been sent."""
+    """The service's reply, set after the request has been sent."""
     arrived: ArrivedEmbedding | None = None
     source: str = ""
     failed: str = ""
 
     @property
     def usable(self) -> bool:
-        """Whether it is here, and is what the engine's tower computes."""
+        """Whether it has arrived, and was computed by the engine's tower."""
         stale = is_stale(self.identifier, weights_guard.epoch())
         return self.arrived is not None and not stale and not weights_guard.replaced()
 
     @property
     def settled(self) -> bool:
-        """Whether it is here, or will not come."""
+        """Whether it has arrived, or will not arrive."""
         return self.arrived is not None or bool(self.failed)

@@ -1,4 +1,4 @@
-"""A medium's processor outputs, as the tower gets them, for the encoder service."""
+"""Processor outputs of a medium, in the form that the tower receives, for the encoder service."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 IN_WORKERS_ONLY: Final = (
-    "with --mm-processor-cache-type shm only vLLM's workers can read processed media. "
-    "Leave it out, or set it to lru"
+    "with --mm-processor-cache-type shm, only vLLM's workers can read processed media. Remove the flag, or "
+    "set it to lru"
 )
 
 
 def in_workers_only(config: VllmConfig) -> bool:
-    """Whether vLLM keeps processed media from its engine core."""
+    """Return whether vLLM does not pass processed media to its engine core."""
     from vllm.multimodal.cache.factories import _get_cache_type
 
     return _get_cache_type(config) == "shm"
 
 
 class MediaInputs:
-    """The tensors in vLLM's feature specs that the model's family names, and no others.
+    """Selects the tensors in vLLM's feature specs that the model's family names.
 
-    For some families vLLM 0.32 leaves rescaling and normalising to the device
-    (`mm_device_do_normalize`): the processed pixels are then raw uint8. vLLM's own module normalises
-    them here, so that the service gets the inputs of the engine's tower.
+    For some families, vLLM 0.32 leaves rescaling and normalising to the device (`mm_device_do_normalize`),
+    and processed pixels are raw uint8. vLLM's own module then normalises them here, so that the service gets
+    the same inputs as the engine's tower.
     """
 
     def __init__(self, config: VllmConfig) -> None:
@@ -46,19 +46,21 @@ class MediaInputs:
             self._norm: Any = build_mm_input_norm(config.model_config)
         self._in_workers_only = in_workers_only(config)
         if self._in_workers_only:
-            compat.logger.warning("cornplug: no encoder service is asked: %s", IN_WORKERS_ONLY)
+            compat.logger.warning("cornplug: the encoder service is not used: %s", IN_WORKERS_ONLY)
         family = FAMILIES.get(str(config.model_config.hf_config.model_type))
         self._wanted: Mapping[Modality, tuple[str, ...]] = family.inputs if family is not None else {}
 
     def of(self, feature: Any) -> dict[str, WireTensor]:
         """Name -> tensor of one item.
 
-        Raises EncoderRefused: "no_inputs" where vLLM kept none, "shm_cache" where only its workers have them.
+        Raises EncoderRefused: "no_inputs" if vLLM kept no inputs, "shm_cache" if only its workers have them.
         """
         if self._in_workers_only:
             raise EncoderRefused(IN_WORKERS_ONLY, reason="shm_cache")
         if feature.data is None:
-            raise EncoderRefused("the engine holds no processed inputs for this medium", reason="no_inputs")
+            raise EncoderRefused(
+                "the engine no longer holds the processed inputs of this medium", reason="no_inputs"
+            )
         wanted = self._wanted.get(feature.modality, ())
         found = {}
         for name in wanted:
@@ -67,7 +69,7 @@ class MediaInputs:
                 found[name] = self._tensor(element.data)
         if not wanted or wanted[0] not in found:
             raise EncoderRefused(
-                f"the engine's {feature.modality} has no {wanted[0] if wanted else 'known inputs'}",
+                f"the engine's {feature.modality} inputs have no {wanted[0] if wanted else 'known tensors'}",
                 reason="no_inputs",
             )
         return found

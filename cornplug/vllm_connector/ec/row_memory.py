@@ -1,11 +1,11 @@
-"""Verified rows of embeddings, on their way from the scheduler to the workers in memory that both map.
+"""Verified rows of embeddings, passed from the scheduler to the workers in memory that both map.
 
     scheduler   room ──copied and verified──> place ──in a step's metadata──> workers, one copy to each device
                   <──────────────free once every rank has them─────────────────┘
 
-The metadata of a step is pickled for each worker process: with the rows in it, those of a large image passed
-the engine's thread once more for each rank. Only this engine's processes reach this memory, so rows that
-were verified stay what they were.
+The metadata of a step is pickled for each worker process. With the rows in it, the rows of a large image
+would be copied on the engine's thread once more per rank. Only this engine's processes can access this
+memory, so verified rows do not change.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 CAPACITY_BYTES: Final = 1 << 30
-"""Pages are made as they are first used, and kept."""
+"""Maximum size. Pages are allocated on first use, and kept."""
 _GROWTH_BYTES: Final = 64 << 20
 
 
 class RowPlace(NamedTuple):
-    """Bytes in the memory of rows."""
+    """Range of bytes in the row memory."""
 
     offset: int
     size_bytes: int
 
 
 class RowMemory:
-    """The scheduler's end; used by the engine's thread.
+    """The scheduler's side. Used by the engine's thread.
 
-    It offers room once each of `ranks` workers has mapped it: those of another host cannot."""
+    It offers memory once each of `ranks` workers has mapped it. Workers on other hosts cannot map it.
+    """
 
     def __init__(self, ranks: int, *, capacity_bytes: int = CAPACITY_BYTES) -> None:
         self._ranks: Final = frozenset(range(ranks))
@@ -44,22 +45,23 @@ class RowMemory:
         self._capacity_bytes = capacity_bytes
         self._extents = ArenaAllocator()
         self._sent: dict[int, tuple[RowPlace, set[int]]] = {}
-        """Offset -> the place, and the ranks that have not copied it."""
+        """Offset -> (place, ranks that have not copied it)."""
         self._fd, memory = sealed_memory("cornplug-rows", capacity_bytes, others_write=True)
         self._bytes = memoryview(memory)
         self._address = f"{os.getpid()}:{self._fd}:{os.fstat(self._fd).st_ino}"
 
     @property
     def address(self) -> str:
-        """Where `mapped` finds it; "" once all ranks have."""
+        """Address for `mapped`, or "" once all ranks have mapped the memory."""
         return self._address if self._unmapped else ""
 
     def note_mapped(self, rank: int) -> None:
-        """This rank reads places."""
+        """Record that this rank has mapped the memory."""
         self._unmapped.discard(rank)
 
     def room(self, size_bytes: int) -> RowPlace | None:
-        """A place for so many bytes; None where there is none, or not every rank would reach it."""
+        """Allocate a place of `size_bytes`, or return None if the memory is full or a rank has not mapped
+        it."""
         if self._unmapped or not size_bytes:
             return None
         room_bytes = align_up(size_bytes)
@@ -77,15 +79,16 @@ class RowMemory:
         return self._bytes[place.offset : place.offset + place.size_bytes]
 
     def free(self, place: RowPlace) -> None:
-        """Take back a place that no worker was told of."""
+        """Free a place of which no worker was notified."""
         self._extents.free(place.offset, align_up(place.size_bytes))
 
     def send(self, place: RowPlace) -> None:
-        """Every rank is told of a place in this step: it is free once all have copied it."""
+        """Record that every rank is notified of a place in this step. It becomes free when all have copied
+        it."""
         self._sent[place.offset] = place, set(self._ranks)
 
     def note_copied(self, rank: int, offset: int) -> None:
-        """This rank has the rows of the place at `offset`."""
+        """Record that this rank has copied the place at `offset`."""
         place, ranks = self._sent.get(offset, (None, set()))
         ranks.discard(rank)
         if place is not None and not ranks:
@@ -93,30 +96,31 @@ class RowMemory:
             self.free(place)
 
     def close(self) -> None:
-        """Close the descriptor: the memory ends with the last process that maps it."""
+        """Close the descriptor. The memory is freed with the last process that maps it."""
         os.close(self._fd)
 
 
 def row_memory(config: VllmConfig) -> RowMemory | None:
-    """Memory for this engine core's embeddings; None where its metadata carries them at no cost."""
+    """Create memory for this engine core's embeddings, or return None if its metadata carries them without a
+    copy."""
     parallel = config.parallel_config
     if parallel.distributed_executor_backend == "uni" and config.device_config.device_type == "cpu":
-        return None  # One process, and no device: the worker takes the very bytes that arrived.
+        return None  # There is one process and no device, so the worker uses the received bytes directly.
     try:
-        # The first stage has the encoder; others are told of nothing.
+        # Only the first stage has the encoder.
         return RowMemory(parallel.tensor_parallel_size * parallel.prefill_context_parallel_size)
     except OSError as e:
-        compat.logger.debug("cornplug: embeddings pass through the metadata of steps: %s", e)
+        compat.logger.debug("cornplug: embeddings are sent in the steps' metadata: %s", e)
         return None
 
 
 def mapped(address: str) -> mmap.mmap | None:
-    """The memory at a `RowMemory`'s address; None where this process cannot reach it."""
+    """Map the memory at a `RowMemory`'s address, or return None if this process cannot access it."""
     pid, fd, inode = map(int, address.split(":"))
     try:
         with open(f"/proc/{pid}/fd/{fd}", "r+b") as file:
             found = os.fstat(file.fileno())
-            # In another PID namespace, or on another host, it is another file, if any.
+            # In another PID namespace, or on another host, the path is another file or does not exist.
             return mmap.mmap(file.fileno(), found.st_size) if found.st_ino == inode else None
     except (OSError, ValueError):
         return None

@@ -1,14 +1,14 @@
-"""The scheduler half of the encoder-cache connector: pull-through with a deadline.
+"""Scheduler half of the encoder-cache connector, which fetches embeddings with a deadline.
 
     unknown ──in the store──────────────────────────────> arrived ──> engine's own cache
        └──ask the service──> asked ──verified, in hand──────┘
                                └──absent, refused, late──> failed ──> the engine encodes
 
-An item counts as available only when its verified bytes are in this process, so nothing that
-dies later can break the promise. While the service works on it only its own request waits, or
-has the tokens before it prefilled (`early_prefill`).
-The store is read from the engine's own thread: it answers in 0.1 ms, where handing over to a
-thread and back costs several turns at the interpreter's lock against vLLM's busy loop.
+An item counts as available only when its verified bytes are in this process, so a later failure of the store
+or the service has no effect. While the service computes it, only the item's own request waits, or has the
+tokens before the item prefilled (`early_prefill`). The store is read on the engine's own thread. It replies
+in 0.1 ms, and switching to a thread and back would take longer, because vLLM's busy loop holds the
+interpreter's lock.
 """
 
 from __future__ import annotations
@@ -46,15 +46,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _MAX_WAITING_BYTES = 1 << 30
-"""Bytes of requested and arrived embeddings, beyond which requests without any of them wait."""
+"""Maximum bytes of requested and arrived embeddings. Beyond it, new requests wait."""
 _IDLE_WAIT_S = 0.005
-"""Longest that an idle engine notices a new request later than it would without us."""
+"""Maximum delay that this adds before an idle engine notices a new request."""
 _IDLE_STEP_S = 0.020
-"""Longest time between two steps of an engine whose requests all wait for the service."""
+"""Maximum time between two steps of an engine whose requests all wait for the service."""
 
 
 class ECScheduler:
-    """One per engine core. The engine's thread polls; answers of the service arrive on other threads."""
+    """Scheduler half of one engine core. The engine's thread polls, and replies of the service arrive on
+    other threads."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class ECScheduler:
     ) -> None:
         self._run = runtime
         self._lost = LostEmbeddings(runtime) if encoder_only else None
-        """Of an engine that runs its encoder only: it asks no service, as it is one."""
+        """For an engine that runs only its encoder. It does not use a service, because it is one itself."""
         self._tally = tally
         self._dtype = dtype_name(config.model_config.dtype)
         self._width = embedding_width(config)
@@ -80,7 +81,7 @@ class ECScheduler:
         """Identifiers in the engine's own encoder cache."""
         self._to_load: list[PendingEmbedding] = []
         self._allocated: set[str] = set()
-        """Of this step."""
+        """Identifiers that were allocated in this step."""
         self._rule = FetchRule(runtime.config.store.load_when)
         self._early = early or EarlyPrefill()
         self._early.follow(self._in_flight, lambda: tally.count("cornplug_early_prefills_total", runtime.app))
@@ -88,13 +89,13 @@ class ECScheduler:
     # -- the engine's questions -------------------------------------------------------------
 
     def available(self, request: Request, computed: int) -> bool:
-        """False while `request` has nothing to compute before an embedding that is on its way.
+        """Return False while `request` has nothing to compute before an embedding in flight.
 
-        Polled hundreds of times a second: it waits for nothing.
+        Called hundreds of times per second, and never waits.
         """
         last = request.mm_features[-1].mm_position if request.mm_features else None
         if last is None or last.offset + last.length <= computed:
-            return True  # They are in the order of their places, as vLLM's own scheduler has it.
+            return True  # Features are ordered by position, as vLLM's own scheduler assumes.
         begun, end = True, -1
         now = time.monotonic()
         for feature in request.mm_features:
@@ -128,15 +129,17 @@ class ECScheduler:
         return begun
 
     def arrived(self, identifier: str) -> bool:
-        """Whether its bytes are in hand. Asked only where the engine itself does not have it."""
+        """Return whether the embedding's bytes are in this process. Called only if the engine itself does not
+        have it."""
         if identifier in self._held:
-            # Then its cache was reset: vLLM notifies no connector of that.
+            # The engine's cache was reset. vLLM does not notify connectors of that.
             self._held.clear()
         item = self._items.get(identifier)
         return item is not None and item.usable
 
     def allocated(self, identifier: str) -> None:
-        """The engine made room for an embedding, which has arrived or which it encodes itself."""
+        """Record that the engine reserved memory for an embedding, which has arrived or which it encodes
+        itself."""
         self._allocated.add(identifier)
         item = self._items.get(identifier)
         if item is not None and item.usable:
@@ -146,8 +149,8 @@ class ECScheduler:
         self._drop(identifier)
 
     def moves(self, output: SchedulerOutput) -> CornplugECMetadata:
-        """The embeddings that this step's forward needs."""
-        # An embedding that one step evicts and then takes in again is held.
+        """Return the embeddings that this step's forward pass needs."""
+        # An embedding that a step evicts and then loads again is held.
         self._held.difference_update(output.free_encoder_mm_hashes)
         self._held |= self._allocated
         self._allocated.clear()
@@ -171,8 +174,8 @@ class ECScheduler:
         return moves
 
     def stop(self) -> list[ArrivedEmbedding]:
-        """Wait for nothing more. Returns the embeddings that the engine expects with the next step, as it has
-        made room for them."""
+        """Stop waiting. Returns the embeddings that the engine expects with the next step, because it has
+        reserved memory for them."""
         self._items = {identifier: item for identifier, item in self._items.items() if item.usable}
         return self._promised()
 
@@ -180,12 +183,12 @@ class ECScheduler:
         return [item.arrived for item in self._to_load if item.arrived is not None]
 
     def in_hand(self, identifier: str) -> ArrivedEmbedding | None:
-        """An embedding that has arrived, for which the engine has not made room yet."""
+        """Return an embedding that has arrived, and for which the engine has not reserved memory yet."""
         item = self._items.get(identifier)
         return item.arrived if item is not None and item.usable else None
 
     def finished(self, request: Request) -> None:
-        """Drop the items that only this request was waiting for."""
+        """Drop the items that only this request waits for."""
         if self._lost is not None:
             self._lost.finished(request.request_id)
         self._early.ended(request.request_id)
@@ -198,7 +201,7 @@ class ECScheduler:
                     self._arrivals.drop(item.arrived)
 
     def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
-        """Count the outcomes of a worker's offers, and take its measurements."""
+        """Count the outcomes of a worker's saves, and record its measurements."""
         self._arrivals.acknowledged(acks)
         for rows, seconds in acks.encoded:
             self._rule.encoded(rows, seconds)
@@ -210,15 +213,15 @@ class ECScheduler:
                 self._tally.count("cornplug_bytes_total", self._run.app, EMBEDDING, "save", by=size)
 
     def close(self) -> None:
-        """End the connection to the service and the threads."""
+        """Close the connection to the service and the threads."""
         self._service.close()
         self._arrivals.close()
         self._publisher.close()
 
     def _idle_wait(self) -> None:
-        """Wait a moment, in an engine whose requests all wait for the service.
+        """Wait briefly in an engine whose requests all wait for the service.
 
-        Polling 650 times a second would take two cores (its own and the worker's) from the encoder.
+        Polling 650 times per second would use two cores (its own and the worker's) that the encoder needs.
         """
         if all(item.settled for item in self._items.values()):
             return
@@ -237,7 +240,8 @@ class ECScheduler:
         return identifier in self._held or identifier in self._allocated
 
     def _has_begun(self, request: Request) -> bool:
-        """A request that has begun may go on, or all could wait for each other."""
+        """Return whether the request has begun. Such a request may continue, because otherwise all requests
+        could wait for each other."""
         items = (self._items.get(feature.identifier) for feature in request.mm_features)
         return any(item is not None and request.request_id in item.waiting for item in items)
 
@@ -248,9 +252,10 @@ class ECScheduler:
         return item
 
     def _begin(self, feature: Any, request: Request, now: float) -> PendingEmbedding | None:
-        """A new item, loaded from the store or requested from the service; None if it is not shared."""
+        """Create an item, loaded from the store or requested from the service. Returns None if it is not
+        shared."""
         engine = self._run.config.engine
-        # The rows of an engine without a tower come with the request.
+        # In an engine without a tower, the rows arrive with the request.
         if weights_guard.replaced() or not engine.share_embeddings or engine.tower == "service":
             return None
         rows = feature.mm_position.get_num_embeds()
@@ -273,7 +278,7 @@ class ECScheduler:
                 if self._from_store(item, "store"):
                     return item
             except StoreError as e:
-                # The service can answer with the bytes themselves.
+                # The service can reply with the bytes themselves.
                 store_problem = e.reason
             if self._lost is not None:
                 self._fail(item, store_problem or "absent")
@@ -284,7 +289,7 @@ class ECScheduler:
         return item
 
     def _unshared(self, identifier: str, rows: int, now: float) -> PendingEmbedding:
-        """A settled item of a medium without a key, with its miss counted."""
+        """Create a settled item for a medium without a key, and count its miss."""
         stale = is_stale(identifier, weights_guard.epoch())
         reason = "weights_updated" if stale else unshared_reason(identifier) or "foreign_name"
         item = PendingEmbedding(identifier, ExpectedEmbedding(b"", rows), 0, now, now)
@@ -292,7 +297,7 @@ class ECScheduler:
         return item
 
     def _look(self, item: PendingEmbedding, now: float) -> None:
-        """Settle an item if the service has answered, or its deadline has passed."""
+        """Settle an item if the service has replied, or its deadline has passed."""
         if item.answer is not None and item.answer.done():
             try:
                 self._take(item, item.answer.result())
@@ -323,7 +328,8 @@ class ECScheduler:
             held = self._arrivals.hold(tensor.data)
             self._arrive(item, ArrivedEmbedding(item.identifier, tensor.dtype, tensor.shape, held), source)
             if not answer.stored:
-                # The service could not: it is on another host, say. The next engine of this host finds it.
+                # The service could not save it, for example because it is on another host. Save it for the
+                # next engine of this host.
                 data = held if isinstance(held, bytearray) else bytearray(tensor.data)
                 rows = torch.frombuffer(data, dtype=getattr(torch, tensor.dtype)).view(tensor.shape)
                 self._publisher.offer(item.expected.key, rows)

@@ -1,12 +1,12 @@
-"""The media digest of a video as vLLM's processor gets it, by allow lists.
+"""Media digest of a video in the form that vLLM's processor receives, based on allow lists.
 
     sampled frames, metadata, options ── digest ── rows of the tower
                                              └──── positions and timestamps in the LLM, and so KV
 
-vLLM's media loader has chosen the frames before. Rate, duration and numbers of the frames reach no tower, but
-Qwen2.5-VL's positions (`second_per_grid_ts`) and Qwen3-VL's timestamps, or the frames that the processor
-samples once more. So all metadata are in the digest, and a video with a field that these lists lack is not
-shared.
+vLLM's media loader has already selected the frames. Frame rate, duration and frame numbers do not enter a
+tower, but they affect Qwen2.5-VL's positions (`second_per_grid_ts`), Qwen3-VL's timestamps, and processors
+that sample frames again. Therefore all metadata are part of the digest, and a video with a field that is not
+in these lists is not shared.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REASONS: Final = (
     "video_pruning",
     _OTHER,
 )
-"""Labels of counters: no client may add one by a uuid."""
+"""Label values of counters. A client must not be able to add values through a uuid."""
 _UNSHARED: Final = re.compile(f"{_PREFIX}({'|'.join(_REASONS)})-")
 
 _METADATA: Final = frozenset(
@@ -48,7 +48,7 @@ _METADATA: Final = frozenset(
         "width",
     }
 )
-"""Those that vLLM's loaders write and those of transformers' VideoMetadata."""
+"""Metadata fields that vLLM's loaders write, and those of transformers' VideoMetadata."""
 _OPTIONS: Final = frozenset(
     {
         "do_normalize",
@@ -69,59 +69,61 @@ _SCALARS: Final = (bool, int, float)
 
 
 class VideoUnshared(CornplugError):
-    """A video that has no key; `reason` is that of the counted miss."""
+    """A video without a key. `reason` is the reason of the counted miss."""
 
 
 def video_digest(frames: object, metadata: object) -> bytes:
-    """Media digest (32 bytes) of one video. Raises VideoUnshared: "video_frames", "video_metadata"."""
+    """Media digest (32 bytes) of a video. Raises VideoUnshared: "video_frames", "video_metadata"."""
     if not isinstance(frames, np.ndarray) or frames.dtype != np.uint8 or frames.ndim != 4 or not frames.size:
-        raise VideoUnshared("frames are no uint8 array of four axes", reason="video_frames")
+        raise VideoUnshared("video frames must be a uint8 array with four axes", reason="video_frames")
     fields = {} if metadata is None else metadata
     if not isinstance(fields, Mapping) or not _METADATA.issuperset(fields):
-        raise VideoUnshared("the video has metadata of another form", reason="video_metadata")
+        raise VideoUnshared("unsupported form of video metadata", reason="video_metadata")
     pixels = np.ascontiguousarray(frames)
     found = array_digest(pixels.dtype.name, pixels.shape, pixels.data.cast("B"))
     try:
         return processor_video_digest(found, {k: _plain(v) for k, v in fields.items()})
     except (TypeError, ValueError) as e:
-        raise VideoUnshared(f"metadata cannot be identified: {e}", reason="video_metadata") from e
+        raise VideoUnshared(f"cannot identify video metadata: {e}", reason="video_metadata") from e
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise VideoUnshared("video_options") for an argument of the processor that no list knows.
+    """Raise VideoUnshared("video_options") for a processor argument that is in no list.
 
-    `options` are the deployment's, or the request's. A list would give each video of a request its own value;
-    a null switches a processor's default off, where a spec reads it as the default.
+    `options` are the deployment's or the request's. A list could give each video of a request another value.
+    A null switches off a processor's default, but a spec reads it as the default.
     """
     scoped = options.get(_SCOPE, {})
     if not isinstance(scoped, Mapping):
-        raise VideoUnshared(f"{_SCOPE} is no mapping", reason="video_options")
+        raise VideoUnshared(f"{_SCOPE} is not a mapping", reason="video_options")
     flat = {k: v for k, v in options.items() if k != _SCOPE}
     for name, value in (*flat.items(), *scoped.items()):
         known = name in _OPTIONS and isinstance(value, _SCALARS)
         edges = name == "size" and isinstance(value, Mapping)
         if not (known or (edges and all(isinstance(edge, int) for edge in value.values()))):
-            raise VideoUnshared(f"the processor's {name}", reason="video_options")
+            raise VideoUnshared(
+                f"processor option {name} is not supported for videos", reason="video_options"
+            )
 
 
 def unshared_name(name: str, reason: str) -> str:
-    """A name of vLLM's for a medium that is not shared, from which `unshared_reason` reads the reason."""
+    """Extend vLLM's name of a medium that is not shared by the reason, which `unshared_reason` reads."""
     return f"{_PREFIX}{reason if reason in _REASONS else _OTHER}-{name}"
 
 
 def unshared_reason(identifier: str) -> str | None:
-    """The reason in an identifier that `unshared_name` made; None for every other one."""
+    """Return the reason in an identifier made by `unshared_name`, or None for other identifiers."""
     found = _UNSHARED.match(identifier)
     return None if found is None else found[1]
 
 
 def looks_unshared(name: str) -> bool:
-    """Whether a name of vLLM's, which may be a client's uuid, begins like those of `unshared_name`."""
+    """Return whether vLLM's name, which may be a client's uuid, looks like a result of `unshared_name`."""
     return name.startswith(_PREFIX)
 
 
 def _plain(value: Any) -> Any:
-    """Numbers of numpy as JSON has them."""
+    """Convert numpy's numbers to JSON."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""The worker half of the encoder-cache connector: into the engine's cache, and out of it."""
+"""Worker half of the encoder-cache connector: loads embeddings into the engine's cache, and saves them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from cornplug.vllm_connector.ec.row_memory import RowPlace
 
 
 class ECWorker:
-    """One per rank; only one rank of the engine publishes.
+    """Worker half of one rank. Only one rank of the engine saves.
 
-    In an engine that runs its encoder only, a step ends when its embeddings are in the store: the request's
-    answer says so, and a consumer may look for them at once.
+    In an engine that runs only its encoder, a step ends when its embeddings are in the store, because a
+    consumer may look them up as soon as the request has finished.
     """
 
     def __init__(
@@ -36,23 +36,24 @@ class ECWorker:
         self._publishes = publishes
         self._patience_s = runtime.background_timeout_s if encoder_only else 0.0
         self._offered = False
-        """Since the last acknowledgements."""
+        """Whether something was offered since the last acknowledgements."""
         self._device = torch.device(device)
         self._rank = rank
         self._rows: MappedRows | None = None
-        """Once the scheduler has said where they are."""
+        """Set when the scheduler has sent the memory's address."""
         self._mapped: list[int] = []
-        """This rank, from then on until the next acknowledgements."""
+        """This rank, after it has mapped the memory and until the next acknowledgements."""
         self._publisher = EmbeddingPublisher(runtime, self._note)
         self._lock = threading.Lock()
         self._saves: list[tuple[str, int]] = []
         self._copied: list[tuple[int, float]] = []
         self._tower = TowerClock(self._device)
         self._encoding = FadedRate()
-        """Seconds of the tower by rows: of this step they are known too late for the step's embeddings."""
+        """Seconds of the tower by rows. The time of the current step is known too late for its own
+        embeddings."""
 
     def load(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
-        """Put arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
+        """Copy arrived embeddings, of shape (rows, hidden), into the engine's encoder cache."""
         if moves.row_memory and self._rows is None:
             self._map(moves.row_memory)
         began, size = time.perf_counter(), 0
@@ -71,20 +72,21 @@ class ECWorker:
             self._rows, self._mapped = rows, [self._rank]
 
     def _on_device(self, data: bytearray | RowPlace) -> torch.Tensor:
-        """Shape (bytes,)."""
+        """Return the bytes on the device, shape (bytes,)."""
         if not isinstance(data, RowPlace):
             return torch.frombuffer(data, dtype=torch.uint8).to(self._device, non_blocking=True)
-        assert self._rows is not None, "the scheduler was told that this rank has mapped its memory"
+        assert self._rows is not None, "the scheduler was notified that this rank has mapped its memory"
         return self._rows.rows(data)
 
     def save(self, identifier: str, embedding: torch.Tensor, moves: CornplugECMetadata) -> None:
-        """Offer an embedding that this engine had to compute. Returns at once: a thread publishes it."""
+        """Save an embedding that this engine had to compute. Returns immediately, because a thread saves
+        it."""
         if self._publishes and embedding.ndim == 2:
             self._tower.ran(len(embedding))
         self._offer(identifier, embedding, moves)
 
     def save_again(self, cache: dict[str, torch.Tensor], moves: CornplugECMetadata) -> None:
-        """Offer embeddings of earlier steps that the store lacks."""
+        """Save embeddings of earlier steps that the store lacks."""
         for identifier in moves.again:
             if (embedding := cache.get(identifier)) is not None:
                 self._offer(identifier, embedding, moves)
@@ -98,11 +100,11 @@ class ECWorker:
         self._offered = True
 
     def stop_publishing(self) -> None:
-        """Offer nothing more. What the scheduler half has promised is loaded still."""
+        """Stop saving. Embeddings that the scheduler half has promised are still loaded."""
         self._publishes = False
 
     def acks(self) -> CornplugECWorkerMetadata | None:
-        """Outcomes of earlier offers and new measurements; None where there are none."""
+        """Outcomes of earlier saves and new measurements, or None if there are none."""
         if self._offered and self._patience_s:
             self._publisher.flush(self._patience_s)
         self._offered = False
@@ -119,7 +121,7 @@ class ECWorker:
         return CornplugECWorkerMetadata(saves, encoded, copied, mapped, places)
 
     def close(self) -> None:
-        """Finish the embeddings that are being published, and the copies of those that came."""
+        """Finish pending saves, and the copies of received embeddings."""
         self._publisher.close()
         if self._rows is not None:
             self._rows.close()

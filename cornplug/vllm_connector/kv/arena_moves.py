@@ -1,8 +1,8 @@
-"""Loads and saves of a rank whose GPU copies pages to and from the store's memory by itself.
+"""Loads and saves of a rank whose GPU copies pages directly to and from the store's memory.
 
-The engine's own thread begins the copies and looks for their ends between steps: there is no other thread,
-no other host memory, and no byte of a page passes a CPU. Pages outside the memory that the device reaches
-take `KVWorker`'s other way.
+The engine's own thread starts the copies and polls them between steps. There is no other thread or host
+buffer, and no byte of a page passes through a CPU. Pages outside the memory that the device can access are
+copied by `KVWorker`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from cornplug.vllm_connector.kv_copies.mover import PolledJob, PolledMover
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory
 
 _LOADS_AHEAD: Final = 8
-"""Slabs of a load begun before the first has ended: enough to fill the bus until the next step."""
+"""Maximum number of slabs of a load in flight, enough to keep the bus busy until the next step."""
 _SAVES_AHEAD: Final = 4
-"""Of a step's saves, for which nobody waits: each slab costs the engine's thread some launches."""
+"""Maximum number of slabs of a step's saves in flight. Nothing waits for saves, and each slab costs the
+engine's thread several launches."""
 
 
 class ArenaMoves:
-    """One per rank and cache group; used by the engine's thread."""
+    """Copies of one rank and cache group. Used by the engine's thread."""
 
     def __init__(
         self,
@@ -51,7 +52,8 @@ class ArenaMoves:
         slots: int,
         discard: Callable[[Sequence[bytes]], None],
     ) -> None:
-        """`slots`: tokens of one block of the caches. `discard` drops these keys' pages and does not wait."""
+        """`slots` is the number of tokens per block of the caches. `discard` deletes pages by key without
+        waiting."""
         self._pages, self._reports = pages, reports
         self.memory = memory
         self._out, self._in = out, into
@@ -62,12 +64,12 @@ class ArenaMoves:
         self._spans = pages.spans()
         self._numbers = pages.numbers(pages.page.layer_runs)
         self._counted_s = 0.0
-        """Until when loads have been timed."""
+        """Time up to which loads have been timed."""
 
     # -- the engine's step ------------------------------------------------------------------------
 
     def reaches_load(self, load: PageLoad) -> bool:
-        """Whether the device reaches all pages of a load, and each has segments that it can sum."""
+        """Return whether the device can access all pages of a load and checksum all their segments."""
         pages = load.pages
         if not self._mover.works:
             return False
@@ -78,7 +80,7 @@ class ArenaMoves:
         return len(sizes) == 1 and self._pages.has_whole(self._runs(load))
 
     def reached_saves(self, saves: Iterable[PageSave]) -> tuple[list[PageSave], list[PageSave]]:
-        """(saves of the pages that the device reaches, saves of the others)"""
+        """Return (saves of pages that the device can access, saves of other pages)."""
         reached: list[PageSave] = []
         others: list[PageSave] = []
         if not self._mover.works:
@@ -97,15 +99,15 @@ class ArenaMoves:
         return reached, others
 
     def load(self, load: PageLoad, mark: Any) -> None:
-        """Begin a load whose pages the device reaches."""
+        """Start a load whose pages the device can access."""
         self._mover.submit(self._load(load, mark, time.monotonic()))
 
     def save(self, saves: Sequence[OngoingSave], mark: Any) -> None:
-        """Begin to copy pages that the device reaches."""
+        """Start to copy pages that the device can access."""
         self._mover.submit(self._save(saves, mark))
 
     def poll(self) -> None:
-        """Report the copies that have happened, and begin the next."""
+        """Report finished copies, and start the next ones."""
         self._mover.poll()
         self.memory.forget_ended()
 
@@ -114,14 +116,14 @@ class ArenaMoves:
         self._mover.wait()
 
     def close(self) -> None:
-        """Wait for copies that are under way, and drop all others."""
+        """Wait for copies in flight, and drop all others."""
         self._mover.close()
         self.memory.leave(self._mover.is_idle)
 
     # -- what is under way ------------------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> PolledJob:
-        # Whatever happens here, the request must be told that its load is over.
+        # The request must be notified of the end of its load in every case.
         done, begun, reason = 0, 0, "load_error"
         pending = deque[tuple[ArenaSlab, list[bytes]]]()
         try:
@@ -132,7 +134,7 @@ class ArenaMoves:
             while done < len(load.pages):
                 while begun < len(load.pages) and len(pending) < _LOADS_AHEAD:
                     if time.monotonic() > asked + load.deadline_s:
-                        raise StoreUnavailable("a load took too long", reason="load_timeout")
+                        raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
                     pages = load.pages[begun : begun + self._in.slab_pages]
                     places = range(load.first_page + begun, load.first_page + begun + len(pages))
                     offsets = np.frombuffer(pages.places, np.uint64)[::3].tolist()
@@ -147,15 +149,17 @@ class ArenaMoves:
                 found = slab.checksums()
                 self._in.put_back(slab)
                 for i, meta in enumerate(metas):
-                    # The scheduler half has read the header.
+                    # The scheduler half has already validated the header.
                     expected = segment_checksums(meta)
                     if [expected[n] for n in numbers] != found[i * len(numbers) : (i + 1) * len(numbers)]:
-                        raise CodecError(f"page {load.first_page + done} is corrupt", reason="corrupt")
+                        raise CodecError(
+                            f"checksum mismatch in page {load.first_page + done}", reason="corrupt"
+                        )
                     done += 1
             reason = ""
         except CornplugError as e:
             reason = e.reason
-            compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
+            compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
                 self._discard(load.pages.keys[done:])
         finally:
@@ -165,7 +169,7 @@ class ArenaMoves:
                     self._in.put_back(slab)
                 settled = True
             finally:
-                # Loads side by side share the bus: each is told its part of the time.
+                # Concurrent loads share the bus, so each is charged its part of the time.
                 now = time.monotonic()
                 seconds, self._counted_s = now - max(asked, self._counted_s), now
                 self._reports.load_over(load, done if settled else 0, reason, seconds)
@@ -191,7 +195,7 @@ class ArenaMoves:
                     of_page = found[i * len(self._numbers) : (i + 1) * len(self._numbers)]
                     self._reports.page_over(one, dict(zip(self._numbers, of_page, strict=True)))
         except CornplugError as e:
-            compat.logger.debug("cornplug: a step's saves failed: %s", e)
+            compat.logger.debug("cornplug: the saves of a step failed: %s", e)
         finally:
             try:
                 for slab, _ in pending:
@@ -200,20 +204,21 @@ class ArenaMoves:
                 self._reports.saves_over(saves)
 
     def _writable(self, pages: Iterator[SavedPage]) -> Iterator[SavedPage]:
-        """Those of the pages whose rooms are reserved still."""
+        """The pages whose reservations still exist."""
         for page in pages:
             try:
                 self._pages.store.view(page.target.location, writable=True)
             except CornplugError as e:
-                compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
+                compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
                 self._reports.page_over(page, {})
             else:
                 yield page
 
     def _runs_of(self, places: Sequence[tuple[bytes, int]]) -> list[Run]:
-        """The runs of bytes of this rank's part of pages at these (arena, offset).
+        """Return the byte ranges of this rank's part of pages at these (arena, offset).
 
-        Raises StoreUnavailable where the device does not reach them any more."""
+        Raises StoreUnavailable if the device can no longer access them.
+        """
         found: list[Run] = []
         for i, (arena_id, offset) in enumerate(places):
             for in_page, in_part, size in self._spans:
@@ -224,7 +229,7 @@ class ArenaMoves:
         return found
 
     def _runs(self, load: PageLoad) -> int:
-        """Segments of a head in the pages of a load."""
+        """Segments per head in the pages of a load."""
         meta = load.pages.metas[0]
         assert meta is not None
         return len(segment_checksums(meta)) // self._pages.page.heads
@@ -241,22 +246,25 @@ def open_arena(
     slots: int,
     discard: Callable[[Sequence[bytes]], None],
 ) -> ArenaMoves | None:
-    """The moves of a rank whose caches lie on a GPU; None where that cannot copy pages by itself, with a
-    warning that says why.
+    """Create the copies of a rank whose caches are on a GPU. Returns None if the GPU cannot copy pages
+    directly, and logs a warning with the reason.
 
-    `beside`: those of another cache group. `share` of a slab's memory. Other arguments as `ArenaMoves`.
+    `beside` is the object of another cache group. `share` is the share of a slab's memory. Other arguments as
+    for `ArenaMoves`.
     """
     device, page = blocks.device, pages.page
     try:
         if page.layer_bytes % BLOCK_BYTES:
-            raise LayoutError(f"{page.layer_bytes} bytes of a layer are no whole KiB", reason="layout")
+            raise LayoutError(
+                f"{page.layer_bytes} bytes of a layer are not a multiple of 1 KiB", reason="layout"
+            )
         sides = CudaSide(device), CudaSide(device, urgent=True)
         checksums = DeviceChecksums(device)
         out, into = (ArenaCopies(blocks, side, checksums, swap_blocks_batch, share=share) for side in sides)
         if not (out.works(page.segment_bytes) and into.works(page.segment_bytes)):
-            raise LayoutError("a page of noise came back otherwise", reason="layout")
+            raise LayoutError("a test page changed when it was copied", reason="layout")
     except Exception as e:  # noqa: BLE001 - drivers and compilers fail in ways of their own; an engine starts
-        compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
+        compat.logger.warning("cornplug: KV pages are copied through staging memory, which is slower: %s", e)
         return None
     memory = (
         beside.memory

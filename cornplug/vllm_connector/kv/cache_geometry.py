@@ -1,4 +1,4 @@
-"""The page of a model, and a rank's slice of it, from the caches that vLLM plans; or the reason for none."""
+"""Page geometry of a model, and a rank's slice of it, derived from the caches that vLLM plans."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> PageGeometry:
-    """The page of this model. Raises LayoutError with the reason why KV cannot be shared.
+    """Return the page geometry of this model. Raises LayoutError with the reason if KV cannot be shared.
 
-    Hybrid models (sliding window, Mamba) have several cache groups, and a prefix counts only
-    where every group has it: they run as stock, and the log names the reason.
+    Hybrid models (sliding window, Mamba) have several cache groups, and a prefix counts only if every group
+    has it. They run as stock, and the log gives the reason.
     """
     if len(cache.kv_cache_groups) != 1:
         raise LayoutError(f"{len(cache.kv_cache_groups)} KV cache groups (a hybrid model)", reason="hybrid")
@@ -51,7 +51,7 @@ def page_geometry(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) ->
 def _only_engine(config: VllmConfig, planes: int, quantised: str) -> str:
     if planes == 1:
         return engine_of_latents("vllm", config.model_config.hf_config.to_dict())
-    return "vllm" if quantised else ""  # No test compares bytes of fp8 with SGLang's.
+    return "vllm" if quantised else ""  # fp8 KV has not been compared with SGLang's.
 
 
 def _first_layers(layers: int, stages: int) -> list[int]:
@@ -64,12 +64,12 @@ def _first_layers(layers: int, stages: int) -> list[int]:
 
 
 def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
-    """Layers of a page: the model's with a cache of their own, then a draft model's."""
+    """Number of layers of a page: the model's layers with their own cache, then a draft model's."""
     total = config.model_config.get_total_num_hidden_layers()
     if config.parallel_config.pipeline_parallel_size > 1:
-        # This plan may be of one stage alone. Where layers share caches, the ranks find out.
+        # This plan may be for a single stage. Workers detect layers that share caches.
         if drafts_with_kv(config) is not None:
-            raise LayoutError("a draft model beside pipeline parallelism", reason="speculative")
+            raise LayoutError("a draft model with pipeline parallelism", reason="speculative")
         return total
     target, drafts = _split(config, cache)
     if len(target) > total:
@@ -78,19 +78,19 @@ def _layers(config: VllmConfig, cache: KVCacheConfig) -> int:
 
 
 def steady_drafts(config: VllmConfig) -> SpeculativeConfig | None:
-    """`drafts_with_kv`. Raises LayoutError where the KV of drafts has gaps."""
+    """Return `drafts_with_kv`. Raises LayoutError if the KV of drafts has gaps."""
     speculative = drafts_with_kv(config)
     if speculative is not None and speculative.uses_dynamic_speculative_decoding():
-        # They are where the engine was too busy to draft.
-        raise LayoutError("a number of drafts that follows the load", reason="speculative")
+        # Gaps occur when the engine was too busy to draft.
+        raise LayoutError("the number of draft tokens depends on the load", reason="speculative")
     return speculative
 
 
 def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[str]]:
-    """Names of the group's layers: the model's by their numbers, then its draft's as vLLM has them.
+    """Names of the group's layers: the model's layers by number, then its draft's layers in vLLM's order.
 
-    vLLM loads a draft after its target and appends its layers, under numbers that go on or begin again.
-    Raises LayoutError for drafts whose KV lies otherwise than the target's.
+    vLLM loads a draft after its target and appends its layers, with numbers that continue or restart. Raises
+    LayoutError if the KV layout of the draft differs from the target's.
     """
     names, speculative = cache.kv_cache_groups[0].layer_names, steady_drafts(config)
     count = len(names)
@@ -99,7 +99,7 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
         draft, draft_parallel = speculative.draft_model_config, speculative.draft_parallel_config
         heads = draft.get_total_num_kv_heads(), draft_parallel.tensor_parallel_size
         if heads != (model.get_total_num_kv_heads(), parallel.tensor_parallel_size):
-            raise LayoutError("a draft model with other KV heads than its target", reason="speculative")
+            raise LayoutError("the draft model has a different number of KV heads", reason="speculative")
         count = min(count, model.get_total_num_hidden_layers())
     target = sorted(names[:count], key=layer_number)
     if [layer_number(name) for name in target] != list(range(count)):
@@ -108,21 +108,25 @@ def _split(config: VllmConfig, cache: KVCacheConfig) -> tuple[list[str], list[st
 
 
 def _planes(spec: Any) -> int:
-    """2 for layers of full attention whose blocks hold K and V of every token, 1 for MLA's latents; no more.
+    """Return 2 for layers of full attention whose blocks hold K and V of every token, 1 for MLA latents.
 
-    Raises LayoutError for all others. Of subclasses some free blocks in the middle of a request (R-SWA), and
+    Raises LayoutError for all others. Some subclasses free blocks in the middle of a request (R-SWA), and
     some keep sinks before its first token.
     """
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     if type(spec) not in (FullAttentionSpec, MLAAttentionSpec):
-        raise LayoutError(f"{type(spec).__name__} layers have no page layout yet", reason="attention_kind")
+        raise LayoutError(
+            f"cornplug does not support the KV layout of {type(spec).__name__} layers",
+            reason="attention_kind",
+        )
     require_plain(spec)
     return 1 if type(spec) is MLAAttentionSpec else PLANES
 
 
 def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry) -> RankSlice:
-    """The slice of a page that this worker's rank holds. Raises LayoutError where it is no plain slice."""
+    """Return the slice of a page that this worker's rank holds. Raises LayoutError if it is not
+    contiguous."""
     from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
     heads, writes = tensor_parallel_heads(
@@ -133,7 +137,9 @@ def rank_slice(config: VllmConfig, cache: KVCacheConfig, geometry: PageGeometry)
     numbers = sorted(layer_number(name) for name in cache.kv_cache_groups[0].layer_names)
     layers = range(numbers[0], numbers[-1] + 1)
     if list(layers) != numbers or layers.stop > geometry.layers:
-        raise LayoutError(f"layers {numbers} are no plain range of {geometry.layers}", reason="layout")
+        raise LayoutError(
+            f"layers {numbers} are not a contiguous range of {geometry.layers}", reason="layout"
+        )
     return RankSlice(heads=heads, layers=layers, writes=writes)
 
 
@@ -142,13 +148,14 @@ def in_page_order(
 ) -> dict[str, torch.Tensor]:
     """This rank's caches in the order of a page's layers.
 
-    A layer that reads and writes another's cache is left out: the page has that cache already. Beside
-    pipeline parallelism it stays, as the page then has no room for fewer layers: the worker refuses it.
+    A layer that uses another layer's cache is left out, because the page already has that cache. With
+    pipeline parallelism it is kept, and the worker refuses it, because the page then has a fixed number of
+    layers.
     """
     if config.parallel_config.pipeline_parallel_size > 1:
         names = sorted(kv_caches, key=layer_number)
     else:
         target, drafts = _split(config, cache)
         names = [*target, *drafts]
-    # Where vLLM registers fewer, the worker refuses them.
+    # If vLLM registers fewer caches, the worker refuses them.
     return {name: kv_caches[name] for name in names if name in kv_caches}

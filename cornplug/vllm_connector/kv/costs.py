@@ -1,4 +1,4 @@
-"""Measured durations of this engine's loads and steps, by which `LoadRule` decides."""
+"""Measured durations of this engine's loads and steps, which `LoadRule` uses."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
 _LOAD_FLOOR_S: Final = 1.0
-"""A load may take this time, or three times the time of computing its tokens if that is longer; then the
-rest of it is computed."""
+"""Minimum deadline of a load. The deadline is three times the time to compute its tokens if that is longer.
+After it, the rest is computed."""
 _TIMED_TOKENS, _TIMED_STEPS = 64, 16
-"""Steps with so many tokens beyond one for each request are timed, and one in so many of the others."""
+"""Steps with at least this many tokens beyond one per request are timed, and one in this many of all other
+steps."""
 _TIMED_OPEN: Final = 256
 RECALL_FRESH_S: Final = 60.0
-"""Age at which measurements of a disk expire: one that did not pay is tried again."""
+"""Age at which measurements of a disk expire, so a disk that was too slow is tried again."""
 
 
 @dataclass(slots=True)
@@ -31,47 +32,47 @@ class _Loading:
     began: float
     size_bytes: int
     moving_before: float | None
-    """Seconds that movers had worked when it began; None where it was not alone."""
+    """Seconds of transfer time before the load began, or None if it overlapped with another load."""
 
 
 class LoadCosts:
-    """One per scheduler half; used by the engine's thread."""
+    """Cost measurements of one scheduler half. Used by the engine's thread."""
 
     def __init__(self, config: StoreConfig, page: PageSize) -> None:
         self.rule = LoadRule(config.load_when)
         self.page = PageCost()
-        """Of a page's tokens, for the pages that this engine saves."""
+        """Cost of computing a page's tokens, for pages that this engine saves."""
         self._config = config
         self._page = page
         self._recalling = FadedRate()
-        """Of bytes that the store read from disk, by the seconds until this engine saw them."""
+        """Bytes that the store read from disk, by the seconds until this engine saw them."""
         self._loading: dict[str, _Loading] = {}
         self._moving_s = 0.0
-        """Seconds that movers have worked on loads so far."""
+        """Seconds that movers have spent on loads so far."""
         self._steps = 0
         self._timed: dict[int, tuple[float, int]] = {}
-        """Step -> (when it was scheduled, its tokens)."""
+        """Step -> (time when it was scheduled, number of tokens)."""
         self._step_ended = 0.0
         self._moved = False
-        """Something was loaded since the last step ended."""
+        """Whether something was loaded since the last step ended."""
 
     @property
     def loads_open(self) -> bool:
-        """Whether a load is under way."""
+        """Whether a load is in flight."""
         return bool(self._loading)
 
     @property
     def queued_bytes(self) -> int:
-        """Of loads that are under way."""
+        """Bytes of all loads in flight."""
         return sum(one.size_bytes for one in self._loading.values())
 
     def pays(self, *, tokens: int, pages: int) -> bool:
-        """Whether to load so many tokens from so many pages now."""
+        """Return whether to load `tokens` from `pages` pages now."""
         size_bytes = pages * self._page.page_bytes
         return self.rule.pays(tokens=tokens, size_bytes=size_bytes, queued_bytes=self.queued_bytes)
 
     def recall_pays(self, *, tokens: int, pages: int, on_disk: int) -> bool:
-        """Whether to load so many tokens from so many pages, after some of them were read from disk."""
+        """Return whether to load `tokens` from `pages` pages after reading `on_disk` of them from disk."""
         page_bytes = self._page.page_bytes
         recall_s = self._recalling.seconds(on_disk * page_bytes, fresh_s=RECALL_FRESH_S) or 0.0
         return self.rule.pays(
@@ -79,33 +80,33 @@ class LoadCosts:
         )
 
     def recalled(self, pages: int, seconds: float) -> None:
-        """So many pages were read from disk."""
+        """Record that `pages` pages were read from disk."""
         self._recalling.note(pages * self._page.page_bytes, seconds)
 
     def deadline_s(self, tokens: int) -> float:
-        """How long a load may take before the rest of it is computed."""
-        # The lease is a third of its time old when the engine takes the offer, at the most.
+        """Maximum seconds of a load before the rest of it is computed."""
+        # The lease has used at most a third of its time when the engine accepts the offer.
         leased_s, compute_s = self._config.lease_s * 2 / 3, self.rule.compute_s(tokens)
         if compute_s is None or self._config.load_when == "always":
             return leased_s
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def far_wait_s(self, tokens: int) -> float:
-        """As `LoadRule.far_wait_s`."""
+        """See `LoadRule.far_wait_s`."""
         return self.rule.far_wait_s(tokens)
 
     def load_began(self, request_id: str, pages: int) -> None:
-        """The engine took an offer."""
+        """Record that the engine accepted an offer."""
         alone = not self._loading
         for other in self._loading.values():
-            # The delay until a load is noticed cannot be read off two that overlap.
+            # The latency of a load cannot be measured while two loads overlap.
             other.moving_before = None
         self._loading[request_id] = _Loading(
             time.monotonic(), pages * self._page.page_bytes, self._moving_s if alone else None
         )
 
     def load_ended(self, request_id: str, *, whole: bool) -> float:
-        """A load has ended. Returns the seconds that its request has waited."""
+        """Record the end of a load. Returns the seconds that its request has waited."""
         one = self._loading.pop(request_id)
         waited = time.monotonic() - one.began
         if whole and one.moving_before is not None:
@@ -113,24 +114,24 @@ class LoadCosts:
         return waited
 
     def time_step(self, output: SchedulerOutput) -> int:
-        """Begin to time this step; its number, 0 where it is not timed."""
+        """Begin to time this step. Returns its number, or 0 if it is not timed."""
         self._steps += 1
         tokens = output.total_num_scheduled_tokens
         more = tokens - len(output.num_scheduled_tokens)
         wanted = more >= _TIMED_TOKENS or (tokens and not self._steps % _TIMED_STEPS)
-        # The time of a step that runs the tower is not the time of its tokens.
+        # The duration of a step that runs the tower says nothing about its tokens.
         if not wanted or getattr(output, "scheduled_encoder_inputs", None):
             return 0
         if len(self._timed) >= _TIMED_OPEN:
-            self._timed.clear()  # No worker answers.
+            self._timed.clear()  # No worker replies.
         self._timed[self._steps] = time.monotonic(), tokens
         return self._steps
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Take the measurements in the workers' acknowledgements."""
+        """Record the measurements in the workers' acknowledgements."""
         for number in acks.steps:
             began, tokens = self._timed.pop(number, (0.0, 0))
-            # Steps may be scheduled while others run: one begins to run when the last has ended.
+            # Steps may be scheduled while others run. A step begins to run when the previous one has ended.
             self.rule.computed(tokens, time.monotonic() - max(began, self._step_ended))
         if acks.steps:
             self.page.seconds = self.rule.compute_s(self._page.page_tokens) or 0.0
@@ -140,7 +141,7 @@ class LoadCosts:
             self._moved = True
 
     def step_ended(self) -> None:
-        """The engine has read the output of a step."""
+        """Record that the engine has read the output of a step."""
         self._step_ended = time.monotonic()
         if self._moved:
             self._moved = False

@@ -1,8 +1,8 @@
-"""Cores of an engine that computes on a CPU: with cornplug it computes on the same ones as without.
+"""CPU cores of an engine that computes on a CPU: the same with cornplug as without.
 
-vLLM reserves one more core in each worker for any KV connector, for the sake of NIXL's progress thread. On a
-host with two cores none is left to reserve, so vLLM computes on both and every other process interrupts its
-threads, which wait for each other at each operation.
+With any KV connector, vLLM reserves one more core in each worker, intended for NIXL's progress thread. On a
+host with two cores none is left to reserve. vLLM then computes on both cores and every other process
+interrupts its threads, which wait for each other at each operation.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Store operations of the KV scheduler, sent once a step: commits, releases and deletes."""
+"""Store operations of the KV scheduler, sent once per step: commits, releases and deletes."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ if TYPE_CHECKING:
 
 
 class OpenSave(msgspec.Struct, eq=False):
-    """A reserved page that the worker halves are filling."""
+    """A reserved page that the worker halves are writing."""
 
     reservation: Reservation
     name: str
-    """Of the `PageSave` that holds it."""
+    """Name of the `PageSave` that contains the page."""
     index: int
-    """Of the page, in its request."""
+    """Index of the page in its request."""
     tracked: TrackedRequest | None = None
-    """Its request; None if the request was over before the save began."""
+    """The page's request, or None if the request finished before the save began."""
     blocks: Sequence[KVCacheBlock] = ()
-    """The blocks that hold the page, once they are pinned or its request is over."""
+    """Blocks that hold the page, set when they are pinned or the request has finished."""
     pinned: bool = False
     """Whether its blocks hold a reference for it."""
     checksums: dict[int, int] = msgspec.field(default_factory=dict)
     failed_segments: int = 0
     given_up: bool = False
-    """Its blocks were given away."""
+    """Whether its blocks were reused."""
     announced: PageSpan | None = None
-    """What KV events name once it is stored, if `tracked` is None."""
+    """Page to announce in KV events once it is stored, if `tracked` is None."""
 
 
 class DeferredStoreOps:
-    """Collects operations during a step; `run` sends them to the store, in at most three messages.
+    """Collects operations during a step. `run` sends them to the store in at most three messages.
 
-    They run on the engine's own thread, which waits for no commit's answer: the next step reads it. Another
-    thread would wait for its turns at the interpreter's lock behind vLLM's busy loop.
+    They run on the engine's own thread, which does not wait for replies to commits: the next step reads them.
+    Another thread would wait for the interpreter's lock, which vLLM's busy loop holds.
     """
 
     def __init__(self, runtime: EngineRuntime, publisher: PagePublisher) -> None:
@@ -58,17 +58,17 @@ class DeferredStoreOps:
         self._release: list[int] = []
         self._delete: list[bytes] = []
         self._committed: deque[Posted[bool]] = deque()
-        """Commits whose answers were not there yet."""
+        """Commits whose replies have not arrived yet."""
 
     def __bool__(self) -> bool:
         return bool(self._commit or self._release or self._delete or self._committed)
 
     def commit(self, saves: list[OpenSave]) -> None:
-        """Publish pages that are written."""
+        """Commit written pages."""
         self._commit += saves
 
     def release(self, tokens: list[int]) -> None:
-        """End leases, or give up reservations."""
+        """End leases, or release reservations."""
         self._release += tokens
 
     def delete(self, key: bytes) -> None:
@@ -76,7 +76,8 @@ class DeferredStoreOps:
         self._delete.append(key)
 
     def run(self) -> None:
-        """Send the operations, once: those that fail now end with the store's connection."""
+        """Send the operations once. Operations that fail now are dropped, because the store releases
+        everything when the connection ends."""
         commit, self._commit = self._commit, []
         release, self._release = self._release, []
         delete, self._delete = self._delete, []

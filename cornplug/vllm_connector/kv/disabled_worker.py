@@ -1,7 +1,7 @@
-"""The worker half of a rank that shares no KV, or no more: every load and save fails at once.
+"""Worker half of a rank that does not share KV, or no longer does: every load and save fails immediately.
 
-The scheduler half may have promised a load before it learns of this; without an answer that request would
-wait for ever.
+The scheduler half may have promised a load before it learns of this. Without a reply, that request would wait
+indefinitely.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class DisabledKVWorker:
-    """See the module. `reason` is why this rank shares nothing."""
+    """Worker half that fails all loads and saves. `reason` is why this rank does not share."""
 
     def __init__(self, block_size: int, reason: str) -> None:
         self._block_size = block_size
@@ -32,7 +32,7 @@ class DisabledKVWorker:
 
     @classmethod
     def in_place_of(cls, worker: KVWorker | GroupsWorker, block_size: int, reason: str) -> Self:
-        """Replace a worker in which something failed, with what has become of its loads and saves."""
+        """Replace a worker that failed, and keep the results of its loads and saves."""
         stopped = cls(block_size, reason)
         worker.drain()
         stopped._loaded, stopped._bad_blocks = worker.finished(), worker.bad_blocks()
@@ -42,13 +42,13 @@ class DisabledKVWorker:
         return stopped
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Nothing to learn."""
+        """Do nothing."""
 
     def begin_step(self, *, computes: bool) -> None:
-        """Nothing is copied."""
+        """Do nothing, because nothing is copied."""
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Every load fails whole, but those that the worker before this one has ended."""
+        """Fail all loads, except those that the previous worker has finished."""
         for load in loads:
             if load.request_id in self._loaded and load.request_id not in self._acks.failed_loads:
                 continue
@@ -57,27 +57,27 @@ class DisabledKVWorker:
             self._loaded.add(load.request_id)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Every page fails, but those that the worker before this one has written."""
+        """Fail all pages, except those that the previous worker has written."""
         for save in saves:
             left = [page.token for page in save.pages if page.token not in self._acks.written]
             self._acks.failed_writes |= dict.fromkeys(left, MAX_SEGMENTS)
 
     def drain(self) -> None:
-        """Nothing is copied."""
+        """Do nothing, because nothing is copied."""
 
     def stepped(self, number: int) -> None:
-        """Nothing is loaded: no measurement is needed."""
+        """Do nothing, because no measurement is needed."""
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Nothing is saved."""
+        """Do nothing, because nothing is saved."""
 
     def finished(self) -> set[str]:
-        """Ids of the requests whose load ended since the last call."""
+        """Ids of requests whose load ended since the last call."""
         self._failed, self._loaded = self._loaded, set()
         return self._failed
 
     def failed(self) -> set[str]:
-        """The requests that `finished` last named."""
+        """The requests that the last call of `finished` returned."""
         return self._failed
 
     def bad_blocks(self) -> set[int]:
@@ -86,9 +86,9 @@ class DisabledKVWorker:
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """The acknowledgements since the last call; None where there are none."""
+        """Acknowledgements since the last call, or None if there are none."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing."""

@@ -1,9 +1,9 @@
-"""Blocks that vLLM's pool counts as free while pages are still copied out of them.
+"""Blocks that vLLM's pool counts as free while pages are still copied from them.
 
-A finished request gives its blocks back at once, whether or not its pages are stored. vLLM forgets the
-request, so a later request may have its id, and neither `sleep` nor `reset_prefix_cache` waits for a copy.
-When vLLM gives such a block to another request, it calls back (`BlockPool.unpin_blocks`): the pages in it are
-given up then.
+A finished request releases its blocks immediately, whether or not its pages are stored. vLLM forgets the
+request, so a later request may have the same id, and neither `sleep` nor `reset_prefix_cache` waits for a
+copy. When vLLM gives such a block to another request, it calls back (`BlockPool.unpin_blocks`), and the pages
+in it are given up.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class BlockReader(Protocol):
-    """A page whose bytes are in blocks."""
+    """A page whose data is in blocks."""
 
     blocks: Sequence[KVCacheBlock]
     given_up: bool
@@ -27,11 +27,11 @@ _Reader = TypeVar("_Reader", bound=BlockReader)
 
 
 class FreedBlocks(Generic[_Reader]):
-    """One per cache group; used by the engine's thread."""
+    """Freed blocks of one cache group. Used by the engine's thread."""
 
     def __init__(self) -> None:
         self._readers: dict[int, list[_Reader]] = {}
-        """Block id -> pages that are read from the block."""
+        """Block id -> pages that are copied from the block."""
         self._lost: list[_Reader] = []
 
     def release(self, pool: BlockPool, reader: _Reader) -> None:
@@ -40,12 +40,12 @@ class FreedBlocks(Generic[_Reader]):
         pool.unpin_blocks(reversed(reader.blocks), self._reused)
 
     def replace(self, before: _Reader, after: _Reader) -> None:
-        """Let `after` read the blocks of `before` in its place."""
+        """Transfer the blocks of `before` to `after`."""
         self.forget(before)
         self._add(after)
 
     def forget(self, reader: _Reader) -> None:
-        """Stop watching for this page."""
+        """Stop watching the blocks of this page."""
         for block in reader.blocks:
             readers = self._readers.get(block.block_id, [])
             if reader in readers:
@@ -54,13 +54,13 @@ class FreedBlocks(Generic[_Reader]):
                     del self._readers[block.block_id]
 
     def lose(self, reader: _Reader) -> None:
-        """Give up a page whose blocks are gone."""
+        """Give up a page whose blocks were reused."""
         if not reader.given_up:
             reader.given_up = True
             self._lost.append(reader)
 
     def take_lost(self) -> list[_Reader]:
-        """Return the pages whose blocks were given away since the last call."""
+        """Return the pages whose blocks were reused since the last call."""
         lost, self._lost = self._lost, []
         return lost
 
@@ -69,6 +69,6 @@ class FreedBlocks(Generic[_Reader]):
             self._readers.setdefault(block.block_id, []).append(reader)
 
     def _reused(self, block: KVCacheBlock) -> None:
-        """vLLM gives a block to a request, or resets its prefix cache."""
+        """Handle a block that vLLM gives to a request or removes from its prefix cache."""
         for reader in self._readers.pop(block.block_id, ()):
             self.lose(reader)

@@ -1,8 +1,8 @@
-"""Saves of an idle engine: pages of finished requests that were not worth a copy while requests ran.
+"""Saves of an idle engine: pages of finished requests that were not worth copying while requests ran.
 
-With `engine.save = "second"` a page's first sighting copies nothing, so a prompt that one app had once would
-be computed again by the next app. An engine without work copies such pages, if the store has free room for
-them: they evict no page that was used twice. Their blocks count as free all the while (`FreedBlocks`).
+With `engine.save = "second"` the first use of a page saves nothing, so a prompt that one app sent once would
+be computed again for another app. An idle engine copies such pages if the store has free capacity, so no page
+that was used twice is evicted for them. Their blocks count as free all the time (`FreedBlocks`).
 """
 
 from __future__ import annotations
@@ -32,31 +32,33 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv_events.page_events import PageEvents, PageSpan
 
 _SETTLE_S: Final = 0.05
-"""Time without a scheduled token before the first copy: a pause between two requests is not idleness."""
+"""Time without a scheduled token before the first copy, because a pause between two requests is not
+idleness."""
 _LIMIT_S: Final = 1.0
 """Time without a scheduled token after which an engine sleeps, and saves the other pages when it is idle
-again. It is awake for the difference, and a caller that pauses it waits no longer than that."""
+again. This also limits how long a caller that pauses the engine has to wait."""
 _BATCH_BYTES: Final = 32 << 20
-"""Pages that are copied at a time; a request that arrives has so many bytes beside it."""
+"""Bytes of pages that are copied at a time, and therefore while a new request starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A page that is to be copied."""
+    """A page to be copied."""
 
     key: bytes
     index: int
-    """Of the page in `blocks`."""
+    """Index of the page in `blocks`."""
     blocks: Sequence[KVCacheBlock]
     hashes: Sequence[BlockHashWithGroupId | None]
     announced: PageSpan | None = None
-    """For KV events; None without."""
+    """Span for KV events, or None without events."""
 
     def cached(self) -> bool:
-        """Whether its blocks have held it ever since.
+        """Whether its blocks have held it without interruption.
 
-        vLLM takes the hash from a block that it gives away, and makes another object when it caches one, even
-        for the same tokens: these may have been computed anew, by an adapter that was loaded anew.
+        vLLM removes the hash from a block that it reuses, and creates a new hash object when it caches a
+        block, even for the same tokens. Such a block may have been computed again with an adapter that was
+        loaded again.
         """
         return None not in self.hashes and all(
             block.block_hash is known for block, known in zip(self.blocks, self.hashes, strict=True)
@@ -64,7 +66,8 @@ class _Page:
 
 
 class IdleSaves:
-    """One per scheduler half; used by the engine's thread. True while an idle engine must step for it."""
+    """Idle saves of one scheduler half. Used by the engine's thread. True while an idle engine must run steps
+    for them."""
 
     def __init__(
         self,
@@ -75,7 +78,7 @@ class IdleSaves:
         publisher: PagePublisher,
         alarm: EngineAlarm = ALARM,
     ) -> None:
-        """`publisher`: one that asks for room whether a page was seen or not."""
+        """`publisher` reserves capacity for pages whether or not they were used before."""
         self._alarm = alarm
         self._run, self._page = runtime, page
         self._requests, self._saves, self._publisher = requests, saves, publisher
@@ -84,27 +87,27 @@ class IdleSaves:
         self._pool: BlockPool | None = None
         self._unit_tokens = self._unit_blocks = self._most_pages = 0
         self._finished: deque[dict[int, _Page]] = deque()
-        """Pages of finished requests that were not saved, by their index in the request. Oldest first."""
+        """Unsaved pages of finished requests, by their index in the request. Oldest first."""
         self._asking: list[tuple[TrackedRequest, dict[int, _Page]]] = []
-        """Finished requests, until the store has answered for all pages that it was asked for."""
+        """Finished requests whose reservations the store has not answered completely."""
         self._pages = 0
-        """In `_finished`."""
+        """Number of pages in `_finished`."""
         self._growing: list[_Page] = []
         """Pages for which the store is making room."""
         self._open: dict[int, OpenSave] = {}
         self._idle_since: float | None = None
         self._woken = False
-        """The alarm ends this pause, so the engine need not step through it."""
+        """Whether the timer ends this pause, so the engine does not have to run steps during it."""
         self._unanswered = False
-        """The store was asked since the engine was idle, and did not answer."""
+        """Whether the store failed to reply since the engine became idle."""
 
     def bind(self, pool: BlockPool | None, block_size: int) -> None:
-        """Take the engine's blocks, of `block_size` tokens each."""
-        # Without prefix caching no page outlives its request.
+        """Set the engine's block pool, with blocks of `block_size` tokens."""
+        # Without prefix caching, no page outlives its request.
         if self._run.config.engine.save != "second" or pool is None or not pool.enable_caching:
             return
         self._pool = pool
-        # A page and a block both begin at a multiple of it.
+        # A page and a block both begin at multiples of this.
         self._unit_tokens = math.lcm(self._page.page_tokens, block_size)
         self._unit_blocks = self._unit_tokens // block_size
         self._most_pages = pool.num_gpu_blocks * block_size // self._page.page_tokens
@@ -113,14 +116,14 @@ class IdleSaves:
         if self._unanswered or not (self._finished or self._growing) or self._requests.unfinished():
             return False
         if self._alarm.replicas_wait():
-            return False  # in a step that computes nothing vLLM sleeps 1 ms
+            return False  # In a step that computes nothing, vLLM sleeps for 1 ms.
         if self._idle_since is None:
             return True
         idle_s = time.monotonic() - self._idle_since
         return idle_s <= _LIMIT_S and not (self._woken and idle_s < _SETTLE_S)
 
     def remember(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> None:
-        """Take the pages of a request that is over, and has these blocks still."""
+        """Remember the pages of a finished request, which still has these blocks."""
         if self._pool is None or not (tracked.unsaved or tracked.asked):
             return
         keys = tracked.unsaved | {asked.index: asked.key for asked in tracked.asked}
@@ -138,7 +141,7 @@ class IdleSaves:
             self._pages -= len(self._finished.popleft())
 
     def _add_answered(self) -> None:
-        """Add the pages of finished requests that got no room."""
+        """Add the pages of finished requests for which nothing was reserved."""
         asking, self._asking = self._asking, []
         for tracked, pages in asking:
             if tracked.asked:
@@ -147,7 +150,7 @@ class IdleSaves:
                 self._add({index: page for index, page in pages.items() if index in tracked.unsaved})
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Pages that the worker halves are to copy in this step; none while a token is computed."""
+        """Return pages that the worker halves should copy in this step. Empty while a token is computed."""
         if self._asking:
             self._add_answered()
         nothing = not (self._finished or self._growing)
@@ -169,16 +172,17 @@ class IdleSaves:
         return self._reserve(pages) if pages else []
 
     def forget(self) -> None:
-        """Save none of the pages that are known now."""
+        """Drop all remembered pages."""
         self._finished.clear()
         self._asking.clear()
         self._growing.clear()
         self._pages = 0
 
     def _free_pages(self) -> int:
-        """Pages that the store takes without an eviction; without room for one, none is tried again.
+        """Number of pages that fit into the store without an eviction. If there are none, idle saves end
+        until the next pause.
 
-        A store that does not answer is no work to keep an engine awake for: the next pause asks it again.
+        A store that does not reply is no reason to keep an engine awake. The next pause tries again.
         """
         free = free_pages(self._run, self._page)
         if free is None:
@@ -189,7 +193,8 @@ class IdleSaves:
         return free
 
     def _take(self, count: int) -> list[_Page]:
-        """At most `count` pages that are cached still: those of the newest requests, each from its start."""
+        """Take at most `count` pages that are still cached: those of the newest requests, each from its
+        start."""
         pages = [page for page in self._growing[:count] if page.cached()]
         del self._growing[:count]
         while self._finished and len(pages) < count:
@@ -204,7 +209,7 @@ class IdleSaves:
         return pages
 
     def _page_of(self, ids: Sequence[int], index: int, key: bytes, announced: PageSpan | None) -> _Page:
-        """A page of a request with these blocks. Only the blocks that hold the page are kept."""
+        """Create a page of a request with these blocks. Only the blocks that hold the page are kept."""
         assert self._pool is not None
         unit, place = divmod(index * self._page.page_tokens, self._unit_tokens)
         span = slice(unit * self._unit_blocks, (unit + 1) * self._unit_blocks)
@@ -228,7 +233,7 @@ class IdleSaves:
         save = self._saves.begin(reservation, page.index, None)
         save.name, save.announced = save_name("idle", reservation), page.announced
         self._open[reservation.token] = save
-        # The blocks stay free, as the last ones that the engine gives away.
+        # The blocks stay free, and the engine reuses them last.
         self._pool.touch(page.blocks)
         save.blocks = page.blocks
         self._saves.freed.release(self._pool, save)

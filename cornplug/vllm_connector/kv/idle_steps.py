@@ -1,9 +1,9 @@
-"""Steps without tokens do not keep vLLM's worker processes spinning.
+"""Keeps steps without tokens from making vLLM's worker processes spin.
 
-A worker polls shared memory without a pause for one second after each message of its engine core. cornplug
-has an engine step while it waits for the encoder service or copies KV, and each of these steps would renew
-that second: the worker would take a core from the process that it waits for, and from the next request of
-another engine. Here the second counts from the last step with tokens, as in an engine without cornplug.
+A worker polls shared memory continuously for one second after each message of its engine core. cornplug makes
+an engine run steps while it waits for the encoder service or copies KV, and each of these steps would restart
+that second. The worker would then use a core that the process it waits for, or another engine, needs. Here
+the second counts from the last step with tokens, as in an engine without cornplug.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _RECHECK_MS: Final = 50
-"""Longest that a worker waits for a notification before it looks for a message by itself."""
+"""Maximum time that a worker waits for a notification before it checks for a message."""
 
 
 class _Steps:
-    """The last step of this worker process."""
+    """Last step of this worker process."""
 
     def __init__(self) -> None:
         self.computes = True
@@ -29,7 +29,7 @@ _steps: Final = _Steps()
 
 
 def began(*, computes: bool) -> None:
-    """Note the step that this worker process begins."""
+    """Record the step that this worker process begins."""
     _steps.computes = computes
     if computes:
         _steps.computed_s = time.monotonic()

@@ -1,7 +1,7 @@
-"""An engine core in the program that uses it (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
+"""Support for an engine core in the same process as its caller (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
 
-A core in a process of its own keeps stepping until all copies have ended. This one makes no step after the
-program's last request: copies may be under way when it sleeps or when the program ends.
+A core in a separate process keeps stepping until all copies have ended. This one runs no step after the
+program's last request, so copies may be in flight when it sleeps or when the program ends.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any, Final
 from cornplug.vllm_connector import compat
 
 _LAST_SAVES_S: Final = 5.0
-"""Time that a program's end may take to finish its saves."""
+"""Maximum time for finishing saves when the program ends."""
 
 
 def _ours(connector: Any) -> Iterator[Any]:
-    """This package's KV connector, if it is this one or one of several."""
+    """Find cornplug's KV connector: this connector, or one of its children."""
     for one in getattr(connector, "sub_connectors", [connector]):
         if hasattr(one, "_end_copies"):
             yield one
@@ -39,12 +39,13 @@ def _shutdown(original: Callable[..., Any], core: Any, *args: Any, **kwargs: Any
         try:
             _end_saves(core)
         except Exception:  # noqa: BLE001 - an engine that has failed raises what it likes
-            compat.logger.warning("cornplug: the last KV pages are not saved", exc_info=True)
+            compat.logger.warning("cornplug: the last KV pages were not saved", exc_info=True)
     return original(core, *args, **kwargs)
 
 
 def _end_saves(core: Any) -> None:
-    """Step until the saves of the last requests have ended. Copies on a CPU had waited for an idle engine."""
+    """Run steps until the saves of the last requests have ended. On a CPU, these copies wait for an idle
+    engine."""
     connectors = [] if core.scheduler.has_unfinished_requests() else list(_ours(core.scheduler.connector))
     until = time.monotonic() + _LAST_SAVES_S
     while any(one.has_pending_push_work() for one in connectors) and time.monotonic() < until:

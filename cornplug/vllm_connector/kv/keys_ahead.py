@@ -1,6 +1,7 @@
-"""Page keys of long prompts, made as their requests come in.
+"""Computes page keys of long prompts when their requests arrive.
 
-vLLM hashes a request's blocks there too: in the thread that receives requests, beside the steps of others.
+vLLM hashes a request's blocks at the same place: in the thread that receives requests, in parallel to steps
+of other requests.
 """
 
 from __future__ import annotations
@@ -17,27 +18,28 @@ if TYPE_CHECKING:
 
 _ATTRIBUTE: Final = "cornplug_page_keys"
 _LONG_TOKENS: Final = 4096
-"""A shorter prompt's keys take less than a tenth of a step; they are made when they are asked for."""
+"""Minimum length. Keys of shorter prompts take less than a tenth of a step, and are computed when they are
+needed."""
 
 
 class KeyMaker(Protocol):
-    """What makes the keys of requests: an engine core's tracker."""
+    """Computes keys of requests: the tracker of an engine core."""
 
     def keys_of(self, request: Request) -> PageKeys | None:
-        """The request's keys, as long as nothing excludes it. Any thread may ask."""
+        """Return the request's keys, unless something excludes it. Thread-safe."""
 
 
 _maker: ref[KeyMaker] | None = None
 
 
 def make_by(maker: KeyMaker) -> None:
-    """Make the keys of requests that come in by this tracker, as long as it lives."""
+    """Use this tracker to compute the keys of arriving requests, while it exists."""
     global _maker
     _maker = ref(maker)
 
 
 def received(request: Request) -> None:
-    """A request has come in."""
+    """Compute the keys of a request that has arrived."""
     maker = _maker() if _maker is not None else None
     if maker is None or request.num_tokens < _LONG_TOKENS:
         return
@@ -47,12 +49,13 @@ def received(request: Request) -> None:
             keys.upto(request.all_token_ids, request.num_tokens)
             setattr(request, _ATTRIBUTE, keys)
     except Exception as e:  # noqa: BLE001 - whatever nobody foresaw
-        # An error here would end the thread, and the engine: the lookup meets it again, and counts it.
-        compat.logger.debug("cornplug: no keys ahead: %r", e)
+        # An error here would end the thread and the engine. The lookup sees the same error later, and counts
+        # it.
+        compat.logger.debug("cornplug: cannot compute keys in advance: %r", e)
 
 
 def made_for(request: Request) -> PageKeys | None:
-    """The keys that were made when the request came in; None if none were."""
+    """Return the keys that were computed when the request arrived, or None."""
     return getattr(request, _ATTRIBUTE, None)
 
 

@@ -1,4 +1,4 @@
-"""Loads of KV pages: stored pages of a request are leased, offered to vLLM, and loaded if it takes them."""
+"""Loads of KV pages: stored pages of a request are leased, offered to vLLM, and loaded if vLLM accepts."""
 
 from __future__ import annotations
 
@@ -27,30 +27,31 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv_events.page_events import PageEvents
 
 _FIRST_PAGES: Final = 32
-"""Pages of a lookup's first question. To make so many keys takes about as long as the question."""
+"""Number of pages in the first query of a lookup. Computing that many keys takes about as long as the
+query."""
 
 
 @dataclass(slots=True)
 class LeasedPages:
-    """Leased pages for one request, good until `expires`."""
+    """Leased pages for one request, valid until `expires`."""
 
     computed: int
-    """Tokens that the engine's own cache holds: the pages follow them."""
+    """Number of tokens in the engine's own cache. The pages follow them."""
     expires: float
-    """On the monotonic clock, in seconds."""
+    """Expiry on the monotonic clock, in seconds."""
     first_page: int = 0
     pages: Leases = NO_LEASES
-    """Whole pages, from `first_page` on."""
+    """Whole pages, starting with `first_page`."""
     groups: list[tuple[int, Leases]] = field(default_factory=list)
-    """(first page, pages) of each cache group, where a model has several; `pages` are one group's then."""
+    """(first page, pages) of each cache group, if a model has several. `pages` then belongs to one group."""
     tokens: list[int] = field(default_factory=list)
-    """Of the leases, and of those of pages that are not whole."""
+    """Tokens of all leases, including leases of incomplete pages."""
     end: int = 0
-    """Once it is loading: the token before which it ends."""
+    """First token after the load, set when loading begins."""
 
 
 class LoadOffers:
-    """One per scheduler half; used by the engine's thread."""
+    """Load offers of one scheduler half. Used by the engine's thread."""
 
     def __init__(
         self,
@@ -76,8 +77,8 @@ class LoadOffers:
         return self._recalls.waited_for
 
     def tokens(self, tracked: TrackedRequest, computed: int) -> int | None:
-        """Tokens beyond `computed` that leased pages hold; None while some are read from disk, or far stores
-        are asked. Asked often; answers from memory."""
+        """Return the number of tokens beyond `computed` in leased pages, or None while pages are read from
+        disk or far stores are queried. Called often, and usually served from memory."""
         if tracked.load_failed:
             return 0
         if tracked.recall is not None and not tracked.recall.over and self._waits(tracked.recall):
@@ -96,14 +97,15 @@ class LoadOffers:
                 tracked.offer = None
                 return None
             if self.events is not None and offer.pages:
-                # Those before it too: the engine's own cache has them, and a router follows a chain.
+                # Include pages before the offer: the engine's own cache has them, and a router follows the
+                # chain.
                 self.events.note(tracked, range(offer.first_page + len(offer.pages)))
         if not offer.pages:
             return 0
         return (offer.first_page + len(offer.pages)) * self._page.page_tokens - computed
 
     def _waits(self, recall: PageRecall) -> bool:
-        """Whether pages are still read from disk. Counts those that came too late, once."""
+        """Return whether pages are still being read from disk. Counts late pages once."""
         late: int | None = 0
         with miss(self._tally, self._run.app, KV_PAGE):
             late = self._recalls.late(recall)
@@ -112,7 +114,7 @@ class LoadOffers:
         return late is None
 
     def _awaits_far(self, tracked: TrackedRequest) -> bool:
-        """Whether the request waits for the answer of far stores still."""
+        """Return whether the request still waits for far stores."""
         assert tracked.far is not None
         waits = self._recalls.awaits(tracked.far)
         if not waits:
@@ -122,7 +124,8 @@ class LoadOffers:
     def _seek(
         self, tracked: TrackedRequest, absent: range, keys_of: Callable[[range], Sequence[bytes]]
     ) -> bool:
-        """Whether the lookup ends here, as far stores are asked for these absent pages. Once a request."""
+        """Query far stores for these absent pages, once per request. Returns whether the lookup ends here
+        because of that."""
         if not absent or not self._recalls.far_answers:
             return False
         if tracked.far is not None or not self._may_recall(tracked):
@@ -133,8 +136,8 @@ class LoadOffers:
         return tracked.far is not None
 
     def _recall(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
-        """Whether the lookup ends here, as some of these keys are on disk: the request waits for them, or was
-        looked up again without them."""
+        """Read keys from disk if some are there. Returns whether the lookup ends here: the request waits for
+        them, or was looked up again without them."""
         if not self._may_recall(tracked):
             return False
         on_disk = self._recalls.on_disk(keys)
@@ -147,11 +150,12 @@ class LoadOffers:
         return True
 
     def _may_recall(self, tracked: TrackedRequest) -> bool:
-        # After a reset it cannot be told of a page on disk whether it was there before.
+        # After a reset, it is unknown whether a page on disk was stored before the reset.
         return tracked.recall is None and self._recalls.has_disk and not self._before.reset
 
     def _there(self, tracked: TrackedRequest, keys: Sequence[bytes], deadline_s: float) -> bytes:
-        """Not 0 for each key that the store has, on disk too if this request may wait for that."""
+        """Return a nonzero byte for each key that the store has, including on disk if this request may wait
+        for that."""
         if self._may_recall(tracked):
             return self._recalls.there(keys, deadline_s=deadline_s)
         return self._run.store.contains(keys, deadline_s=deadline_s)
@@ -159,7 +163,7 @@ class LoadOffers:
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
         request, page = tracked.request, self._page
         assert tracked.keys is not None
-        # The last token is always computed here: it is what the next one is sampled from.
+        # The last token is always computed, because the next token is sampled from its output.
         wanted = pages_between(offer.computed, request.num_tokens - 1, page.page_tokens)
         nameable = range(wanted.start, tracked.keys.pages(request.num_tokens - 1))
         keys = self._stored(tracked, tracked.keys, nameable)
@@ -192,16 +196,16 @@ class LoadOffers:
                 self._store_ops.delete(keys[whole])
 
     def _stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
-        """Keys of the leading ones of `pages` that the store has.
+        """Keys of the leading `pages` that the store has.
 
-        Asks for more and more of them at a time: few keys are made beyond the first absent page, and a
-        whole hit takes few calls.
+        Queries grow in size: few keys are computed beyond the first absent page, and a complete hit needs few
+        calls.
         """
         if not self._before.known():
             return []
         deadline_s = self._run.config.store.deadline_s
         end_s = time.monotonic() + deadline_s
-        # Every call counts here (`benchmarks/hot_path.py`): a store without tiers costs none more.
+        # Every call matters here (`benchmarks/hot_path.py`). A store without tiers needs no extra call.
         ask = self._run.store.contains
         if self._recalls.tiered is not None and self._may_recall(tracked):
             ask = self._recalls.there
@@ -221,19 +225,20 @@ class LoadOffers:
         self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason, by=pages)
 
     def forget_stored(self, requests: Iterable[TrackedRequest]) -> None:
-        """From now on offer no page that the store has today, and none of those offered to these requests."""
+        """Ignore pages stored before this call, and withdraw offers to these requests."""
         for tracked in requests:
             self.withdraw(tracked)
         self._before.begin()
 
     def withdraw(self, tracked: TrackedRequest) -> None:
-        """Give the leases of an offer back that the engine does not take."""
+        """Release the leases of an offer that the engine does not accept."""
         if tracked.offer is not None and tracked.offer.tokens:
             self._store_ops.release(tracked.offer.tokens)
         tracked.offer = None
 
     def take(self, tracked: TrackedRequest, blocks: Sequence[int], external: int) -> None:
-        """The engine took the offer: `external` tokens go into `blocks`; 0: it took nothing."""
+        """Handle the engine's decision: it loads `external` tokens into `blocks`. 0 means that it declined
+        the offer."""
         if tracked.offer is None:
             return
         if not external:
@@ -242,7 +247,7 @@ class LoadOffers:
         load, tracked.offer = tracked.offer, None
         tracked.loading = load
         load.end = load.computed + external
-        # The engine may take less than it was offered.
+        # The engine may accept only a part of the offer.
         load.pages = load.pages[: -(-load.end // self._page.page_tokens) - load.first_page]
         request_id = tracked.request.request_id
         self._costs.load_began(request_id, len(load.pages))
@@ -260,22 +265,23 @@ class LoadOffers:
         tracked.saved_until(load.end // self._page.page_tokens)
 
     def new_loads(self) -> list[PageLoad]:
-        """The offers that the engine took since the last call, for the worker halves."""
+        """Return the offers that the engine accepted since the last call, for the worker halves."""
         taken, self._taken = self._taken, []
         return taken
 
     def failed(self, tracked: TrackedRequest | None, reason: str) -> None:
-        """A rank could not load it. Ranks may fail a load in different steps: it is one miss."""
+        """Record that a rank could not load a page. Ranks may report a load in different steps, but it is one
+        miss."""
         if tracked is None or not tracked.load_failed:
             self._count_misses(reason)
         if tracked is not None:
             tracked.load_failed = True
             if tracked.loading is not None:
-                # The pages that it computes now may be those that the store has lost.
+                # The pages that the request computes now may be missing from the store.
                 tracked.save_again_from(tracked.loading.computed // self._page.page_tokens)
 
     def ended(self, tracked: TrackedRequest) -> None:
-        """The worker halves have ended its load, whole or failed."""
+        """Record that the worker halves have ended the request's load, completely or not."""
         if tracked.loading is None:
             return
         load, tracked.loading = tracked.loading, None

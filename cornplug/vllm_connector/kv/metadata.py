@@ -1,4 +1,4 @@
-"""Messages between the KV connector's two halves, one per step, over vLLM's own channel."""
+"""Messages between the KV connector's two halves, one per step, sent over vLLM's own channel."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.store.leases import Leases
 
 
 class PageWrite(msgspec.Struct, frozen=True):
-    """A reserved page, named by its reservation's token."""
+    """A reserved page, identified by its reservation's token."""
 
     index: int
     token: int
@@ -25,31 +25,32 @@ class PageWrite(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class PageLoad:
-    """Fill tokens [start, end) of a request from pages; `blocks` are all its blocks, in order."""
+    """Load tokens [start, end) of a request from pages. `blocks` are all of the request's blocks, in
+    order."""
 
     request_id: str
     start: int
     end: int
     first_page: int
-    """The place in the request of the first of `pages`."""
+    """Index in the request of the first of `pages`."""
     pages: Leases
     blocks: array[int]
-    """An array, not a tuple: it travels to the workers as one run of bytes."""
+    """An array instead of a tuple, so that it is serialized as one byte string."""
     deadline_s: float = 30.0
-    """From the worker's hearing of it; the pages not begun by then are computed."""
+    """Deadline in seconds since the worker received the message. Pages not begun by then are computed."""
     group: int = 0
-    """Cache group of these blocks; a request's load is one of each."""
+    """Cache group of these blocks. A request's load has one message per group."""
 
     def blocks_from(self, first_token: int, block_size: int) -> set[int]:
-        """The blocks that hold tokens [first_token, end)."""
+        """Blocks that hold tokens [first_token, end)."""
         return set(self.blocks[first_token // block_size : -(-self.end // block_size)])
 
 
 class PageSave(msgspec.Struct, frozen=True):
-    """Copy whole pages of a request out, once this step's forward has computed them."""
+    """Copy whole pages of a request to the store after this step's forward pass has computed them."""
 
     name: str
-    """Unique: a later request may have the id of an earlier request."""
+    """Unique name. A request id is not sufficient, because a later request may reuse it."""
     pages: tuple[PageWrite, ...]
     blocks: tuple[int, ...]
     group: int = 0
@@ -58,14 +59,14 @@ class PageSave(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class CornplugKVMetadata(KVConnectorMetadata):
-    """Scheduler half -> worker halves: the moves of one step."""
+    """Message from the scheduler half to the worker halves: the loads and saves of one step."""
 
     loads: list[PageLoad] = field(default_factory=list)
     saves: list[PageSave] = field(default_factory=list)
     given_up: list[str] = field(default_factory=list)
-    """Names of saves whose blocks were given away, and may have been overwritten."""
+    """Names of saves whose blocks were reused, and may have been overwritten."""
     timed: int = 0
-    """Number of this step where its end is to be told, else 0."""
+    """Number of this step if its end should be acknowledged, else 0."""
     computes: bool = True
     """Whether the step computes tokens."""
 
@@ -77,23 +78,23 @@ class CornplugKVMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class CornplugKVWorkerMetadata(KVConnectorWorkerMetadata):
-    """Worker halves -> scheduler half."""
+    """Message from the worker halves to the scheduler half."""
 
     written: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Reservation token -> segment -> checksum. Whole once every rank has added its share."""
+    """Reservation token -> segment -> checksum. Complete when every rank has added its segments."""
     failed_writes: dict[int, int] = field(default_factory=dict)
-    """Reservation token -> how many segments are missing: each rank adds its own."""
+    """Reservation token -> number of missing segments. Each rank adds its own."""
     failed_loads: dict[str, str] = field(default_factory=dict)
     """Request -> reason."""
     loaded_bytes: int = 0
     loading_s: float = 0.0
-    """Seconds that the mover spent on them, its queue not counted."""
+    """Seconds that the mover spent on them, without the time in its queue."""
     staged_pages: int = 0
-    """Pages that a GPU could not copy by itself."""
+    """Number of pages that a GPU could not copy directly."""
     steps: list[int] = field(default_factory=list)
-    """Timed steps that have ended."""
+    """Numbers of timed steps that have ended."""
     unusable: str = ""
-    """Why this worker's cache cannot be mapped to pages; "" when it can."""
+    """Reason why this worker's cache cannot be mapped to pages, or ""."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         assert isinstance(other, CornplugKVWorkerMetadata)

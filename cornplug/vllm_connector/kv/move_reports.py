@@ -1,4 +1,4 @@
-"""What became of a worker's loads and saves, for vLLM and for the scheduler half."""
+"""Results of a worker's loads and saves, for vLLM and for the scheduler half."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cornplug.vllm_connector.kv_copies.cache_blocks import Table, kernel_table
 
 @dataclass(eq=False, slots=True)
 class OngoingSave:
-    """A save that is under way."""
+    """A save in progress."""
 
     save: PageSave
     left: set[int]
-    """Reservation tokens of the pages that are not acknowledged yet."""
+    """Reservation tokens of pages that are not acknowledged yet."""
     given_up: bool = False
 
 
@@ -30,14 +30,15 @@ class SavedPage:
     ongoing: OngoingSave
     target: PageWrite
     place: tuple[Table, int]
-    """Some of its request's blocks through `kernel_table`, and the page's place in them."""
+    """Table of some of the request's blocks, made by `kernel_table`, and the page's position in it."""
 
 
 def pages_of(saves: Iterable[OngoingSave], rows: int, block_size: int, slots: int) -> Iterator[SavedPage]:
-    """The pages of saves, with only those blocks that hold them: a request may have thousands."""
+    """Pages of saves, each with only the blocks that hold it, because a request may have thousands of
+    blocks."""
     for ongoing in saves:
         save = ongoing.save
-        # A page and a block both begin at a multiple of it.
+        # A page and a block both begin at multiples of this.
         unit = math.lcm(rows, block_size)
         first = min(page.index for page in save.pages) * rows // unit * unit
         last = max(page.index for page in save.pages) * rows + rows
@@ -48,27 +49,27 @@ def pages_of(saves: Iterable[OngoingSave], rows: int, block_size: int, slots: in
 
 
 class MoveReports:
-    """One per worker. Movers report, the engine's thread collects."""
+    """Results of one worker. Movers report them, and the engine's thread collects them."""
 
     def __init__(self, pages: RankPages, block_size: int) -> None:
         self._pages, self._block_size = pages, block_size
         self._lock = threading.Lock()
         self._acks = CornplugKVWorkerMetadata()
         self._unsent: dict[int, str] = {}
-        """Reservation token -> name of its save, of the pages in `_acks.written`."""
+        """Reservation token -> name of its save, for pages in `_acks.written`."""
         self._loaded: set[str] = set()
         self._bad_blocks: set[int] = set()
         self._saving: dict[str, OngoingSave] = {}
-        """By name."""
+        """Save name -> save in progress."""
 
     # -- the engine's thread ----------------------------------------------------------------------
 
     def unusable(self, reason: str) -> None:
-        """Tell that this rank's caches cannot be mapped."""
+        """Report that this rank's caches cannot be mapped."""
         self._acks.unusable = reason
 
     def saves_begin(self, saves: Iterable[PageSave]) -> list[OngoingSave]:
-        """These saves begin."""
+        """Record that these saves begin."""
         begun = [OngoingSave(save, {page.token for page in save.pages}) for save in saves]
         with self._lock:
             for ongoing in begun:
@@ -76,19 +77,19 @@ class MoveReports:
         return begun
 
     def staged(self, pages: int) -> None:
-        """So many pages pass staging memory on their way from or to a GPU."""
+        """Record that `pages` pages were copied through staging memory."""
         with self._lock:
             self._acks.staged_pages += pages
 
     def stepped(self, number: int) -> None:
-        """Acknowledge the end of a timed step, with the next acknowledgements."""
+        """Acknowledge the end of a timed step with the next acknowledgements."""
         with self._lock:
             self._acks.steps.append(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Count pages of these saves that are not acknowledged yet as not written. Does not wait.
+        """Report pages of these saves that are not acknowledged yet as not written. Does not wait.
 
-        Their blocks belong to other requests now, and may have done so before they were read.
+        Their blocks now belong to other requests, and may have been overwritten before they were read.
         """
         wanted = set(names)
         with self._lock:
@@ -100,19 +101,19 @@ class MoveReports:
                 self._acks.failed_writes[token] = self._pages.segments
 
     def finished(self) -> set[str]:
-        """Ids of the requests whose load ended since the last call."""
+        """Ids of requests whose load ended since the last call."""
         with self._lock:
             received, self._loaded = self._loaded, set()
         return received
 
     def bad_blocks(self) -> set[int]:
-        """Blocks whose load failed; a request is never `finished` before its bad blocks are here."""
+        """Blocks whose load failed. They are returned before `finished` returns the request."""
         with self._lock:
             bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """The acknowledgements since the last call; None where there are none."""
+        """Acknowledgements since the last call, or None if there are none."""
         with self._lock:
             if self._acks.is_empty():
                 return None
@@ -123,8 +124,8 @@ class MoveReports:
     # -- movers -----------------------------------------------------------------------------------
 
     def load_over(self, load: PageLoad, whole_pages: int, reason: str, seconds: float) -> None:
-        """A load has ended with so many whole pages, which took so long; `reason` is empty where these are
-        all."""
+        """Record the end of a load with `whole_pages` complete pages. `reason` is empty if these are all
+        pages."""
         first_bad = min((load.first_page + whole_pages) * self._pages.page.rows, load.end)
         with self._lock:
             if reason:
@@ -135,7 +136,8 @@ class MoveReports:
             self._loaded.add(load.request_id)
 
     def page_over(self, page: SavedPage, checksums: Mapping[int, int]) -> None:
-        """A page is in the store, with these checksums of this rank's segments; without any it failed."""
+        """Record that a page is in the store, with the checksums of this rank's segments. Without checksums,
+        the page failed."""
         ongoing, token = page.ongoing, page.target.token
         with self._lock:
             if checksums and not ongoing.given_up:
@@ -148,7 +150,7 @@ class MoveReports:
                 self._over(ongoing)
 
     def saves_over(self, saves: Iterable[OngoingSave]) -> None:
-        """These saves have ended; the pages that are not over have failed."""
+        """Record the end of these saves. Pages without a result have failed."""
         with self._lock:
             for ongoing in saves:
                 self._failed(ongoing.left)
@@ -159,10 +161,10 @@ class MoveReports:
             self._acks.failed_writes |= dict.fromkeys(tokens, self._pages.segments)
 
     def _over(self, ongoing: OngoingSave) -> None:
-        """Its blocks are not read any more."""
+        """Record that the save's blocks are no longer read."""
         self._saving.pop(ongoing.save.name, None)
 
 
 def take(pages: Iterator[SavedPage], count: int) -> list[SavedPage]:
-    """The next pages that are not given up, at most so many."""
+    """Take at most `count` of the next pages that are not given up."""
     return list(itertools.islice((page for page in pages if not page.ongoing.given_up), count))

@@ -1,4 +1,4 @@
-"""The page keys of one request, derived as its tokens come to be known."""
+"""Page keys of one request, computed as its tokens become known."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class _Placeholder:
     offset: int
     length: int
     embeds_before: list[int] | None
-    """Per position: embeddings up to and including it; None where every position is one."""
+    """Number of embeddings up to and including each position, or None if every position is an embedding."""
     wide: tuple[int, int, int, int]
 
     def replace(self, tokens: list[int], first: int) -> None:
-        """Put wide values over the placeholder tokens of `tokens`, which begin at `first`."""
+        """Replace the placeholder tokens in `tokens`, which begin at `first`, by wide values."""
         start = max(self.offset, first)
         end = min(self.offset + self.length, first + len(tokens))
         for position in range(start, end):
@@ -32,58 +32,59 @@ class _Placeholder:
 
 
 class PageKeys:
-    """Keys of a request's whole pages; extends itself, never recomputes.
+    """Keys of a request's whole pages. It extends the keys and never recomputes them.
 
-    Tokens are chained up to the last page asked for, and keys are made of pages asked for only: a long
-    prompt whose first pages are absent costs those.
+    Tokens are chained up to the last requested page, and only the keys of requested pages are computed. A
+    lookup whose first pages are absent is therefore cheap, even for a long prompt.
     """
 
     def __init__(
         self, secret: bytes, root: bytes, page_tokens: int, features: Sequence[Any], epoch: int = 0
     ) -> None:
-        """`features` are vLLM's MultiModalFeatureSpec of the request, in any order; `epoch` is that of the
-        weights that `root` names."""
+        """`features` are the request's vLLM MultiModalFeatureSpecs, in any order. `epoch` is the epoch of the
+        weights of `root`."""
         self.epoch = epoch
         self._secret, self._root = secret, root
         self._page_tokens = page_tokens
         self._placeholders: list[_Placeholder] = []
         self.limit: int | None = None
-        """First token of a medium without an embedding key: pages that hold it or follow it have no key."""
+        """First token of a medium without an embedding key. Pages with this token or later tokens have no
+        key."""
         for feature in features:
             position = feature.mm_position
             key = key_of(feature.identifier, epoch)
             if key is None:
                 self.limit = min(position.offset, self.limit if self.limit is not None else position.offset)
             else:
-                # Not all of them may be within the tokens that are known: the number is the medium's.
+                # Some embeddings may be beyond the known tokens, so use the number of the whole medium.
                 wide = placeholder_tokens(medium_lineage(key, position.get_num_embeds()))
                 self._placeholders.append(
                     _Placeholder(position.offset, position.length, position.embeds_cumsum, wide)
                 )
         self._links: list[bytes] = []
-        """The chain's value at the end of each page."""
+        """Value of the chain at the end of each page."""
         self._keys: dict[int, bytes] = {}
 
     def under(self, root: bytes) -> PageKeys:
-        """Keys of the same request under another root. The two chain its tokens once."""
+        """Return keys of the same request under another root. Both share the chained tokens."""
         other = copy.copy(self)
         other._root, other._keys = root, {}
         return other
 
     def pages(self, end: int) -> int:
-        """The number of whole pages within the first `end` tokens that have keys."""
+        """Return the number of whole pages with keys within the first `end` tokens."""
         return (end if self.limit is None else min(end, self.limit)) // self._page_tokens
 
     def upto(self, token_ids: Sequence[int], end: int) -> list[bytes]:
-        """Keys of the whole pages within the first `end` tokens (fewer where `limit` cuts)."""
+        """Return the keys of the whole pages within the first `end` tokens, or fewer because of `limit`."""
         return self.of(token_ids, range(self.pages(end)))
 
     def of(self, token_ids: Sequence[int], pages: Sequence[int]) -> list[bytes]:
-        """Keys of these pages, in ascending order, all below `pages(len(token_ids))`."""
+        """Return the keys of these pages, in ascending order, all below `pages(len(token_ids))`."""
         if not pages:
             return []
         self._advance(token_ids, pages[-1] + 1)
-        # A request that decodes asks for one page at a time: no comprehension, which is a Python call.
+        # A decoding request needs one page at a time. A comprehension would add a Python call.
         new, links = [], []
         for page in pages:
             if page not in self._keys:

@@ -1,4 +1,4 @@
-"""Pages of a request that are on disk or far: they are recalled while vLLM goes on with other requests."""
+"""Reads of a request's pages from disk or far stores, while vLLM continues with other requests."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 _LOOK_S: Final = 1e-3
-"""Between looks into the table. vLLM asks once a step, and idle steps are short."""
+"""Interval between checks of the table. vLLM polls once per step, and idle steps are short."""
 _AGAIN_S: Final = 0.05
-"""Between recalls of pages that have not come: the store takes a part of a long prompt at once."""
+"""Interval between repeated recalls of missing pages. The store reads only a part of a long prompt at a
+time."""
 
 
 _WAITED_S: Final = 0.05
-"""After a request was told to wait: it waits still, unless it was aborted."""
+"""Time after which a waiting request that did not poll again counts as aborted."""
 
 
 @dataclass(slots=True)
 class PageRecall:
-    """The one recall of a request."""
+    """The single recall of a request."""
 
     keys: Sequence[bytes]
-    """Of pages on disk."""
+    """Keys of pages on disk."""
     began_s: float
     end_s: float
-    """When the rest is computed."""
+    """Time after which the rest is computed."""
     left: int
-    """Pages that have not come."""
+    """Number of pages that have not arrived."""
     over: bool = False
     came_s: float = 0.0
-    """When `left` last fell."""
+    """Time when `left` last decreased."""
     asked_s: float = 0.0
     looked_s: float = 0.0
 
 
 @dataclass(slots=True)
 class FarQuestion:
-    """The one question of a request to far stores: which of its absent pages they have."""
+    """The single query of a request to far stores, for its absent pages."""
 
     ticket: int
     end_s: float
-    """When the request goes on without all answers."""
+    """Time after which the request continues without all replies."""
 
 
 class PageRecalls:
-    """One per scheduler half; used by the engine's thread. Its calls cost no message but the recalls."""
+    """Recalls of one scheduler half. Used by the engine's thread. Only recalls send messages."""
 
     def __init__(self, runtime: EngineRuntime, costs: LoadCosts) -> None:
         self._run, self._costs = runtime, costs
         self._waited_s = -1.0
-        """When a request was last told to wait."""
+        """Time when a request was last told to wait."""
         self.tiered = runtime.store if isinstance(runtime.store, TieredReads) else None
         self.far = runtime.store if isinstance(runtime.store, FarReads) else None
 
@@ -69,17 +70,17 @@ class PageRecalls:
 
     @property
     def waited_for(self) -> bool:
-        """Whether a request waits for pages: vLLM asks for it in every step."""
+        """Whether a request waits for pages. vLLM polls this in every step."""
         return time.monotonic() - self._waited_s < _WAITED_S
 
     @property
     def far_answers(self) -> bool:
-        """Whether a far store can be asked for absent pages."""
+        """Whether a far store can be queried for absent pages."""
         return self.far is not None and self.far.far_answers
 
     def seek(self, keys: Sequence[bytes], *, tokens: int) -> FarQuestion | None:
-        """Have far stores asked for these absent pages, the first of so many tokens. Returns None if the
-        answer came a moment ago, or if no far store answers. Raises StoreUnavailable."""
+        """Query far stores for these absent pages, the first of `tokens` absent tokens. Returns None
+        if a recent reply exists or if no far store replies. Raises StoreUnavailable."""
         ticket = 0 if self.far is None else self.far.seek(keys)
         if not ticket:
             return None
@@ -87,8 +88,8 @@ class PageRecalls:
         return FarQuestion(ticket, now_s + self._costs.far_wait_s(tokens))
 
     def awaits(self, question: FarQuestion) -> bool:
-        """Whether an answer may still come in time. Of a long prompt a far store is asked for some pages at a
-        time, so the first ones that were found do not end the wait. Costs no message."""
+        """Return whether a reply may still arrive in time. A far store is queried for a few pages of a long
+        prompt at a time, so finding the first pages does not end the wait. Sends no message."""
         now_s = time.monotonic()
         if now_s >= question.end_s or self.far is None or self.far.answered(question.ticket):
             return False
@@ -96,19 +97,20 @@ class PageRecalls:
         return True
 
     def there(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Not 0 for each key that the store has, on disk or in memory. Raises StoreUnavailable."""
+        """Return a nonzero byte for each key that the store has in memory or on disk. Raises
+        StoreUnavailable."""
         if self.tiered is None:
             return self._run.store.contains(keys, deadline_s=deadline_s)
         return self.tiered.tiers(keys, deadline_s=deadline_s)
 
     def on_disk(self, keys: Sequence[bytes]) -> list[bytes]:
-        """Those of the keys that are on disk only. Raises StoreUnavailable."""
+        """Return the keys that are only on disk. Raises StoreUnavailable."""
         tiers = self.there(keys, deadline_s=self._run.config.store.deadline_s)
         return [key for key, tier in zip(keys, tiers, strict=True) if tier == Tier.DISK]
 
     def begin(self, tracked: TrackedRequest, keys: Sequence[bytes], *, tokens: int, pages: int) -> bool:
-        """Recall these pages, the part on disk of `pages` with so many tokens, if that is quicker than to
-        compute them. A request has one recall. Raises StoreUnavailable."""
+        """Recall these pages, which are the part of `pages` on disk with `tokens` tokens, if that is faster
+        than computing them. A request has at most one recall. Raises StoreUnavailable."""
         now_s = time.monotonic()
         pays = self._costs.recall_pays(tokens=tokens, pages=pages, on_disk=len(keys))
         end_s = now_s + self._costs.deadline_s(tokens)
@@ -123,9 +125,9 @@ class PageRecalls:
         self.tiered.recall(keys)
 
     def late(self, recall: PageRecall) -> int | None:
-        """How many pages of an ended recall have not come; None while it is under way.
+        """Return the number of missing pages of a finished recall, or None while it is in progress.
 
-        Raises StoreUnavailable: then it has ended.
+        Raises StoreUnavailable, which also ends the recall.
         """
         now_s = self._waited_s = time.monotonic()
         if now_s - max(recall.asked_s, recall.looked_s) < _LOOK_S:
@@ -144,6 +146,6 @@ class PageRecalls:
             recall.over = True
             raise
         recall.over = True
-        # Where nothing came, that took as long as one page does at least.
+        # If no page arrived, a single page takes at least that long.
         self._costs.recalled(max(1, len(recall.keys) - len(missing)), now_s - recall.began_s)
         return len(missing)

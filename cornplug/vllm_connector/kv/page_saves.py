@@ -1,4 +1,5 @@
-"""Saves of KV pages: room is reserved when a step completes a page, and committed when all ranks wrote it."""
+"""Saves of KV pages. Capacity is reserved when a step completes a page, and committed when all ranks have
+written it."""
 
 from __future__ import annotations
 
@@ -30,21 +31,21 @@ if TYPE_CHECKING:
 
 
 class AskedPage(msgspec.Struct, eq=False):
-    """A page for which room is asked."""
+    """A page whose reservation is pending."""
 
     tracked: TrackedRequest
     index: int
     key: bytes
     given_up: bool = False
-    """Its blocks were given away, or the weights that computed it were replaced."""
+    """Whether its blocks were reused, or the weights that computed it were replaced."""
     blocks: Sequence[KVCacheBlock] = ()
-    """The blocks that hold the page, once they are pinned or its request is over."""
+    """Blocks that hold the page, set when they are pinned or the request has finished."""
     pinned: bool = False
     """Whether its blocks hold a reference for it."""
 
 
 class SavingRequests(Protocol):
-    """The tracked requests whose pages are saved: `TrackedRequests`, or those of one cache group."""
+    """Tracked requests whose pages are saved: `TrackedRequests`, or those of one cache group."""
 
     @property
     def sharing(self) -> bool: ...
@@ -56,16 +57,16 @@ class SavingRequests(Protocol):
 
 
 def save_name(request_id: str, room: Reservation) -> str:
-    """The name of a save whose first page has this reservation."""
+    """Return the name of a save whose first page has this reservation."""
     return f"{request_id}#{room.token}"
 
 
 class PageSaves:
-    """One per scheduler half; used by the engine's thread.
+    """Saves of one scheduler half. Used by the engine's thread.
 
-    A request offers each of its pages once: also those that it has from the engine's own prefix cache, as
-    their blocks are valid while it runs, so a prefix that only this engine serves is stored too. A request
-    that is over gives its blocks back at once (`FreedBlocks`).
+    A request offers each of its pages once, including pages from the engine's own prefix cache, whose blocks
+    are valid while the request runs. So a prefix that only this engine serves is stored too. A finished
+    request releases its blocks immediately (`FreedBlocks`).
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class PageSaves:
         store_ops: DeferredStoreOps,
         share: float = 1.0,
     ) -> None:
-        """`share` of the bytes that open saves may have together."""
+        """`share` is the share of the maximum bytes of open saves."""
         self._page = page
         self._requests = requests
         self._publisher = publisher
@@ -86,15 +87,15 @@ class PageSaves:
         self._saves = runtime.config.engine.save != "never"
         self._open: dict[int, OpenSave] = {}
         self._posted: deque[tuple[list[AskedPage], Posted[list[RoomAnswer]]]] = deque()
-        """Pages whose answers were not there yet."""
+        """Pages whose replies have not arrived yet."""
         self._last: list[AskedPage] = []
-        """Pages of requests that are over: room for them is asked for in the next step."""
+        """Pages of finished requests, to be reserved in the next step."""
         self._ready: list[PageSave] = []
         """Saves for the next step."""
         self._given_up: set[bytes] = set()
-        """Keys of given-up pages whose room is not given back yet."""
+        """Keys of given-up pages whose reservations are not released yet."""
         self.freed = FreedBlocks[AskedPage | OpenSave]()
-        """Of requests that are over."""
+        """Blocks of finished requests."""
         self.events: PageEvents | None = None
         self.manager: KVCacheManager | None = None
         self._block_size, self._group = 1, 0
@@ -103,7 +104,7 @@ class PageSaves:
         return bool(self._open or self._posted or self._last)
 
     def bind(self, manager: KVCacheManager, block_size: int, group: int = 0) -> None:
-        """Take the engine's manager of blocks, which knows the blocks of a request in this cache group."""
+        """Set the engine's cache manager, which knows the blocks of a request in this cache group."""
         self.manager, self._block_size, self._group = manager, block_size, group
 
     @property
@@ -112,8 +113,8 @@ class PageSaves:
         return self.manager.block_pool
 
     def give_up(self, tracked: TrackedRequest) -> list[str]:
-        """A preempted request's blocks are gone: pages that no worker has acknowledged are not
-        written, and are offered again when they are computed again. Returns the names of its open saves."""
+        """Handle a preemption. Pages that no worker has acknowledged are not written, and are offered again
+        when they are computed again. Returns the names of the request's open saves."""
         tracked.unsaved.clear()
         names = []
         for asked in tracked.asked:
@@ -130,8 +131,8 @@ class PageSaves:
         return names
 
     def let_go(self, tracked: TrackedRequest) -> None:
-        """A request is over: the engine frees its blocks now. Pages that are not stored yet stay in them
-        until the engine gives the blocks to another request."""
+        """Handle the end of a request. The engine frees its blocks now. Unsaved pages stay in them until the
+        engine gives the blocks to another request."""
         readers: list[AskedPage | OpenSave] = [*tracked.asked]
         readers += [self._open[token] for token in tracked.open_saves]
         assert self.manager is not None
@@ -141,7 +142,7 @@ class PageSaves:
                 start, end = self._span(reader.index, reader.index)
                 reader.blocks = table[start:end]
                 if len(reader.blocks) < end - start or any(block.is_null for block in reader.blocks):
-                    # It was preempted since the last step, or its window has moved on.
+                    # The request was preempted since the last step, or its window has moved on.
                     self.freed.lose(reader)
                 if reader.given_up:
                     reader.blocks = ()
@@ -151,10 +152,10 @@ class PageSaves:
             self.freed.release(self._pool, reader)
 
     def abandon(self) -> None:
-        """Hold no block any more: sharing has stopped."""
+        """Release all blocks, because sharing has stopped."""
 
     def lost(self) -> list[str]:
-        """Names of the saves whose blocks were given away since the last call."""
+        """Return the names of saves whose blocks were reused since the last call."""
         names = []
         for reader in self.freed.take_lost():
             if isinstance(reader, AskedPage):
@@ -164,8 +165,8 @@ class PageSaves:
         return names
 
     def drop(self, tracked: Iterable[TrackedRequest]) -> None:
-        """The weights that computed these requests' pages are being replaced: no more of them are saved, nor
-        of requests that are over. Those that worker halves are writing are whole, and keep their keys."""
+        """Drop pending pages because the weights that computed them are being replaced, including those of
+        finished requests. Pages that worker halves are writing are complete, and keep their keys."""
         for one in tracked:
             one.keys = None
             one.refused.clear()
@@ -175,8 +176,8 @@ class PageSaves:
             self._given_up.add(asked.key)
 
     def of_step(self, output: SchedulerOutput) -> list[PageSave]:
-        """Reserved pages for the worker halves to write. Their tokens were computed some steps before, at
-        the earliest in this one: a step asks for room and does not wait, the next one has the answer."""
+        """Return reserved pages for the worker halves to write. Their tokens were computed in this step or
+        earlier. A step sends reservations without waiting, and the next step reads the replies."""
         wanted = self._new_pages(output)
         if self._last:
             wanted = self._take_last() + wanted
@@ -186,12 +187,12 @@ class PageSaves:
         return saves
 
     def take_answers(self) -> None:
-        """Take the answers that are there, before the room of preempted pages is given back."""
+        """Process the replies that have arrived, before the reservations of preempted pages are released."""
         if self._posted:
             self._ready += self._answered()
 
     def offer_last(self, tracked: TrackedRequest, end: int) -> None:
-        """Offer the other pages within the `end` computed tokens of a request that is over."""
+        """Offer the remaining pages within the `end` computed tokens of a finished request."""
         if self._saves and self._requests.sharing:
             pages = self._offered(tracked, end)
             tracked.asked += pages
@@ -211,7 +212,7 @@ class PageSaves:
         return wanted
 
     def _new_pages(self, output: SchedulerOutput) -> list[AskedPage]:
-        """Pages that running requests have completed by the end of this step."""
+        """Return pages that running requests have completed by the end of this step."""
         if not self._saves:
             return []
         found: list[AskedPage] = []
@@ -222,18 +223,18 @@ class PageSaves:
         return found
 
     def _offered(self, tracked: TrackedRequest, end: int) -> list[AskedPage]:
-        """Pages of a request within its `end` computed tokens that are to be asked for now."""
+        """Return pages of a request within its `end` computed tokens that should be reserved now."""
         found = []
         for index, key in tracked.pages_to_save(end, self._page.page_tokens):
             if key in self._given_up:
-                # The store would say that it is being written.
+                # The store would reply that the page is being written.
                 self._offer_again(tracked, index, key)
             elif index not in tracked.unseen:
                 found.append(AskedPage(tracked, index, key))
         return found
 
     def _ask(self, wanted: list[AskedPage]) -> bool:
-        """Ask for room. Returns whether the answer is there already."""
+        """Send reservations. Returns whether the reply has already arrived."""
         room = max(0, self._most_open - len(self._open) - sum(len(pages) for pages, _ in self._posted))
         if len(wanted) > room:
             self._publisher.count_outcome("busy", len(wanted) - room)
@@ -250,12 +251,12 @@ class PageSaves:
         return isinstance(posted, Answered)
 
     def _drop(self, page: AskedPage) -> None:
-        """The page is not saved."""
+        """Drop a page that is not saved."""
         if page.blocks:
             self.freed.forget(page)
 
     def _answered(self) -> list[PageSave]:
-        """Saves of the pages for which the store has given room."""
+        """Return saves for pages that the store has reserved."""
         given: dict[int, list[tuple[AskedPage, Reservation]]] = {}
         while self._posted:
             pages, posted = self._posted[0]
@@ -268,12 +269,12 @@ class PageSaves:
                     given.setdefault(id(page.tracked), []).append((page, answer))
         saves = []
         for found in given.values():
-            # A request that is over has no table of blocks.
+            # A finished request has no block table.
             saves += [self._save(found)] if not found[0][0].blocks else self._saves_of_blocks(found)
         return saves
 
     def _take(self, page: AskedPage, answer: RoomAnswer) -> bool:
-        """Whether the page is to be written into the room that the answer gives."""
+        """Return whether to write the page to the reservation in the reply."""
         tracked, index = page.tracked, page.index
         tracked.asked.remove(page)
         if page.given_up:
@@ -304,13 +305,14 @@ class PageSaves:
             self.freed.replace(page, save)
 
     def _offer_again(self, tracked: TrackedRequest, index: int, key: bytes) -> None:
-        """Offer this page in the next step."""
+        """Offer this page again in the next step."""
         tracked.refused.add(index)
         tracked.unsaved[index] = key
         self._requests.look_at(tracked)
 
     def _save(self, pages: list[tuple[AskedPage, Reservation]]) -> PageSave:
-        """The save of a request's pages, with those of its blocks that hold them: it may have thousands."""
+        """Create the save of a request's pages, with only the blocks that hold them: a request may have
+        thousands of blocks."""
         assert self.manager is not None
         request_id, first, last = pages[0][0].tracked.request.request_id, pages[0][0].index, 0
         for page, _ in pages:
@@ -320,7 +322,7 @@ class PageSaves:
         blocks, writes = [], []
         name = save_name(request_id, pages[0][1])
         first_page = start * self._block_size // self._page.page_tokens
-        # Most saves are of one page: no comprehension, which is a Python call.
+        # Most saves have one page. A comprehension would add a Python call.
         for block in table[start:end]:
             blocks.append(block.block_id)
         for page, room in pages:
@@ -329,7 +331,7 @@ class PageSaves:
         return PageSave(name, tuple(writes), tuple(blocks))
 
     def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
-        """A save for each page, whose blocks may be given away by themselves."""
+        """Create a separate save for each page, whose blocks may be reused independently."""
         saves = []
         for page, room in pages:
             start, _ = self._span(page.index, page.index)
@@ -340,23 +342,23 @@ class PageSaves:
         return saves
 
     def _span(self, first: int, last: int) -> tuple[int, int]:
-        """The places of the blocks that hold these pages of a request. The first block begins with a page."""
+        """Indices of the blocks that hold these pages of a request. The first block begins with a page."""
         size = self._page.page_tokens
-        # A page and a block both begin at a multiple of it.
+        # A page and a block both begin at multiples of this.
         unit = math.lcm(size, self._block_size)
         return first * size // unit * unit // self._block_size, -(-(last + 1) * size // self._block_size)
 
     def begin(self, reservation: Reservation, index: int, tracked: TrackedRequest | None) -> OpenSave:
-        """Open the save of a page of this request, or of a request that is over."""
+        """Open the save of a page of this request, or of a finished request (None)."""
         save = self._open[reservation.token] = OpenSave(reservation, "", index, tracked)
         return save
 
     def is_open(self, token: int) -> bool:
-        """Whether the worker halves are still filling this reservation."""
+        """Return whether the worker halves are still writing to this reservation."""
         return token in self._open
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Commit pages that every rank has written; give up pages that a rank could not write."""
+        """Commit pages that every rank has written, and give up pages that a rank could not write."""
         if not (acks.written or acks.failed_writes):
             return
         for token, sums in acks.written.items():
@@ -365,11 +367,12 @@ class PageSaves:
         for token, segments in acks.failed_writes.items():
             if token in self._open:
                 self._open[token].failed_segments += segments
-        # In the order of pages, so that prefixes are whole at any time.
+        # Commit in page order, so that prefixes are complete at any time.
         written, segments = [], self._page.segments
         for token in sorted(acks.written.keys() | acks.failed_writes.keys()):
             save = self._open.get(token)
-            # Until every rank has acknowledged its part, another one may still be writing into the room.
+            # Until every rank has acknowledged its part, another rank may still be writing to the
+            # reservation.
             if save is not None and len(save.checksums) + save.failed_segments >= segments:
                 self._close(token, save)
                 if not save.failed_segments:
@@ -384,7 +387,7 @@ class PageSaves:
                         self.events.note_span(save.announced)
 
     def _close(self, token: int, save: OpenSave) -> None:
-        """A save is over. Its room is given back here where a rank could not write it."""
+        """End a save. If a rank could not write it, release its reservation."""
         del self._open[token]
         self._given_up.discard(save.reservation.key)
         if save.failed_segments:

@@ -1,15 +1,15 @@
-"""Tells computed KV from KV that another connector loaded, beside which ours runs (vLLM's MultiConnector).
+"""Distinguishes computed KV from KV that another connector loaded (vLLM's MultiConnector).
 
-KV from NIXL, LMCache or an offloading connector comes without page keys: the weights and tokens behind it
-are unknown, and so are those of all KV after it, which follows from all the KV before. A page is saved
-only where this engine computed every token up to its end, or loaded it through this connector.
+KV from NIXL, LMCache or an offloading connector has no page keys: its weights and tokens are unknown, and so
+are those of all later KV, which depends on it. A page is saved only if this engine computed every token up to
+its end, or loaded it through this connector.
 
-A prefill server's connectors load nothing: until another connector loads for the first time, the engine's own
-prefix cache holds no KV but this engine's.
+A prefill server's connectors load nothing. Until another connector loads for the first time, the engine's own
+prefix cache contains only this engine's KV.
 
-The engine's own prefix cache names blocks by hashes. With a hash that has collisions
-(`--prefix-caching-hash-algo xxhash`), a request may get another prompt's blocks. Then pages that a request
-found there are not saved either.
+The engine's own prefix cache identifies blocks by hashes. With a hash that has collisions
+(`--prefix-caching-hash-algo xxhash`), a request may get another prompt's blocks. In that case, pages that a
+request found there are not saved either.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ _COLLISION_RESISTANT: Final = frozenset({"sha256", "sha256_cbor"})
 """Values of --prefix-caching-hash-algo."""
 
 _LOADS_ARE_SEEN: Final = frozenset({"LMCacheMPConnector", "NixlConnector", "OffloadingConnector"})
-"""Connectors known to load nothing but what `MultiConnector.update_state_after_alloc` gives them."""
+"""Connectors known to load only what `MultiConnector.update_state_after_alloc` assigns to them."""
 
 
 class OtherLoads:
-    """Whether the engine's own prefix cache may hold KV that another connector loaded."""
+    """Tracks whether the engine's own prefix cache may contain KV that another connector loaded."""
 
     def __init__(self) -> None:
         self.possible = not getattr(_here, "loads_are_seen", False)
 
     def seen(self) -> None:
-        """Another connector was told to load."""
+        """Record that another connector will load KV."""
         self.possible = True
 
 
 @dataclass(slots=True)
 class OwnTokens:
-    """The leading tokens of one request whose KV this engine computed or this connector loaded."""
+    """Number of leading tokens of a request whose KV this engine computed or this connector loaded."""
 
     end: int = 0
 
     def admitted(self, known: int) -> None:
-        """The request has blocks anew, of which the first hold `known` such tokens."""
+        """Record that the request got new blocks, whose first `known` tokens have such KV."""
         self.end = known
 
     def extend(self, start: int, end: int) -> int:
-        """Add tokens `start` to `end`, if all before them are known. Returns the end of the known tokens,
-        at most `end`.
+        """Add tokens `start` to `end`, if all tokens before them are known. Returns the end of the known
+        tokens, at most `end`.
 
-        Tokens from the engine's own prefix cache do not count once other connectors' loads are in it.
+        Tokens from the engine's own prefix cache do not count once it contains loads of other connectors.
         """
         if start <= self.end:
             self.end = max(self.end, end)
@@ -66,12 +66,13 @@ class OwnTokens:
 
 
 def own_cache_is_exact(config: VllmConfig) -> bool:
-    """Whether the engine's own prefix cache gives a request only blocks of the request's own tokens."""
+    """Return whether the engine's own prefix cache gives a request only blocks of the request's own
+    tokens."""
     return config.cache_config.prefix_caching_hash_algo in _COLLISION_RESISTANT
 
 
 def others_load() -> bool:
-    """Whether vLLM is making the connector beside others."""
+    """Return whether vLLM is creating this connector alongside others."""
     return getattr(_here, "beside", False)
 
 

@@ -1,8 +1,8 @@
-"""A reset of connectors that a user asks for (`/reset_prefix_cache?reset_external=true`): the engine computes
-again what the store holds. Other engines keep the store's pages.
+"""Connector resets that a user requests (`/reset_prefix_cache?reset_external=true`): the engine ignores pages
+stored before. Other engines still use these pages.
 
-vLLM also resets connectors in each pause and sleep, for weights that are about to change. There the pages
-stay: their keys hold the weights, and replaced weights end sharing. An engine that wakes up finds its
+vLLM also resets connectors in each pause and sleep, because the weights may change. Pages stay valid then,
+because their keys depend on the weights, and replaced weights end sharing. An engine that wakes up finds its
 prefixes in the store.
 """
 
@@ -24,7 +24,7 @@ _here: Final = threading.local()
 
 
 def part_of_pause() -> bool:
-    """Whether this thread resets caches because the engine is paused, or put to sleep."""
+    """Return whether this thread resets caches because the engine is paused or put to sleep."""
     return getattr(_here, "pausing", False)
 
 
@@ -37,20 +37,21 @@ def _reset_caches(original: Callable[..., Any], core: Any, *args: Any, **kwargs:
 
 
 class StoredBefore:
-    """Pages that the store held at the last reset: to this engine they are absent."""
+    """Pages that the store held at the last reset. This engine ignores them."""
 
     def __init__(self, runtime: EngineRuntime) -> None:
         self._run = runtime
         self._due = False
         self._last: PayloadLocation | None = None
-        """Of a reservation that was made after them."""
+        """Location of a reservation that was made after them."""
 
     def begin(self) -> None:
-        """Reset. The store is asked at the next lookup: the caller of a reset waits for nothing."""
+        """Begin a reset. The store is queried at the next lookup, so the caller does not wait."""
         self._due = True
 
     def known(self) -> bool:
-        """Whether they can be told from later pages: not before the store has answered after a reset."""
+        """Return whether old pages can be distinguished from later ones. After a reset, this needs a reply of
+        the store."""
         if self._due:
             try:
                 self._last = self._reserve_now()
@@ -61,11 +62,11 @@ class StoredBefore:
 
     @property
     def reset(self) -> bool:
-        """Whether there was a reset: pages that come back from disk may be older."""
+        """Whether there was a reset. Pages that return from disk may be older than it."""
         return self._due or self._last is not None
 
     def leading_since(self, leases: Leases) -> int:
-        """The number of leading leases whose pages were stored since the reset, and not on disk meanwhile."""
+        """Number of leading leases whose pages were stored since the reset and were not on disk since."""
         if self._last is None:
             return len(leases)
         generations = leases.generations

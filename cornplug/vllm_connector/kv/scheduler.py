@@ -1,4 +1,4 @@
-"""The scheduler half of the KV connector: vLLM's calls, in the order of a request's life."""
+"""Scheduler half of the KV connector: vLLM's calls, in the order of a request's life."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SchedulerHalf:
-    """Shared by the halves of one cache group and of several. Every call into the store has its deadline."""
+    """Base class for one cache group and for several. Every call to the store has a deadline."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class SchedulerHalf:
         *,
         whole: PageSize | None = None,
     ) -> None:
-        """`page` of full attention, whose keys requests have; `whole`: the pages of all groups as one, in
-        bytes."""
+        """`page` is the page of full attention, for which requests have keys. `whole` is the size of the
+        pages of all groups together."""
         self._app, self._page_tokens = runtime.app, page.page_tokens
         self._tally = tally
         self._costs = LoadCosts(runtime.config.store, whole or page)
@@ -49,16 +49,16 @@ class SchedulerHalf:
         self._requests = TrackedRequests(config, runtime, page, tally)
         self._epoch_word = engine_state.current().epoch_word
         self.events = page_events(config, runtime, self._requests)
-        """None where the engine publishes no KV events."""
+        """None if the engine publishes no KV events."""
         self._offers: LoadOffers
         self._all_saves: list[PageSaves]
         self._detached: dict[str, TrackedRequest] = {}
-        """Requests that are over and load, by ids that other requests may have."""
+        """Finished requests that are still loading, by ids that other requests may reuse."""
 
     def _publisher(
         self, runtime: EngineRuntime, page: PageGeometry, share: float = 1.0, *, only_seen: bool = False
     ) -> PagePublisher:
-        """A publisher of pages that hold this share of the bytes of their tokens."""
+        """Create a publisher of pages with this share of the bytes of their tokens."""
         return PagePublisher(
             runtime,
             page,
@@ -70,20 +70,20 @@ class SchedulerHalf:
         )
 
     def forget_stored(self) -> None:
-        """To this engine the pages that are stored now are absent from now on."""
+        """Ignore pages stored before this call."""
         self._offers.forget_stored(self._requests.all())
         if self.events is not None:
             self.events.forget_stored()
 
     def _drop_replaced(self) -> None:
-        """Drop what was offered, or is to be saved, under weights or adapters that were replaced since."""
+        """Drop offers and pending saves of weights or adapters that were replaced since the last call."""
         if self._epoch_word[0] != self._requests.epoch:
             self._begin_epoch()
         if lora_digests.rereads() != self._requests.rereads:
             self._drop(self._requests.before_reread())
 
     def _begin_epoch(self) -> None:
-        """After weights were replaced: drop what was offered, or is to be saved, under the old ones."""
+        """Drop offers and pending saves of the old weights after an update."""
         self._drop(self._requests.before_update())
         if self.events is not None:
             self.events.weights_replaced()
@@ -94,22 +94,22 @@ class SchedulerHalf:
         self._drop_saves(before)
 
     def _drop_saves(self, before: Sequence[TrackedRequest]) -> None:
-        """Save nothing more of these requests, nor of those that are over."""
+        """Drop pending saves of these requests, and of finished requests."""
         raise NotImplementedError
 
     def _announce(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, *parts: Any) -> None:
-        """Have these parts tell of the pages of a cache group in KV events."""
+        """Make these objects report the pages of a cache group in KV events."""
         if self.events is not None:
             self.events.bind(pool, spec, group, self._page_tokens)
             for part in (self._offers, *parts):
                 part.events = self.events
 
     def another_connector_loads(self) -> None:
-        """The engine's own prefix cache will hold KV of unknown origin."""
+        """Record that the engine's own prefix cache will contain KV of unknown origin."""
         self._requests.other_loads.seen()
 
     def waits(self) -> bool:
-        """Whether copies of pages, or reads of them from disk, are under way."""
+        """Whether page copies or disk reads are in flight."""
         return self._costs.loads_open or self._offers.recall_open or self.saves_open()
 
     def saves_open(self) -> bool:
@@ -117,7 +117,7 @@ class SchedulerHalf:
         raise NotImplementedError
 
     def acknowledged(self, acks: CornplugKVWorkerMetadata) -> None:
-        """Take the worker halves' answers to the moves of earlier steps."""
+        """Process the worker halves' acknowledgements of earlier steps."""
         self._costs.acknowledged(acks)
         self._requests.unusable = self._requests.unusable or acks.unusable
         for request_id, reason in acks.failed_loads.items():
@@ -134,11 +134,12 @@ class SchedulerHalf:
             saves.acknowledged(acks)
 
     def _computes_again(self, tracked: TrackedRequest) -> None:
-        """The pages that it computes after a failed load may be those that the store has lost."""
+        """Offer the pages again that the request computes after a failed load, because the store may have
+        lost them."""
         self._requests.look_at(tracked)
 
     def detach_load(self, request: Request) -> bool:
-        """Let the load of a request that is over go on without it. Returns False if it has none."""
+        """Continue the load of a finished request without the request. Returns False if it has no load."""
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request or tracked.loading is None:
             return False
@@ -147,7 +148,7 @@ class SchedulerHalf:
         return True
 
     def _admitted(self, request: Request, computed: int) -> TrackedRequest:
-        """A request that the engine would admit with so many tokens of its own cache, tracked."""
+        """Track a request that the engine would admit with `computed` tokens from its own cache."""
         self._drop_replaced()
         tracked = self._requests.track(request)
         if tracked.own is not None:
@@ -155,12 +156,12 @@ class SchedulerHalf:
         return tracked
 
     def _gives_way(self, tracked: TrackedRequest) -> bool:
-        """Whether the request is to be passed over now; once after a failed load."""
+        """Return whether to skip the request now, once after a failed load."""
         gives_way, tracked.gives_way = tracked.gives_way, False
         return gives_way
 
     def _may_load(self, tracked: TrackedRequest) -> bool:
-        """Whether the end of a load under this request's id would be the end of its own load."""
+        """Return whether the end of a load with this request's id would be the end of its own load."""
         if tracked.request.request_id not in self._detached:
             return True
         if not tracked.load_failed:
@@ -169,7 +170,7 @@ class SchedulerHalf:
         return False
 
     def loaded(self, request_id: str) -> None:
-        """The worker halves have ended a load, whole or failed."""
+        """Record that the worker halves have ended a load, completely or not."""
         if request_id in self._detached:
             self._offers.ended(self._detached.pop(request_id))
             return
@@ -183,19 +184,19 @@ class SchedulerHalf:
         self._requests.forget(tracked)
 
     def abandon(self) -> list[PageLoad]:
-        """Hold no block any more: sharing has stopped. Returns the loads that the engine waits for and that
-        the worker halves do not know yet."""
+        """Release all blocks, because sharing has stopped. Returns the loads that the engine waits for and
+        that the worker halves have not received."""
         for saves in self._all_saves:
             saves.abandon()
         return self._offers.new_loads()
 
     def step_ended(self) -> None:
-        """The engine has read the output of a step."""
+        """Record that the engine has read the output of a step."""
         self._costs.step_ended()
 
 
 class KVScheduler(SchedulerHalf):
-    """One per engine core whose model has one cache group."""
+    """Scheduler half for a model with one cache group. There is one per engine core."""
 
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, geometry: PageGeometry, tally: Tally
@@ -209,14 +210,14 @@ class KVScheduler(SchedulerHalf):
         self._idle = IdleSaves(runtime, geometry, self._requests, self._saves, unseen)
 
     def bind(self, manager: KVCacheManager, spec: KVCacheSpec) -> None:
-        """Take the engine's manager of blocks of `spec`, which knows the blocks of a request."""
+        """Set the engine's manager of blocks of `spec`, which knows the blocks of a request."""
         self._saves.bind(manager, spec.block_size)
         self._idle.bind(manager.block_pool, spec.block_size)
         self._announce(manager.block_pool, spec, 0, self._saves, self._idle)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond `computed` that the store offers; None while pages are read from disk, and once after
-        a failed load. Asked often; answers from memory."""
+        """Return the number of tokens beyond `computed` that the store offers, or None while pages are read
+        from disk, and once after a failed load. Called often, and usually served from memory."""
         tracked = self._admitted(request, computed)
         if self._gives_way(tracked):
             return None
@@ -231,13 +232,13 @@ class KVScheduler(SchedulerHalf):
         self._idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[int], external: int) -> None:
-        """The engine took the offer: `external` tokens go into `blocks`."""
+        """Record that the engine accepted the offer and loads `external` tokens into `blocks`."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._offers.take(tracked, blocks, external)
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
-        """The moves of the step that was just scheduled."""
+        """Return the loads and saves of the step that was just scheduled."""
         self._drop_replaced()
         moves = CornplugKVMetadata(loads=self._offers.new_loads(), given_up=self._saves.lost())
         for request_id in output.preempted_req_ids or ():
@@ -253,14 +254,14 @@ class KVScheduler(SchedulerHalf):
         return moves
 
     def finished(self, request: Request, blocks: Sequence[int]) -> None:
-        """The request is over. The engine frees these blocks next, or once its load has ended."""
+        """Handle the end of a request. The engine frees these blocks next, or after the load has ended."""
         self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
             return
         self._offers.withdraw(tracked)
-        # While it loads, its blocks hold nothing yet, and vLLM keeps them until the load has ended. Saves
-        # that are still open were begun before the request was preempted, and given up.
+        # While the request loads, its blocks hold nothing yet, and vLLM keeps them until the load has ended.
+        # Saves that are still open began before the request was preempted, and are given up.
         if tracked.loading is None:
             self._saves.offer_last(tracked, self._requests.last_end(tracked))
             self._idle.remember(tracked, blocks)

@@ -1,4 +1,4 @@
-"""The requests that the KV scheduler follows: their page keys, and how far each is loaded and saved."""
+"""Requests that the KV scheduler follows: their page keys, and their progress of loading and saving."""
 
 from __future__ import annotations
 
@@ -29,88 +29,91 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.page_saves import AskedPage
 
 _DECODED_TOKENS: Final = 16
-"""A step's tokens of a request that decodes, with its draft's, at the most."""
+"""Maximum tokens of a decoding request in a step, including draft tokens."""
 _GATHER_STEPS: Final = 8
-"""Steps for which a page that a decoding request completes waits for others, at the most."""
+"""Maximum number of steps for which a page that a decoding request completed waits for others."""
 _GATHER_REQUESTS: Final = 32
-"""Requests whose pages are asked for without a wait: these are some 0.5 ms of one step."""
+"""Number of requests whose pages are reserved without waiting for more. They take about 0.5 ms of one
+step."""
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """A request of the engine, from its first lookup until it is over and loads nothing."""
+    """A request of the engine, from its first lookup until it has finished and loads nothing."""
 
     request: Request
     keys: PageKeys | None = None
-    """None: nothing of this request is shared."""
+    """None if nothing of this request is shared."""
     identifying: bool = False
-    """Its keys cannot be made yet: the checkpoint or the adapter is still being read."""
+    """Whether its keys cannot be computed yet, because the checkpoint or the adapter is still being read."""
     done_pages: int = 0
-    """Leading pages that need no save: offered to the store, known to be there, or not worth it."""
+    """Number of leading pages that need no save: they were offered to the store, are known to be stored, or
+    are not worth saving."""
     refused: set[int] = field(default_factory=set)
-    """Pages below `done_pages` that a growing store refused: they are offered again at the next step."""
+    """Pages below `done_pages` that a growing store refused. They are offered again at the next step."""
     unseen: set[int] = field(default_factory=set)
-    """Pages that no other request had when this one offered them: it offers them once."""
+    """Pages that no other request had used when this request offered them. They are offered only once."""
     unsaved: dict[int, bytes] = field(default_factory=dict)
-    """Page -> key, of pages in its blocks that got no room: an idle engine may save them once it is over."""
+    """Page -> key of pages in its blocks that were not reserved. An idle engine may save them after the
+    request."""
     offer: LeasedPages | None = None
     loading: LeasedPages | None = None
     recall: PageRecall | None = None
-    """Of its pages on disk, once it was begun."""
+    """Recall of its pages on disk, if it has begun."""
     far: FarQuestion | None = None
-    """About its absent pages, once it was asked."""
+    """Pending far-store lookup for this request's missing pages, if any."""
     load_failed: bool = False
-    """A load of it failed once: all further tokens are computed."""
+    """Whether a load failed. All further tokens are then computed."""
     gives_way: bool = False
-    """Its load has just failed. vLLM still has it first among the requests that hold blocks: were it not
-    passed over once, one behind it would hold the blocks that it needs for ever."""
+    """Whether its load has just failed. vLLM still has the request first in its queue. Unless the request is
+    skipped once, a later request could hold the blocks that it needs indefinitely."""
     asked: list[AskedPage] = field(default_factory=list)
-    """Pages for which room is asked, or will be in the next step, and not given or refused yet."""
+    """Pages whose reservations are pending or will be sent in the next step."""
     open_saves: set[int] = field(default_factory=set)
-    """Tokens of its reservations that the worker halves are filling."""
+    """Tokens of its reservations that the worker halves are writing."""
     own: OwnTokens | None = None
-    """The tokens whose pages may be saved, if the engine's own prefix cache may hold other KV; else None."""
+    """Tokens whose pages may be saved, if the engine's own prefix cache may contain other KV, else None."""
 
     def saved_until(self, pages: int) -> None:
-        """So many leading pages need no save."""
+        """Record that the leading `pages` pages need no save."""
         self.done_pages = max(self.done_pages, pages)
 
     def save_again_from(self, page: int) -> None:
-        """This page and those behind it are computed again, and offered again."""
+        """Record that this page and later pages are computed and offered again."""
         self.done_pages = min(self.done_pages, page)
 
     def computed_after(self, scheduled: int) -> int:
-        """The request's known tokens whose KV is there once so many more are computed."""
+        """Number of known tokens whose KV exists after `scheduled` more tokens are computed."""
         request = self.request
         computed = request.num_computed_tokens
-        # Draft tokens and async placeholders lie beyond the tokens that are known: not saved.
+        # Draft tokens and async placeholders are beyond the known tokens and are not saved.
         end = min(computed + scheduled, request.num_tokens)
         return end if self.own is None else self.own.extend(computed, end)
 
     def tokens_to_page(self, end: int, scheduled: int, page_tokens: int) -> int:
-        """It completes no page before so many of its tokens are scheduled, after a step that leaves it with
-        `end` computed ones; 0 if it is to be looked at in its next step in any case."""
+        """Number of tokens that must be scheduled before the request can complete a page, after a step that
+        leaves it with `end` computed tokens. 0 if it must be checked in its next step in any case."""
         if self.own is not None or self.refused:
             return 0
         left = (end // page_tokens + 1) * page_tokens - (self.request.num_computed_tokens + scheduled)
         return max(1, left)
 
     def pages_to_save(self, end: int, page_tokens: int) -> list[tuple[int, bytes]]:
-        """(index, key) of pages within the first `end` tokens that are to be offered now."""
+        """Return (index, key) of pages within the first `end` tokens that should be offered now."""
         if self.keys is None or (end // page_tokens <= self.done_pages and not self.refused):
             return []
         there = self.keys.pages(end)
         wanted: Sequence[int] = range(self.done_pages, there)
         if self.refused:
             wanted = sorted({i for i in self.refused if i < there}.union(wanted))
-            # After a preemption a refused page may lie beyond the computed tokens: it is offered then.
+            # After a preemption, a refused page may be beyond the computed tokens. It is then offered later.
             self.refused = {i for i in self.refused if i >= there}
         self.saved_until(there)
         return list(zip(wanted, self.keys.of(self.request.all_token_ids, wanted), strict=True))
 
 
 class TrackedRequests:
-    """All tracked requests of one engine core, and why the engine shares none where it shares none."""
+    """All tracked requests of one engine core, and the reason if the engine shares no KV."""
 
     def __init__(self, config: VllmConfig, runtime: EngineRuntime, page: PageGeometry, tally: Tally) -> None:
         self._run = runtime
@@ -118,47 +121,47 @@ class TrackedRequests:
         self._tally = tally
         self._tracked: dict[str, TrackedRequest] = {}
         self._looked_at: set[str] = set()
-        """Requests that may complete a page in the next step that computes tokens of them."""
+        """Requests that may complete a page in the next step that computes their tokens."""
         self._clock = 0
-        """Tokens that a request which decoded in every step has got, at the most."""
+        """Maximum number of tokens that a request which decoded in every step has received."""
         self._due: dict[int, list[str]] = {}
-        """Time on that clock -> requests that may complete a page then. Some are over or were looked at
-        before then: it does no harm."""
+        """Time on that clock -> requests that may complete a page then. Some of them may have finished or
+        been checked before, which does no harm."""
         self._gathered: set[str] = set()
-        """Requests that may have completed a page since they were looked at, by that clock."""
+        """Requests that may have completed a page since the last check, according to that clock."""
         self._gathering = 0
-        """Steps since the first of them."""
+        """Number of steps since the first of them."""
         exact = provenance.own_cache_is_exact(config)
         self._tracks_origin = provenance.others_load() or not exact
         self.other_loads = OtherLoads()
         if not exact:
             self.other_loads.seen()
             compat.logger.warning(
-                "cornplug: KV that vLLM's own prefix cache finds is not saved, as the hash of "
+                "cornplug: KV from vLLM's own prefix cache is not saved, because the hash of "
                 "--prefix-caching-hash-algo has collisions. Use sha256 or sha256_cbor to save it."
             )
         self._adapts_neighbours = compat.adapts_neighbours(config)
         self._identity = CurrentIdentity(lambda: kv_identity(config), "KV", compat.logger.warning)
         self._adapters = LaterAdapters()
         self._current = self._identity.now()
-        """(epoch, identity of its weights), at the last `before_update`."""
+        """(epoch, identity of its weights) at the last `before_update`."""
         self.epoch = self._current[0]
-        """Of the engine's weights, at the last `before_update`; odd while they are replaced."""
+        """Epoch of the engine's weights at the last `before_update`, odd during an update."""
         self.rereads = lora_digests.rereads()
-        """Adapters that vLLM reads again while requests run, at the last `before_reread`."""
+        """Number of adapters that vLLM reads again while requests run, at the last `before_reread`."""
         self._current[1].first_wait()
         if runtime.config.engine.save != "never":
-            # All keys of a prompt are needed then, whether the store has its pages or not.
+            # All keys of a prompt are needed in this case, whether or not the store has its pages.
             keys_ahead.make_by(self)
         self.unusable = ""
-        """Why a rank cannot move KV."""
+        """Reason why a rank cannot copy KV."""
 
     def __bool__(self) -> bool:
         return bool(self._tracked)
 
     @property
     def off(self) -> str:
-        """Why this engine shares no KV until its weights are replaced again; "" if it does."""
+        """Reason why this engine shares no KV until its weights are replaced again, or "" if it does."""
         return self.unusable or self._current[1].failure
 
     @property
@@ -168,26 +171,27 @@ class TrackedRequests:
 
     @property
     def gathering(self) -> bool:
-        """Whether a step without tokens would look at a request."""
+        """Whether a step without tokens would check a request."""
         return bool(self._gathered)
 
     def unfinished(self) -> bool:
-        """Whether a tracked request is not over."""
+        """Whether a tracked request has not finished."""
         return not all(tracked.request.is_finished() for tracked in self._tracked.values())
 
     def all(self) -> list[TrackedRequest]:
-        """Every tracked request."""
+        """All tracked requests."""
         return list(self._tracked.values())
 
     def before_update(self) -> list[TrackedRequest]:
-        """The tracked requests once weights are replaced. They have no keys any more: a part of their KV may
-        be of other weights."""
+        """Return the tracked requests if weights were replaced since the last call. Their keys are dropped,
+        because a part of their KV may be from other weights."""
         self.epoch, self._current, found = weights_guard.epoch(), self._identity.now(), self.all()
         self._end_sharing_of(found, "weights_updated")
         return found
 
     def before_reread(self) -> list[TrackedRequest]:
-        """The tracked requests of adapters that vLLM reads again while they run; as of `before_update`."""
+        """Return the tracked requests whose adapters vLLM reads again while they run. Otherwise like
+        `before_update`."""
         self.rereads, found = lora_digests.rereads(), [t for t in self.all() if _is_reread(t.request)]
         self._end_sharing_of(found, "lora_reread")
         return found
@@ -199,20 +203,21 @@ class TrackedRequests:
             tracked.keys, tracked.identifying = None, False
 
     def trusts_cache(self, request: Request) -> bool:
-        """Whether the engine's own prefix cache holds only KV that this request's model computed."""
+        """Return whether the engine's own prefix cache contains only KV that this request's model
+        computed."""
         lora = request.lora_request
         return not self.other_loads.possible and (lora is None or not was_rewritten(lora.lora_path))
 
     def get(self, request_id: str) -> TrackedRequest | None:
-        """The request of this id; None if it is not tracked."""
+        """Return the request with this id, or None if it is not tracked."""
         return self._tracked.get(request_id)
 
     def track(self, request: Request) -> TrackedRequest:
-        """The request, tracked from now on. A request that shares nothing is counted, once."""
+        """Start to track a request. A request that is not shared is counted once."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             if request.lora_request is not None and request.lora_request.load_inplace:
-                # An in-process `LLM` loads it in a step, without a call of `EngineCore.add_lora`.
+                # An in-process `LLM` loads the adapter in a step, without a call of `EngineCore.add_lora`.
                 lora_digests.note_reread(request.lora_request.lora_int_id)
             own = OwnTokens() if self._tracks_origin else None
             tracked = self._tracked[request.request_id] = TrackedRequest(request, own=own)
@@ -221,23 +226,25 @@ class TrackedRequests:
                 self._tally.count("cornplug_misses_total", self._run.app, KV_PAGE, reason)
         elif tracked.identifying:
             self._make_keys(tracked)
-        # It is admitted, maybe once more: the engine's own cache or a load puts it anywhere.
+        # The request is admitted, possibly again. Its position depends on the engine's own cache and on
+        # loads.
         self.look_at(tracked)
         return tracked
 
     def look_at(self, tracked: TrackedRequest) -> None:
-        """The request may complete a page in the next step that computes tokens of it."""
+        """Check the request in the next step that computes its tokens, because it may complete a page."""
         if self._follows(tracked):
             self._looked_at.add(tracked.request.request_id)
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
-        """Requests that may have completed a page by the end of a step, each with its computed tokens then.
+        """Return requests that may have completed a page by the end of a step, each with its computed tokens.
 
-        Called once for each step, with its `total` tokens. A step that only decodes makes no Python call for
-        a request: a clock advances by the most tokens that one of them gets, and each has a time on it, when
-        it may complete a page. Then it is gathered with others: the room for their pages is asked for
-        together, a few steps later. Requests that get more tokens than a decoding one does, and those of
-        `look_at`, do not wait, and no gathered one waits beside them.
+        Called once per step, with its `total` tokens. A step that only decodes makes no Python call per
+        request. Instead, a clock advances by the largest number of tokens that a decoding request gets, and
+        each request has a time on this clock at which it may complete a page. It is then gathered with other
+        requests, so that their pages are reserved together a few steps later. Requests that get more tokens
+        than a decoding request, and those of `look_at`, are returned immediately, together with all gathered
+        requests.
         """
         now = self._advance(scheduled_tokens, total)
         if self._looked_at:
@@ -261,7 +268,7 @@ class TrackedRequests:
         return found
 
     def _advance(self, scheduled_tokens: Mapping[str, int], total: int) -> list[str]:
-        """Advance the clock by a step. Returns the requests that get more tokens than a decoding one does."""
+        """Advance the clock by a step. Returns requests that get more tokens than a decoding request."""
         most, many = 1, []
         if total != len(scheduled_tokens):
             tokens = scheduled_tokens.values()
@@ -269,7 +276,7 @@ class TrackedRequests:
             if most > _DECODED_TOKENS:
                 many = [name for name, count in scheduled_tokens.items() if count > _DECODED_TOKENS]
                 most = max([count for count in tokens if count <= _DECODED_TOKENS], default=1)
-        # It goes on in every step, so that nothing stays due for ever.
+        # The clock advances in every step, so that every request becomes due.
         for now in range(self._clock + 1, self._clock + most + 1):
             if now in self._due:
                 self._gathered |= self._tracked.keys() & self._due.pop(now)
@@ -277,7 +284,8 @@ class TrackedRequests:
         return many
 
     def _look(self, tracked: TrackedRequest, scheduled: int) -> int:
-        """A request's computed tokens after a step, 0 if it has no keys; the time of its next look is set."""
+        """Return a request's computed tokens after a step, or 0 if it has no keys, and schedule its next
+        check."""
         name = tracked.request.request_id
         if tracked.identifying:
             self._make_keys(tracked)
@@ -297,25 +305,25 @@ class TrackedRequests:
         return end
 
     def last_end(self, tracked: TrackedRequest) -> int:
-        """The computed tokens of a request that is over, if it may have completed a page since it was looked
-        at; else 0."""
+        """Return the computed tokens of a finished request if it may have completed a page since the last
+        check, else 0."""
         name = tracked.request.request_id
         return tracked.computed_after(0) if name in self._gathered or name in self._looked_at else 0
 
     def forget(self, tracked: TrackedRequest) -> None:
-        """Track it no longer: a later request may have its id."""
+        """Stop tracking a request, because a later request may have the same id."""
         if self._follows(tracked):
             del self._tracked[tracked.request.request_id]
             self._looked_at.discard(tracked.request.request_id)
             self._gathered.discard(tracked.request.request_id)
 
     def _follows(self, tracked: TrackedRequest) -> bool:
-        """Whether the request is tracked, and not another request with its id."""
+        """Return whether this request is tracked, and not another request with its id."""
         held = self._tracked.get(tracked.request.request_id)
         return held is not None and held.request is tracked.request
 
     def _make_keys(self, tracked: TrackedRequest) -> str:
-        """Make a request's keys. Returns the reason why it has none; "" if it has."""
+        """Compute a request's keys. Returns the reason if it has none, else ""."""
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
@@ -331,8 +339,8 @@ class TrackedRequests:
         return reason
 
     def keys_of(self, request: Request) -> PageKeys | None:
-        """Keys for a request that has just come in; None for those that need a look first."""
-        # An adapter's digest belongs to the engine's thread.
+        """Return keys for a request that has just arrived, or None if it needs a check first."""
+        # Adapter digests belong to the engine's thread.
         if request.lora_request is not None or self._why_not(request):
             return None
         return self._keys(request)
@@ -342,7 +350,7 @@ class TrackedRequests:
         return PageKeys(self._run.secret, root, self._page.page_tokens, request.mm_features, epoch)
 
     def _why_not(self, request: Request) -> str:
-        """Why this request shares no KV; "" when it does."""
+        """Reason why this request shares no KV, or "" if it does."""
         if self.off:
             return self.off
         if weights_guard.replaced():
@@ -352,7 +360,7 @@ class TrackedRequests:
         if request.prompt_embeds is not None:
             return "prompt_embeds"
         if request.resumable:
-            # Its prompt grows, with media that page keys made now would not know.
+            # Its prompt will grow, with media that are not in page keys computed now.
             return "streaming"
         if _is_reread(request):
             return "lora_reread"
@@ -361,7 +369,7 @@ class TrackedRequests:
         return ""
 
     def root_of(self, request: Request, page: PageGeometry) -> bytes:
-        """The root of the keys of a request's pages of this geometry. Raises CornplugError."""
+        """Return the root of the keys of a request's pages of this geometry. Raises CornplugError."""
         return self._root(request, page)[1]
 
     def _root(self, request: Request, page: PageGeometry) -> tuple[int, bytes]:
@@ -374,6 +382,6 @@ class TrackedRequests:
 
 
 def _is_reread(request: Request) -> bool:
-    """Whether vLLM may read the files of the request's adapter again while the request runs."""
+    """Return whether vLLM may read the files of the request's adapter again while the request runs."""
     lora = request.lora_request
     return lora is not None and lora_digests.is_reread(lora.lora_int_id)

@@ -1,10 +1,10 @@
-"""The worker half of the KV connector: bytes between vLLM's blocks and pages in the store.
+"""Worker half of the KV connector: copies between vLLM's blocks and pages in the store.
 
-Copies run on a separate thread (and, on an accelerator, on two separate streams, the loads' before the
-saves'), so the forward pass does not wait. All pages that a step saves are one job, whichever requests they
-belong to. Full blocks of a running request never change. Those of a preempted request are given away at once,
-and those of a finished request may be. vLLM's second model runner overwrites them before the worker hears of
-it: saves of them that are not acknowledged by then are given up, as their bytes may be wrong.
+Copies run on a separate thread, and on an accelerator on two separate streams, with loads before saves, so
+the forward pass does not wait. All pages that a step saves are one job, regardless of their requests. Full
+blocks of a running request never change. Blocks of a preempted request are reused immediately, and blocks of
+a finished request may be. vLLM's second model runner overwrites them before the worker is notified, so saves
+of these blocks that are not acknowledged by then are given up, because their data may be wrong.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class KVWorker:
-    """One per rank."""
+    """Worker half of one rank."""
 
     def __init__(
         self,
@@ -48,9 +48,9 @@ class KVWorker:
         share: float = 1.0,
         scales: Mapping[str, tuple[float, float]] | None = None,
     ) -> None:
-        """`background_timeout_s`: of the mover's calls of the store. `beside`: the worker of another cache
-        group, whose mover this one uses. `share` of the memory that slabs on an accelerator may take.
-        `scales`: of K and V of each layer by name, where pages are quantised."""
+        """`background_timeout_s` is the timeout of the mover's calls to the store. `beside` is the worker of
+        another cache group, whose mover this worker uses. `share` is the share of slab memory on an
+        accelerator. `scales` maps layer names to the scales of K and V, if pages are quantised."""
         self._scales = scales or {}
         self._page, self._mine = pages.page, pages.held
         self._pages = pages
@@ -59,10 +59,10 @@ class KVWorker:
         self._out: BlockCopies | None = None
         self._in: BlockCopies | None = None
         self._arena: ArenaMoves | None = None
-        """Where the GPU copies by itself."""
+        """Set if the GPU copies pages directly."""
         self._on_gpu = False
         self._slots = block_size
-        """Tokens of one block of the caches; one of the engine's may be several of the kernels'."""
+        """Tokens per block of the caches. A block of the engine may be several blocks of the kernels."""
         self._share = share
         self._beside = beside
         self._mover: KVMover = (
@@ -74,7 +74,7 @@ class KVWorker:
     # -- start ------------------------------------------------------------------------------
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Learn the caches of this rank, in layer order, and verify how they are written.
+        """Register the caches of this rank, in layer order, and verify their layout.
 
         A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
         """
@@ -82,7 +82,8 @@ class KVWorker:
         try:
             if len(caches) != len(mine.layers):
                 raise LayoutError(
-                    f"{len(caches)} KV caches for {len(mine.layers)} layers: shared or extra layers",
+                    f"{len(caches)} KV caches for {len(mine.layers)} layers: the model has shared or extra "
+                    "layers",
                     reason="layout",
                 )
             layouts = self._layouts(caches, layers)
@@ -108,7 +109,7 @@ class KVWorker:
     def _layouts(
         self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
     ) -> Sequence[BlockLayout]:
-        """The layout of each cache. Raises LayoutError."""
+        """Return the layout of each cache. Raises LayoutError."""
         heads = len(self._mine.heads)
         return verified_layouts(caches, layers, self._page, heads, self._block_size, self._scales)
 
@@ -118,11 +119,13 @@ class KVWorker:
         self._reports.unusable(error.reason)
 
     def _open_arena(self, blocks: CacheBlocks) -> ArenaMoves | None:
-        """The other way of pages, by the GPU alone; None where it cannot be."""
+        """Create direct copies by the GPU. Returns None if they are not possible."""
         try:
             from cornplug.vllm_connector.kv.arena_moves import open_arena
-        except ImportError as e:  # a vLLM without Triton
-            compat.logger.warning("cornplug: KV pages pass staging memory, which is slower: %s", e)
+        except ImportError as e:  # This vLLM has no Triton.
+            compat.logger.warning(
+                "cornplug: KV pages are copied through staging memory, which is slower: %s", e
+            )
             return None
         return open_arena(
             self._pages,
@@ -138,16 +141,16 @@ class KVWorker:
     # -- the engine's step ------------------------------------------------------------------
 
     def begin_step(self, *, computes: bool) -> None:
-        """Bound what copies on the CPU take from a step that computes tokens there."""
+        """Limit the CPU share of copies in a step that computes tokens on the CPU."""
         if not self._on_gpu:
             self._mover.begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Begin loads; their requests run once `finished` names them."""
+        """Start loads. Their requests run after `finished` returns them."""
         mark = self._side.mark() if loads else None
         for load in loads:
             if not load.pages:
-                # Its scheduler half failed after the engine took the offer.
+                # The scheduler half failed after the engine accepted the offer.
                 self._reports.load_over(load, 0, "load_error", 0.0)
             elif self._arena is not None and self._arena.reaches_load(load):
                 self._arena.load(load, mark)
@@ -157,7 +160,7 @@ class KVWorker:
                 self._mover.submit(self._load(load, mark, time.monotonic()), urgent=True)
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Begin to copy out pages that this step's forward has computed."""
+        """Start to save pages that this step's forward pass has computed."""
         self._mover.end_step()
         if not saves:
             return
@@ -172,11 +175,11 @@ class KVWorker:
             self._mover.submit(self._save(self._reports.saves_begin(staged), mark), urgent=False)
 
     def stepped(self, number: int) -> None:
-        """Acknowledge the end of a timed step, with the next acknowledgements."""
+        """Acknowledge the end of a timed step with the next acknowledgements."""
         self._reports.stepped(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Count pages of these saves that are not acknowledged yet as not written. Does not wait."""
+        """Report pages of these saves that are not acknowledged yet as not written. Does not wait."""
         self._reports.give_up_saves(names)
 
     def drain(self) -> None:
@@ -186,21 +189,21 @@ class KVWorker:
         self._mover.wait()
 
     def finished(self) -> set[str]:
-        """Ids of the requests whose load ended since the last call."""
+        """Ids of requests whose load ended since the last call."""
         if self._arena is not None:
             self._arena.poll()
         return self._reports.finished()
 
     def bad_blocks(self) -> set[int]:
-        """Blocks whose load failed; a request is never `finished` before its bad blocks are here."""
+        """Blocks whose load failed. They are returned before `finished` returns the request."""
         return self._reports.bad_blocks()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """The acknowledgements since the last call; None where there are none."""
+        """Acknowledgements since the last call, or None if there are none."""
         return self._reports.acks()
 
     def close(self) -> None:
-        """Finish the slabs that are being copied; drop all others."""
+        """Finish the slabs that are being copied, and drop all others."""
         if self._arena is not None:
             self._arena.close()
         self._mover.close()
@@ -211,7 +214,7 @@ class KVWorker:
     # -- the mover's thread -----------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> Job:
-        # Whatever happens here, the request must be told that its load is over.
+        # The request must be notified of the end of its load in every case.
         done, reason, settled = 0, "load_error", False
         began = time.monotonic()
         try:
@@ -220,14 +223,16 @@ class KVWorker:
                 table = kernel_table(load.blocks, self._block_size, self._slots)
                 for i in range(0, len(load.pages), copies.slab_pages):
                     if time.monotonic() > asked + load.deadline_s:
-                        raise StoreUnavailable("a load took too long", reason="load_timeout")
+                        raise StoreUnavailable("the load exceeded its deadline", reason="load_timeout")
                     pages = load.pages[i : i + copies.slab_pages]
                     slab = copies.slab(len(pages))
                     whole = self._verified(pages, slab.host)
                     copies.begin_in(slab, table, load.first_page + i, whole, (load.start, load.end), mark)
                     done += whole
                     if whole < len(pages):
-                        raise CodecError(f"page {load.first_page + done} is corrupt", reason="corrupt")
+                        raise CodecError(
+                            f"checksum mismatch in page {load.first_page + done}", reason="corrupt"
+                        )
                     yield
             finally:
                 copies.settle()
@@ -235,7 +240,7 @@ class KVWorker:
             reason = ""
         except CornplugError as e:
             reason = e.reason
-            compat.logger.debug("cornplug: load of %s failed: %s", load.request_id, e)
+            compat.logger.debug("cornplug: loading %s failed: %s", load.request_id, e)
             if isinstance(e, CodecError) and e.is_damage:
                 self._discard_now(load.pages.keys[done:])
         finally:
@@ -250,12 +255,13 @@ class KVWorker:
         self._pages.discard(keys, deadline_s=self._background_timeout_s)
 
     def _verified(self, pages: Leases, host: torch.Tensor) -> int:
-        """Copy this rank's part of pages to `host`. Returns how many were whole, up to the first damaged."""
+        """Copy this rank's part of pages to `host`. Returns the number of intact pages before the first
+        damaged one."""
 
         def whole(lease: Lease | None, target: torch.Tensor) -> bool:
             try:
                 assert lease is not None
-                # The scheduler half has read the header.
+                # The scheduler half has already validated the header.
                 self._pages.copy(lease.location, segment_checksums(lease.meta), target)
             except CodecError:
                 return False
@@ -291,10 +297,10 @@ class KVWorker:
             if not page.ongoing.given_up:
                 sums = self._pages.write(source, page.target.location)
         except CornplugError as e:
-            compat.logger.debug("cornplug: save of %s failed: %s", page.ongoing.save.name, e)
+            compat.logger.debug("cornplug: saving %s failed: %s", page.ongoing.save.name, e)
         self._reports.page_over(page, sums)
 
     def _mapped(self, copies: BlockCopies | None) -> BlockCopies:
         if copies is None:
-            raise LayoutError("this cache is not mapped", reason="layout")
+            raise LayoutError("the KV cache is not mapped", reason="layout")
         return copies

@@ -1,1 +1,1 @@
-"""Copies of KV between vLLM's blocks and pages of the store: where bytes lie, and how they cross."""
+"""Copies of KV between vLLM's blocks and pages of the store: memory layouts and transfers."""

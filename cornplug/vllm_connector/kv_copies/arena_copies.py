@@ -1,14 +1,15 @@
 """Copies of this rank's KV between vLLM's blocks on a GPU and the store's memory, without a CPU in between.
 
-A slab of pages is gathered on the GPU in page order, summed there (`device_checksums.py`) and copied by one
-call of vLLM's `swap_blocks_batch`, one run of bytes a page, to where the store keeps it; the way back is the
-reverse. All slabs of one way pass one buffer on the GPU: its stream orders them, so many may be begun before
-the first has ended, and the host waits for none. The host gets the checksums, 64 bytes a segment.
+A slab of pages is gathered on the GPU in page order and checksummed there (`device_checksums.py`). One call
+of vLLM's `swap_blocks_batch` then copies it to its location in the store, one byte range per page. Loads do
+the reverse. All slabs of one direction use the same GPU buffer and are ordered by its stream, so many can be
+in flight and the host waits for none. The host receives the checksums, 64 bytes per segment.
 
-Whoever begins a copy into the store has looked at the reservation right before. A copy that is late all the
-same damages another page, whose readers then find it damaged: its checksum is of what its own GPU held.
+The caller checks the reservation directly before it starts a copy into the store. If a copy is late anyway,
+it damages another page. Readers of that page detect this, because its checksum is for the data on its own
+GPU.
 
-Needs torch, Triton and nothing of vLLM.
+Needs torch and Triton, but not vLLM.
 """
 
 from __future__ import annotations
@@ -30,47 +31,48 @@ from cornplug.vllm_connector.kv_copies.device_checksums import (
 )
 
 _SLAB_BYTES = 32 << 20
-"""One buffer each way: small beside the memory that vLLM leaves."""
+"""Size of the buffer for each direction, small compared to the memory that vLLM leaves free."""
 
 Run = tuple[int, int, int]
-"""(place in the slab, address in the store's memory, bytes)"""
+"""(offset in the slab, address in the store's memory, bytes)"""
 CopyBatch = Callable[..., None]
 """vLLM's `swap_blocks_batch`: (source addresses, target addresses, sizes, is_src_access_order_any=...)."""
 
 
 class ArenaSlab:
-    """Pages on their way."""
+    """Pages in transfer."""
 
     def __init__(self, side: CopySide, index: TokenIndex, sums: torch.Tensor) -> None:
         self._side, self.index, self._sums = side, index, sums
         self.end: Any = None
-        """Of its copies; None where they have happened."""
+        """End of its copies, or None after they have completed."""
         self.segments = self.segment_bytes = 0
 
     def sums(self, segments: int, segment_bytes: int) -> torch.Tensor:
-        """Host memory for the words of so many segments of so many bytes."""
+        """Host memory for the checksum words of `segments` segments of `segment_bytes` bytes."""
         self.segments, self.segment_bytes = segments, segment_bytes
         return self._sums[:segments]
 
     def done(self) -> bool:
-        """Whether its copies have happened."""
+        """Return whether its copies have completed."""
         if self.end is not None and self._side.done(self.end):
             self.end = None
         return self.end is None
 
     def wait(self) -> None:
-        """Wait until its copies have happened."""
+        """Wait until its copies have completed."""
         if self.end is not None:
             end, self.end = self.end, None
             self._side.wait(end)
 
     def checksums(self) -> list[int]:
-        """Of each segment, page by page: of what the GPU held. Called once its copies have happened."""
+        """Checksums of all segments, page by page, of the data on the GPU. Call it after the copies have
+        completed."""
         return folded(self._sums[: self.segments], self.segment_bytes)
 
 
 class ArenaCopies:
-    """One rank's, one way, used by the engine's thread."""
+    """Copies of one rank in one direction. Used by the engine's thread."""
 
     def __init__(
         self,
@@ -81,7 +83,7 @@ class ArenaCopies:
         *,
         share: float = 1.0,
     ) -> None:
-        """`share` of a slab's memory."""
+        """`share` is the share of a slab's memory."""
         self._blocks, self.side = blocks, side
         self._checksums, self._copy_batch = checksums, copy_batch
         heads, layers, planes, tokens, dim = blocks.shape
@@ -97,7 +99,7 @@ class ArenaCopies:
         segment_bytes: int,
         mark: Any,
     ) -> ArenaSlab:
-        """Begin to copy pages to the store, each named by its request's table and its place in it."""
+        """Start to copy pages to the store, each given by its request's table and its index in it."""
         with self._begun(mark) as slab:
             there = self._slab()[: len(pages)]
             index = slab.index.send(*self._blocks.where_pages(pages), self._blocks.device)
@@ -115,15 +117,15 @@ class ArenaCopies:
         tokens: tuple[int, int],
         mark: Any,
     ) -> ArenaSlab:
-        """Begin to copy these pages of a request from the store; of them the `tokens` (from, to) of the
-        request into its blocks. These are right if `ArenaSlab.checksums` are those of the pages."""
+        """Start to copy these pages of a request from the store. Only the `tokens` (from, to) of the request
+        are written to its blocks. They are valid if `ArenaSlab.checksums` match the pages."""
         size = self._blocks.shape[3]
         first = pages.start * size
         start, end = max(tokens[0], first), min(tokens[1], pages.stop * size)
         with self._begun(mark) as slab:
             there = self._slab()[: len(pages)]
             here, addresses, sizes = _columns(runs, _address(there))
-            # Nothing writes into the pages: their reader holds leases.
+            # Nothing writes to the pages while their reader holds leases.
             self._copy_batch(addresses, here, sizes, is_src_access_order_any=True)
             self._sum(slab, there, segment_bytes)
             if start < end:
@@ -133,14 +135,15 @@ class ArenaCopies:
         return slab
 
     def put_back(self, slab: ArenaSlab) -> None:
-        """Wait for a slab's copies; its memory may be used for another."""
+        """Wait for a slab's copies, so its memory can be reused."""
         slab.wait()
         self._free.append(slab)
 
     def works(self, segment_bytes: int) -> bool:
-        """Whether a page of noise comes and goes whole, with the checksums that a CPU finds.
+        """Copy a test page in both directions, and return whether it and its checksums are correct.
 
-        Compiles the kernels, makes all memory, and so is called at start."""
+        Call it at start, because it compiles the kernels and allocates all memory.
+        """
         noise, back, again = (self.side.host((self.page_bytes,), torch.int8) for _ in range(3))
         noise.copy_(torch.from_numpy(np.random.default_rng().integers(-128, 128, self.page_bytes, np.int8)))
         sizes = torch.tensor([self.page_bytes])
@@ -162,7 +165,8 @@ class ArenaCopies:
         return whole and found == [xxhash.xxh3_64_intdigest(row) for row in rows]
 
     def _slab(self) -> torch.Tensor:
-        """The buffer on the device; made within `CopySide.after`, so that the allocator knows its stream."""
+        """The buffer on the device. It is created within `CopySide.after`, so that the allocator knows its
+        stream."""
         if self._there is None:
             shape = (self.slab_pages, *self._blocks.shape)
             self._there = torch.empty(shape, dtype=self._blocks.dtype, device=self._blocks.device)
@@ -174,7 +178,7 @@ class ArenaCopies:
 
     @contextmanager
     def _begun(self, mark: Any) -> Iterator[ArenaSlab]:
-        """A slab whose copies are those begun inside, those too that an exception cuts short."""
+        """Context for a slab whose copies are started inside, including those before an exception."""
         slab = self._free.pop() if self._free else self._new()
         whole = False
         try:
@@ -188,13 +192,13 @@ class ArenaCopies:
 
     def _new(self) -> ArenaSlab:
         heads, layers, _, tokens, _ = self._blocks.shape
-        # No segment is less than one layer of a head.
+        # Every segment has at least one layer of a head.
         sums = self.side.host((self.slab_pages * heads * layers, STATE), torch.int64)
         return ArenaSlab(self.side, TokenIndex(self.side, self.slab_pages * tokens), sums)
 
 
 def _columns(runs: Sequence[Run], slab: int) -> list[torch.Tensor]:
-    """(addresses in a slab that begins there, addresses in the store's memory, sizes)"""
+    """(addresses in a slab that begins at `slab`, addresses in the store's memory, sizes)"""
     columns = np.array(runs, np.int64).reshape(-1, 3).T.copy()
     columns[0] += slab
     return [torch.from_numpy(column) for column in columns]

@@ -1,12 +1,12 @@
 """Copies of this rank's KV between vLLM's blocks and host memory, a slab of pages at a time.
 
-On a CPU planes are copied straight. On an accelerator a slab, pages of one request or of many, is
-gathered into one contiguous buffer there, in the page's own order, and crosses in one contiguous copy
-to or from pinned memory: any other copy goes through a pageable temporary of PyTorch's, which it reads
-while the transfer may still be filling it. Two buffers take turns, so that one slab crosses while the
-host reads or fills the other. Host memory is touched only after the slab's event.
+On a CPU, planes are copied directly. On an accelerator, the pages of a slab (of one or more requests) are
+gathered into a contiguous device buffer in page order, and transferred in one contiguous copy to or from
+pinned memory. Any other copy would use a pageable temporary buffer of PyTorch, which is read while the
+transfer may still be filling it. Two buffers alternate, so that one slab is transferred while the host reads
+or fills the other. Host memory is accessed only after the slab's event.
 
-Needs torch and nothing of vLLM.
+Needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from cornplug.vllm_connector.kv_copies.copy_sides import CopySide, CpuSide, Cuda
 from cornplug.vllm_connector.kv_copies.layout import BlockLayout
 
 _DIRECT_TOKENS = 128
-"""Tokens moved at once at least: small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
+"""Minimum number of tokens per copy. Small blocks are coalesced (LMCache measured 20 -> 8 ms)."""
 _STAGED_BYTES = 16 << 20
-"""A slab on an accelerator: big enough to hide some launches; four of them (two each way) are small beside
-the memory that vLLM leaves."""
+"""Size of a slab on an accelerator, large enough to hide the latency of a few launches. Four slabs (two per
+direction) are small compared to the memory that vLLM leaves free."""
 
 
 class _Staging:
-    """Memory of a slab on its way: on the host, on the device, and where its tokens lie. Made at its first
-    use and kept: new memory would cost a page fault for every 4 KiB copied."""
+    """Memory of a slab in transfer: host memory, device memory, and the positions of its tokens. It is
+    created on first use and kept, because new memory would cost a page fault per 4 KiB."""
 
     def __init__(self, side: CopySide, shape: Sequence[int], dtype: torch.dtype) -> None:
         """`shape` of the whole slab: (pages, heads, layers, planes, tokens, dim)."""
         self._side, self._shape, self._dtype = side, shape, dtype
         self.end: Any = None
-        """Of the last copies that use it; None where they have happened."""
+        """End of the last copies that use it, or None after they have completed."""
         self._there: torch.Tensor | None = None
         self.index = TokenIndex(side, shape[0] * shape[4])
 
@@ -48,20 +48,20 @@ class _Staging:
         return self._side.host(self._shape, self._dtype)
 
     def on(self, device: torch.device) -> torch.Tensor:
-        """The slab on the device; made within `after`, so that the allocator knows its stream."""
+        """The slab on the device. It is created within `after`, so that the allocator knows its stream."""
         if self._there is None:
             self._there = torch.empty(tuple(self._shape), dtype=self._dtype, device=device)
         return self._there
 
     def settle(self) -> None:
-        """Wait until its copies have happened."""
+        """Wait until its copies have completed."""
         if self.end is not None:
             end, self.end = self.end, None
             self._side.wait(end)
 
 
 class Slab:
-    """Pages on their way; from `BlockCopies.begin_out` or `BlockCopies.slab`."""
+    """Pages in transfer, from `BlockCopies.begin_out` or `BlockCopies.slab`."""
 
     def __init__(self, staging: _Staging, pages: int) -> None:
         self._staging, self._pages = staging, pages
@@ -72,13 +72,14 @@ class Slab:
         return self._staging.host[: self._pages]
 
     def arrived(self) -> torch.Tensor:
-        """`host`, once every byte has arrived there."""
+        """Wait for all bytes and return `host`."""
         self._staging.settle()
         return self.host
 
 
 class BlockCopies:
-    """One rank's, one way, used by one thread. A table is `blocks` of a request through `kernel_table`."""
+    """Copies of one rank in one direction. Used by one thread. A table is made from a request's `blocks` by
+    `kernel_table`."""
 
     def __init__(
         self,
@@ -91,7 +92,8 @@ class BlockCopies:
         urgent: bool = False,
         share: float = 1.0,
     ) -> None:
-        """`side` and `direct` follow from the caches' device; tests set them. `share` of a slab's memory."""
+        """`side` and `direct` are derived from the caches' device. Tests set them. `share` is the share of a
+        slab's memory."""
         self._share = share
         self._caches, self._layouts, self._shape = caches, layouts, shape
         self.blocks = CacheBlocks(caches, layouts, shape)
@@ -107,29 +109,29 @@ class BlockCopies:
 
     @property
     def slab_pages(self) -> int:
-        """Pages to move at once."""
+        """Number of pages to copy at a time."""
         heads, layers, planes, tokens, dim = self._shape
         page_bytes = heads * layers * planes * tokens * dim * self._dtype.itemsize
         most = max(1, int(_STAGED_BYTES * self._share) // page_bytes)
-        # A page of states has one row, of many bytes.
+        # A page of states has one row of many bytes.
         return max(1, min(_DIRECT_TOKENS // tokens, most)) if self._direct else most
 
     @property
     def ahead(self) -> int:
-        """Slabs that may be on their way while the host works on another."""
+        """Number of slabs in transfer while the host works on another."""
         return len(self._stagings) - 1
 
     def slab(self, pages: int) -> Slab:
-        """Host memory of a slab of at most `slab_pages` pages. It is free: earlier copies have ended."""
+        """Return host memory for at most `slab_pages` pages. Earlier copies that used it have ended."""
         self._stagings.rotate(-1)
         staging = self._stagings[-1]
         staging.settle()
         return Slab(staging, pages)
 
     def begin_out(self, pages: Sequence[tuple[Table, int]], mark: Any) -> Slab:
-        """Begin to copy pages out, each named by its request's table and its place in it.
+        """Start to copy pages to the host, each given by its request's table and its index in it.
 
-        The slab's memory is used again after `ahead` further slabs.
+        The slab's memory is reused after `ahead` further slabs.
         """
         slab, size = self.slab(len(pages)), self._shape[3]
         with self._begun(slab, mark):
@@ -147,8 +149,8 @@ class BlockCopies:
     def begin_in(
         self, slab: Slab, table: Table, first_page: int, pages: int, tokens: tuple[int, int], mark: Any
     ) -> None:
-        """Begin to copy the `tokens` (from, to) of a request from `slab`, whose host memory begins with so
-        many of its pages from `first_page` on. They are in the blocks once `settle` has returned."""
+        """Start to copy the `tokens` (from, to) of a request from `slab`, whose host memory begins with
+        `pages` of its pages, starting with `first_page`. They are in the blocks after `settle` returns."""
         host, size = slab.host[:pages], self._shape[3]
         first = first_page * size
         start, end = max(tokens[0], first), min(tokens[1], first + pages * size)
@@ -170,13 +172,13 @@ class BlockCopies:
                 self.blocks.scatter(there, slice(start - first, end - first), *index)
 
     def settle(self) -> None:
-        """Wait until every copy begun has happened."""
+        """Wait until all started copies have completed."""
         for staging in self._stagings:
             staging.settle()
 
     @contextmanager
     def _begun(self, slab: Slab, mark: Any) -> Iterator[None]:
-        """A context whose copies are the slab's, those too that an exception cuts short."""
+        """Context whose copies belong to the slab, including those before an exception."""
         try:
             with self.side.after(mark):
                 yield

@@ -1,6 +1,6 @@
-"""A rank's KV caches as pages see them: strided views of all layers at once, by block and slot.
+"""A rank's KV caches in page order: strided views of all layers, addressed by block and slot.
 
-Needs torch and nothing of vLLM.
+Needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from cornplug.vllm_connector.kv_copies.layout import BlockLayout, BlockPlane, To
 
 Table = NDArray[np.int64]
 PageShape = tuple[int, int, int, int, int]
-"""Of a rank's part of a page: (heads, layers, planes, page_tokens, dim)."""
+"""Shape of a rank's part of a page: (heads, layers, planes, page_tokens, dim)."""
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Planes of some layers, addressed by one strided view of shape (layers, blocks, heads,
-    planes, slots, dim). `layers` and `planes` are their places in a page."""
+    """Planes of some layers, addressed by one strided view of shape (layers, blocks, heads, planes, slots,
+    dim). `layers` and `planes` are their indices in a page."""
 
     view: torch.Tensor
     layers: slice
     planes: slice
 
     def gather(self, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Values of n tokens, shape (n, layers, heads, planes, dim)."""
+        """Read the values of n tokens, shape (n, layers, heads, planes, dim)."""
         return self.view[:, blocks, :, :, slots]
 
     def scatter(self, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-        """Write where `gather` would read."""
+        """Write values to the places that `gather` reads."""
         self.view[:, blocks, :, :, slots] = values
 
 
 @dataclass(frozen=True)
 class _IndexedPart:
-    """One plane of one layer whose places follow no strides."""
+    """One plane of one layer that has no strided view."""
 
     plane: BlockPlane
     cache: torch.Tensor
@@ -55,7 +55,7 @@ class _IndexedPart:
 
 
 class CacheBlocks:
-    """The caches of one rank, addressed by tables: `blocks` of a request through `kernel_table`."""
+    """Caches of one rank. Tables are made from a request's `blocks` by `kernel_table`."""
 
     def __init__(
         self, caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout], shape: PageShape
@@ -64,7 +64,7 @@ class CacheBlocks:
         self.device = caches[0].device
         self.dtype = caches[0].dtype
         self.is_affine = all(plane.strides is not None for at in layouts for plane in at.planes)
-        """Whether `read` and `write` can be used: all values lie where strides say."""
+        """Whether `read` and `write` can be used, because all values can be addressed by strides."""
         self.parts = _parts(caches, layouts)
         self._slots = layouts[0].block_size
 
@@ -76,7 +76,7 @@ class CacheBlocks:
             there[:, :, one.layers, one.planes] = values.permute(0, 3, 2, 4, 1, 5)
 
     def scatter(self, there: torch.Tensor, tokens: slice, blocks: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write these `tokens` of `there`, counted from its first page, where `gather` would read them."""
+        """Write these `tokens` of `there`, counted from its first page, to the places that `gather` reads."""
         for one in self.parts:
             values = there[:, :, one.layers, one.planes].permute(0, 4, 2, 1, 3, 5).flatten(0, 1)
             one.scatter(blocks, slots, values[tokens])
@@ -84,20 +84,21 @@ class CacheBlocks:
     def read(self, table: Table, start: int, host: torch.Tensor) -> None:
         """Copy the tokens of a request from `start` on to `host`, shape (heads, layers, planes, n, dim).
 
-        Block by block: on a CPU that is 3 times (K transposed) to 10 times (V) as fast as an index.
+        It copies block by block, which on a CPU is 3 times (K transposed) to 10 times (V) as fast as an
+        index.
         """
         for one, block, slots, values in self._runs(table, start, host):
             values.copy_(one.view[:, block, :, :, slots])
 
     def write(self, table: Table, start: int, host: torch.Tensor) -> None:
-        """Write `host` where `read` would read it."""
+        """Write `host` to the places that `read` reads."""
         for one, block, slots, values in self._runs(table, start, host):
             one.view[:, block, :, :, slots].copy_(values)
 
     def _runs(
         self, table: Table, start: int, host: torch.Tensor
     ) -> Iterator[tuple[_Part, int, slice, torch.Tensor]]:
-        """(part, block, slots in it, their place in `host`) of each block touched."""
+        """(part, block, slots in it, their range in `host`) of each affected block."""
         places = TokenPlaces(table, start, start + host.shape[3], self._slots)
         for one in self.parts:
             assert isinstance(one, _Part)
@@ -106,7 +107,7 @@ class CacheBlocks:
                 yield one, block, slots, values[:, :, :, tokens]
 
     def where_pages(self, pages: Sequence[tuple[Table, int]]) -> tuple[Table, Table]:
-        """(block, slot) of each token of these pages; neighbours of one request are looked up at once."""
+        """(block, slot) of each token of these pages. Adjacent pages of a request are looked up together."""
         size, found = self.shape[3], []
         for _, group in itertools.groupby(pages, lambda page: id(page[0])):
             of_request = list(group)
@@ -121,10 +122,10 @@ class CacheBlocks:
 
 
 def kernel_table(blocks: Sequence[int], block_size: int, slots: int) -> NDArray[np.int64]:
-    """Indices into the caches for a request's blocks, in order.
+    """Return the indices in the caches of a request's blocks, in order.
 
-    The engine counts blocks of `block_size` tokens; a backend whose kernels want smaller ones has
-    caches of so many `slots` a block, in which each of the engine's is several neighbours.
+    The engine counts blocks of `block_size` tokens. If a backend's kernels need smaller blocks, its caches
+    have `slots` tokens per block, and each engine block is several adjacent blocks.
     """
     parts = block_size // slots
     ids = np.asarray(blocks, np.int64)
@@ -132,8 +133,8 @@ def kernel_table(blocks: Sequence[int], block_size: int, slots: int) -> NDArray[
 
 
 def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> list[_Part | _IndexedPart]:
-    """As few gathers as can be: all planes together where they lie alike, and all layers together
-    where they lie evenly in one allocation, as vLLM's do."""
+    """Split the caches into the smallest number of gathers: all planes together if they have the same layout,
+    and all layers together if they are evenly spaced in one allocation, as in vLLM."""
     found: list[_Part | _IndexedPart] = []
     every = slice(0, len(layouts[0].planes))
     for i, (cache, layout) in enumerate(zip(caches, layouts, strict=True)):
@@ -148,7 +149,7 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
                 found.append(_IndexedPart(plane, cache, layer, places))
             else:
                 found.append(_Part(_strided(cache, plane, 1, 0), layer, places))
-    # Planes that do not lie alike, as a CPU's do, are merged apart.
+    # Planes with different layouts, as on a CPU, are merged separately.
     kinds: dict[int, list[_Part | _IndexedPart]] = {}
     for part in found:
         kinds.setdefault(part.planes.start, []).append(part)
@@ -160,7 +161,7 @@ def _parts(caches: Sequence[torch.Tensor], layouts: Sequence[BlockLayout]) -> li
 
 
 def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
-    """Elements from one plane to the next, 0 for a single one; None where they do not lie alike."""
+    """Elements from one plane to the next, 0 for a single plane, or None if their layouts differ."""
     first, last = planes[0], planes[-1]
     if first.strides is None or first.strides != last.strides:
         return None
@@ -169,7 +170,7 @@ def _plane_step(planes: Sequence[BlockPlane]) -> int | None:
 
 
 def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: int) -> torch.Tensor:
-    """A view of so many planes, shape (1, blocks, heads, planes, slots, dim)."""
+    """View of `planes` planes, shape (1, blocks, heads, planes, slots, dim)."""
     assert first.strides is not None
     heads, tokens, dim = first.offsets.shape
     head, token, channel = first.strides
@@ -181,11 +182,12 @@ def _strided(cache: torch.Tensor, first: BlockPlane, planes: int, plane_step: in
 
 
 def _merged(parts: Sequence[_Part | _IndexedPart], layers: int) -> _Part | None:
-    """All layers' parts of some planes as one; None where they are not evenly spaced in one allocation."""
+    """Merge all layers' parts of some planes, or return None if they are not evenly spaced in one
+    allocation."""
     views = [part.view for part in parts if isinstance(part, _Part) and part.planes == parts[0].planes]
     if len(views) < layers or len({(v.shape, v.stride()) for v in views}) > 1:
         return None
-    # `data_ptr` would not tell the storages of fake tensors apart.
+    # `data_ptr` cannot distinguish the storages of fake tensors.
     if len({v.untyped_storage()._cdata for v in views}) > 1:
         return None
     first = views[0].storage_offset()

@@ -1,6 +1,6 @@
-"""Where copies of KV run: on the CPU at once, or on a GPU's stream beside the engine's.
+"""Execution of KV copies: synchronously on the CPU, or on a separate GPU stream.
 
-Needs torch and nothing of vLLM.
+Needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ from cornplug.vllm_connector.kv_copies.helper_thread import leave_compute_cores
 
 
 class CopySide(Protocol):
-    """Where copies run beside the engine's own work."""
+    """Device or stream on which copies run alongside the engine's own work."""
 
     def enter_thread(self) -> None:
-        """Make the device this thread's own; before anything else of that thread."""
+        """Set the device of the calling thread, before anything else in that thread."""
 
     def mark(self) -> Any:
-        """The point that the engine's work has reached now."""
+        """Return a mark for the current point of the engine's work."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """A context whose copies begin once the engine's work has reached `mark`."""
+        """Context whose copies begin after the engine's work has reached `mark`."""
 
     def begun(self) -> Any:
-        """The end of everything begun within `after` so far."""
+        """Return an event for the end of everything started within `after` so far."""
 
     def wait(self, end: Any) -> None:
-        """Wait until `end`, which `begun` returned, has happened."""
+        """Wait for `end`, which `begun` returned."""
 
     def done(self, end: Any) -> bool:
-        """Whether `end`, which `begun` returned, has happened."""
+        """Return whether `end`, which `begun` returned, has completed."""
 
     def host(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the device's copies reach by themselves."""
+        """Allocate host memory that the device can access directly."""
 
 
 class CpuSide:
-    """A device without streams: everything happens at once."""
+    """Copies on a device without streams, which are synchronous."""
 
     def enter_thread(self) -> None:
         leave_compute_cores()
@@ -59,7 +59,7 @@ class CpuSide:
         return None
 
     def wait(self, end: None) -> None:
-        """Everything has happened."""
+        """Do nothing, because copies are synchronous."""
 
     def done(self, end: None) -> bool:
         return True
@@ -69,15 +69,15 @@ class CpuSide:
 
 
 class CudaSide:
-    """A stream beside the engine's; `mark` is a point of the engine's stream."""
+    """Copies on a separate stream. `mark` is an event on the engine's stream."""
 
     def __init__(self, device: torch.device, *, urgent: bool = False) -> None:
-        """The device runs kernels of an `urgent` stream before those of others."""
+        """The device runs kernels of an `urgent` stream before those of other streams."""
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1 if urgent else 0)
 
     def enter_thread(self) -> None:
-        # A thread begins on device 0: a rank of another one would make itself a context there.
+        # A new thread uses device 0, and would create a context there.
         torch.cuda.set_device(self._device)
 
     def mark(self) -> torch.cuda.Event:
@@ -92,7 +92,7 @@ class CudaSide:
             yield
 
     def begun(self) -> torch.cuda.Event:
-        # The waiting thread sleeps: it would keep a core from the engine else.
+        # With a blocking event the waiting thread sleeps, and does not take a core from the engine.
         event = torch.cuda.Event(blocking=True)
         event.record(self._stream)
         return event
@@ -108,10 +108,10 @@ class CudaSide:
 
 
 class TokenIndex:
-    """Where the tokens of a slab lie, on its way to the device. Made at its first use and kept."""
+    """Positions of the tokens of a slab, to be copied to the device. Created on first use and kept."""
 
     def __init__(self, side: CopySide, tokens: int) -> None:
-        """For at most so many tokens."""
+        """Allocate memory for at most `tokens` tokens."""
         self._side, self._tokens = side, tokens
         self._there: torch.Tensor | None = None
 
@@ -122,8 +122,8 @@ class TokenIndex:
     def send(
         self, blocks: NDArray[np.int64], slots: NDArray[np.int64], to: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(block, slot) of each token on the device, both of shape (n,). Called within `CopySide.after`; not
-        again before that slab's end."""
+        """Copy (block, slot) of each token to the device, both of shape (n,). Call it within
+        `CopySide.after`, and not again before the end of that slab."""
         if self._there is None:
             self._there = torch.empty_like(self._here, device=to)
         n, there = len(blocks), self._there

@@ -1,11 +1,11 @@
-"""The store's checksums, XXH3-64, of page segments that lie on a GPU: no byte of a page passes a CPU.
+"""The store's checksums, XXH3-64, of page segments on a GPU, computed without copying pages to a CPU.
 
-XXH3 cuts a payload into blocks of 1 KiB. What a block adds to its eight accumulators does not depend on
-other blocks; only the short step from block to block does. So one kernel sums all blocks at once, a second
-one goes through the sums of each segment, and the host folds 64 bytes a segment to its checksum. The value
-is `xxhash.xxh3_64_intdigest`'s: readers on a CPU need not know who computed it.
+XXH3 splits a payload into blocks of 1 KiB. The contribution of a block to the eight accumulators does not
+depend on other blocks. Only the short step between blocks does. So one kernel processes all blocks in
+parallel, a second kernel combines the blocks of each segment, and the host reduces 64 bytes per segment to
+its checksum. The result equals `xxhash.xxh3_64_intdigest`, so readers on a CPU can verify it.
 
-Needs torch, Triton and nothing of vLLM.
+Needs torch and Triton, but not vLLM.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from triton import language as tl
 
 BLOCK_BYTES: Final = 1024
-"""Segments are multiples of it, as all but the smallest layers are."""
+"""Block size of XXH3. Segments must be multiples of it, which holds for all but the smallest layers."""
 STATE: Final = 8
-"""Words that the kernels leave of each segment."""
+"""Number of words that the kernels compute for each segment."""
 _SECRET: Final = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
@@ -31,7 +31,7 @@ _SECRET: Final = bytes.fromhex(
     "eac5ac8334d3ebc3c581a0fffa1363eb170ddd51b7f0da49d316552629d4689e"
     "2b16be587d47a1fc8ff8b8d17ad031ce45cb3a8f95160428afd7fbcabb4b407e"
 )
-"""XXH3's own, of its specification."""
+"""XXH3's default secret, from its specification."""
 _PRIMES_32: Final = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIMES_64: Final = (
     0x9E3779B185EBCA87,
@@ -44,20 +44,21 @@ _STRIPES, _LANES = 16, 8
 _MASK_64: Final = (1 << 64) - 1
 
 
-# Triton's compiler takes no annotations but its own.
+# Triton's compiler accepts only its own annotations.
 def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Kernel: what each of `total` blocks adds to the accumulators. `blocks`: of a segment."""
+    """Kernel: compute the contribution of each of `total` blocks to the accumulators. `blocks` is the number
+    per segment."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, 8)
     inside = (rows < total)[:, None]
     first = rows.to(tl.int64)[:, None] * 128 + lanes[None, :]
-    # The last stripe of a segment has a key of its own.
+    # The last stripe of a segment has a different key.
     key_at = tl.where(rows % blocks == blocks - 1, 128, 0)[:, None] + lanes[None, :]
     added = tl.full((ROWS, 8), 0, tl.uint64)
     for stripe in range(16):
         at = first + stripe * 8
         here = tl.load(data + at, mask=inside, other=0).to(tl.uint64, bitcast=True)
-        # An accumulator also takes the word of the neighbouring lane.
+        # An accumulator also adds the word of the neighbouring lane.
         beside = tl.load(data + (at ^ 1), mask=inside, other=0).to(tl.uint64, bitcast=True)
         mixed = here ^ tl.load(keys + key_at + stripe * 8).to(tl.uint64, bitcast=True)
         added += beside + (mixed & 0xFFFFFFFF) * (mixed >> 32)
@@ -66,7 +67,7 @@ def sum_blocks(data, keys, sums, blocks, total, ROWS: tl.constexpr):  # type: ig
 
 
 def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
-    """Kernel: the accumulators of a segment behind its last block."""
+    """Kernel: compute the accumulators of a segment after its last block."""
     lanes = tl.arange(0, 8)
     row = sums + tl.program_id(0).to(tl.int64) * blocks * 8 + lanes
     acc = tl.load(keys + 256 + lanes).to(tl.uint64, bitcast=True)
@@ -79,25 +80,25 @@ def chain_blocks(sums, keys, state, blocks):  # type: ignore[no-untyped-def]
     tl.store(state + tl.program_id(0) * 8 + lanes, acc.to(tl.int64, bitcast=True))
 
 
-# Their integers differ from slab to slab: no compilation while requests wait.
+# These integers differ between slabs. Specializing on them would recompile while requests wait.
 _sum_blocks = triton.jit(sum_blocks, do_not_specialize=["blocks", "total"])
 _chain_blocks = triton.jit(chain_blocks, do_not_specialize=["blocks"])
 
 
 class DeviceChecksums:
-    """Checksums of segments on one device, begun on its current stream."""
+    """Checksums of segments on one device, computed on its current stream."""
 
     ROWS = 64
-    """Blocks of one program."""
+    """Number of blocks per program."""
 
     def __init__(self, device: torch.device, kernels: tuple[Any, Any] = (_sum_blocks, _chain_blocks)) -> None:
         self._keys = torch.from_numpy(_key_table()).to(device)
         self._sum, self._chain = kernels
 
     def begin(self, data: torch.Tensor, segment_bytes: int) -> torch.Tensor:
-        """Words of shape (segments, STATE) on the device, of which `folded` makes the checksums.
+        """Return words of shape (segments, STATE) on the device, which `folded` converts to checksums.
 
-        `data` is contiguous and holds segments of so many bytes, a multiple of BLOCK_BYTES.
+        `data` is contiguous and holds segments of `segment_bytes` bytes, a multiple of BLOCK_BYTES.
         """
         words = data.flatten().view(torch.int64)
         blocks = segment_bytes // BLOCK_BYTES
@@ -110,7 +111,8 @@ class DeviceChecksums:
 
 
 def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
-    """The checksums of segments of so many bytes; `state` of shape (segments, STATE) is on the host."""
+    """Return the checksums of segments of `segment_bytes` bytes. `state` of shape (segments, STATE) is on the
+    host."""
     mixed = state.numpy().view(np.uint64) ^ _MERGE_KEYS
     start = np.array([segment_bytes * _PRIMES_64[0] & _MASK_64], np.uint64)
     digest = start + _multiplied(mixed[:, ::2], mixed[:, 1::2]).sum(axis=1, dtype=np.uint64)
@@ -121,7 +123,7 @@ def folded(state: torch.Tensor, segment_bytes: int) -> list[int]:
 
 
 def _multiplied(a: NDArray[np.uint64], b: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Low word xor high word of each product of 128 bits."""
+    """Low word xor high word of each 128-bit product."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     a0, a1, b0, b1 = a & low, a >> half, b & low, b >> half
     lowest, cross, other = a0 * b0, a0 * b1, a1 * b0
@@ -135,8 +137,8 @@ def _secret_words(offsets: Sequence[int]) -> list[int]:
 
 
 def _key_table() -> NDArray[np.int64]:
-    """Keys of the 16 stripes of a block, those of a segment's last block, the accumulators' first values,
-    and twice a word a lane for the step to the next block."""
+    """Keys of the 16 stripes of a block, keys of a segment's last block, initial values of the accumulators,
+    and two words per lane for the step to the next block."""
     stripes = [_secret_words([8 * (n + lane) for lane in range(_LANES)]) for n in range(_STRIPES)]
     last = [*stripes[:-1], _secret_words([121 + 8 * lane for lane in range(_LANES)])]
     p32, p64 = _PRIMES_32, _PRIMES_64

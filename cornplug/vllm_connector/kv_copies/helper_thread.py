@@ -1,9 +1,10 @@
-"""A thread beside an engine's compute threads on a CPU: on other cores, and without helpers of its own.
+"""Placement of a helper thread on a CPU: on other cores than the engine's compute threads, and without worker
+threads.
 
 vLLM pins its compute threads, and a thread that the pinned main thread starts inherits the main thread's
 core. PyTorch would also split each larger copy over all compute cores. Both would delay the forward pass.
 
-Needs torch and nothing of vLLM.
+Needs torch, but not vLLM.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 
 
 def leave_compute_cores() -> None:
-    """Move the calling thread to cores of the same NUMA node that no pinned thread of this process has, and
-    have its PyTorch operations run in it alone."""
+    """Move the calling thread to cores of the same NUMA node to which no thread of this process is pinned,
+    and run its PyTorch operations only in this thread."""
     _run_alone()
     with suppress(OSError):
         allowed, pinned = os.sched_getaffinity(os.getppid()), _pinned_cores()
@@ -38,13 +39,13 @@ def _pinned_cores() -> set[int]:
 
 
 def _node(core: int) -> str:
-    """Name of the NUMA node of a core; "" if the kernel does not name it."""
+    """Name of the NUMA node of a core, or "" if the kernel does not report it."""
     return next((node.name for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")), "")
 
 
 def _run_alone() -> None:
-    # torch.set_num_threads would also change the main thread's, and vLLM replaces it. PyTorch sets a thread's
-    # number once, at its first use, so that has to come first.
+    # torch.set_num_threads would also change the main thread's number, and vLLM replaces it. PyTorch sets a
+    # thread's number once, at its first use, so that has to happen first.
     torch.get_num_threads()
     with suppress(AttributeError):
         ctypes.CDLL(None).omp_set_num_threads(1)

@@ -1,10 +1,10 @@
-"""Where vLLM's attention backend puts K and V, or MLA's latents: found by asking it to write, never guessed.
+"""Layout of K and V, or of MLA latents, in vLLM's caches. It is measured by test writes, never assumed.
 
-`kv_caches[layer]` has shape (blocks, heads, block_size, planes * dim), and that shape lies: the
-CPU backend keeps K transposed before V, other instruction sets pack otherwise. So at start
-the backend's own cache-write operation writes patterns whose values name their token, head,
-dim and plane into a scratch block; reading back where each landed gives the mapping. A mapping
-that is no permutation of the whole block is refused.
+`kv_caches[layer]` has shape (blocks, heads, block_size, planes * dim), but the shape does not tell the
+layout: the CPU backend keeps K transposed before V, and other instruction sets pack differently. At start,
+the backend's own cache-write operation therefore writes patterns into a scratch block. Their values identify
+token, head, dim and plane, and reading them back gives the mapping. A mapping that is not a permutation of
+the whole block is refused.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from numpy.typing import NDArray
 from cornplug.errors import LayoutError
 from cornplug.kv_page import PLANES, PageGeometry
 
-# (*planes, kv_cache, slot_mapping) -> None; the planes are key and value, or a latent: (tokens, heads, dim).
+# (*planes, kv_cache, slot_mapping) -> None. The planes are key and value, or a latent: (tokens, heads, dim).
 WriteOp = Callable[..., None]
 
 _DIGIT = 128
-"""Labels stay below 2^8, the largest integers that bfloat16 holds exactly."""
+"""Labels stay below 2^8, because bfloat16 represents integers exactly up to there."""
 _FP8_DIGIT = 8
-"""Both formats of fp8 hold the integers up to here."""
+"""Both fp8 formats represent integers exactly up to this."""
 _FP8 = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 
 
 class TokenPlaces:
-    """Where tokens [start, end) of a request lie; `blocks` are all its blocks, in order, each of
+    """Positions of tokens [start, end) of a request. `blocks` are all its blocks, in order, each with
     `block_size` slots."""
 
     def __init__(self, blocks: NDArray[np.int64], start: int, end: int, block_size: int) -> None:
@@ -40,7 +40,7 @@ class TokenPlaces:
 
     @cached_property
     def runs(self) -> list[tuple[int, slice, slice]]:
-        """(block, slots in it, which of the n tokens) for each block touched."""
+        """(block, slots in it, which of the n tokens) for each affected block."""
         found, size = [], self._block_size
         at = self._start
         while at < self._end:
@@ -55,8 +55,8 @@ class TokenPlaces:
 class BlockPlane:
     """Element offsets of K, V or latents inside one block, relative to the block's first element.
 
-    `offsets` has shape (heads, block_size, dim). Where they are affine (`strides` of head,
-    token and dim from `base`), a strided view does the addressing; else an index does.
+    `offsets` has shape (heads, block_size, dim). If they are affine (`strides` of head, token and dim from
+    `base`), a strided view is used for addressing, otherwise an index.
     """
 
     offsets: torch.Tensor
@@ -64,7 +64,8 @@ class BlockPlane:
     strides: tuple[int, int, int] | None
 
     def gather(self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """The plane's values of n tokens, shape (n, heads, dim); `blocks`, `slots` have shape (n,)."""
+        """Read the plane's values of n tokens, shape (n, heads, dim). `blocks` and `slots` have shape
+        (n,)."""
         if self.strides is not None:
             return self._view(cache)[blocks, :, slots]
         return _flat(cache)[self._index(cache, blocks, slots)]
@@ -72,7 +73,7 @@ class BlockPlane:
     def scatter(
         self, cache: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Write values of shape (n, heads, dim) where `gather` would read them."""
+        """Write values of shape (n, heads, dim) to the places that `gather` reads."""
         if self.strides is not None:
             self._view(cache)[blocks, :, slots] = values
         else:
@@ -97,12 +98,12 @@ class BlockLayout:
     """Mapping of one layer's blocks to planes."""
 
     planes: tuple[BlockPlane, ...]
-    """K and V, or MLA's latents alone."""
+    """K and V, or only MLA's latents."""
     block_size: int
 
 
 def _flat(cache: torch.Tensor) -> torch.Tensor:
-    """All of a cache's storage from its first element, as one dimension."""
+    """View all of a cache's storage from its first element as one dimension."""
     size = cache.untyped_storage().nbytes() // cache.element_size() - cache.storage_offset()
     return cache.as_strided((size,), (1,), cache.storage_offset())
 
@@ -115,9 +116,9 @@ def verified_layouts(
     block_size: int,
     scales: Mapping[str, tuple[float, float]],
 ) -> list[BlockLayout]:
-    """The layout of each cache of a rank with so many heads, by its layer's name. Raises LayoutError.
+    """Layouts of the caches of a rank with these heads, by layer name. Raises LayoutError.
 
-    `block_size` of the engine; a block of the caches may be a part of one. `scales` as `derive` has them.
+    `block_size` is the engine's. A block of the caches may be a part of it. `scales` as for `derive`.
     """
     known: dict[tuple[Any, ...], BlockLayout] = {}
     found = []
@@ -135,12 +136,12 @@ def verified_layouts(
             known[kind] = derive(cache, heads, size, page.dim, write, page.planes, page.quantised, scaled)
         found.append(known[kind])
     if len({layout.block_size for layout in found}) > 1:
-        raise LayoutError("layers with blocks of several sizes", reason="layout")
+        raise LayoutError("layers have different block sizes", reason="layout")
     return found
 
 
 def write_op(layer: Any) -> WriteOp:
-    """The cache-write operation of an attention layer. Raises LayoutError where it has none."""
+    """Return the cache-write operation of an attention layer. Raises LayoutError if it has none."""
     update = _update(layer)
 
     def write(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
@@ -150,19 +151,21 @@ def write_op(layer: Any) -> WriteOp:
 
 
 def latent_write_op(layer: Any) -> WriteOp:
-    """The cache-write operation of a layer of MLA. Raises LayoutError where it has none.
+    """Return the cache-write operation of an MLA layer. Raises LayoutError if it has none.
 
-    Other layers than vLLM's own put the parts of a latent elsewhere, or pad them.
+    Layers that are not vLLM's own may store the parts of a latent differently, or pad them.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     if type(layer) is not MLAAttention:
-        raise LayoutError(f"{type(layer).__name__} has no page layout yet", reason="attention_kind")
+        raise LayoutError(
+            f"cornplug does not support the KV layout of {type(layer).__name__}", reason="attention_kind"
+        )
     update = _update(layer)
 
     def write(latent: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
         compressed, rotary = latent.split([layer.kv_lora_rank, layer.qk_rope_head_dim], dim=-1)
-        # As `MLAAttention.update_kv_cache`, whose cache has no heads.
+        # Same as `MLAAttention.update_kv_cache`, whose cache has no heads dimension.
         update(
             compressed.squeeze(1).contiguous(),
             rotary.contiguous(),
@@ -186,12 +189,13 @@ def _update(layer: Any) -> Callable[..., None]:
 
 
 def require_scales(name: str, layer: Any, expected: tuple[float, float]) -> None:
-    """Raise LayoutError unless a layer scales fp8 values of K and V by these, which page keys depend on."""
+    """Raise LayoutError unless a layer scales fp8 values of K and V by these values, on which page keys
+    depend."""
     kept = [getattr(layer, f"_{plane}_scale{form}", None) for plane in "kv" for form in ("", "_float")]
     scales = [one.flatten().tolist() if isinstance(one, torch.Tensor) else [one] for one in kept]
     if scales != [[scale] for scale in expected for _ in range(2)]:
         raise LayoutError(
-            f"{name} scales its fp8 values by {scales}, its checkpoint by {expected}", reason="kv_dtype"
+            f"{name} scales its fp8 values by {scales}, but the checkpoint has {expected}", reason="kv_dtype"
         )
 
 
@@ -205,13 +209,13 @@ def derive(
     quantised: str = "",
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> BlockLayout:
-    """Find the layout of `cache`, shape (blocks, heads, block_size, planes * dim) in any strides.
+    """Determine the layout of `cache`, shape (blocks, heads, block_size, planes * dim) with any strides.
 
-    `quantised` is the format of values in a cache of bytes, as `PageGeometry.quantised`; `write` divides K
+    `quantised` is the format of values in a cache of bytes, see `PageGeometry.quantised`. `write` divides K
     and V by these `scales`.
 
-    Works on a scratch tensor with the same strides; `cache` itself is not touched.
-    Raises LayoutError("layout") when shape or mapping is not a permutation of the planes (at most two).
+    Uses a scratch tensor with the same strides, and does not modify `cache`. Raises LayoutError("layout") if
+    the shape is unexpected or the mapping is not a permutation of the planes (at most two).
     """
     if tuple(cache.shape[1:]) != (heads, block_size, planes * dim):
         raise LayoutError(
@@ -222,8 +226,8 @@ def derive(
     inner = sum((n - 1) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True)) + 1
     if inner > cache.stride(0):
         raise LayoutError(
-            f"a block of this cache is spread over all of it (strides {cache.stride()}, as in vLLM's layout "
-            "LHBNC); set VLLM_KV_CACHE_LAYOUT to another that this backend supports",
+            f"a block of this cache is not contiguous (strides {cache.stride()}, as in vLLM's layout "
+            "LHBNC); set VLLM_KV_CACHE_LAYOUT to another layout that this backend supports",
             reason="layout",
         )
     raw = torch.zeros(cache.stride(0) + inner, dtype=cache.dtype, device=cache.device)
@@ -233,11 +237,12 @@ def derive(
         torch.arange(block_size), torch.arange(heads), torch.arange(dim), indexing="ij"
     )
     slots = torch.arange(block_size, 2 * block_size, dtype=torch.int64, device=cache.device)
-    # K (or the latents) is written with positive labels and V with negative ones: the sign is the plane.
+    # K (or the latents) is written with positive labels and V with negative labels, so the sign gives the
+    # plane.
     signs = (1, -1)[:planes]
     stored, digit = (_FP8[quantised], _FP8_DIGIT) if quantised else (cache.dtype, _DIGIT)
     values = torch.bfloat16 if quantised else cache.dtype
-    # A little more than a label: vLLM's CPU operation cuts off the digits that a format lacks.
+    # Slightly more than the label, because vLLM's CPU operation truncates digits that a format does not have.
     factors = [scale * (65 / 64 if quantised else 1) for scale in scales]
     found = []
     for coordinate, size in ((token, block_size), (head, heads), (channel, dim)):
@@ -250,14 +255,18 @@ def derive(
             write(*(one.to(values).to(cache.device).contiguous() for one in written), scratch, slots)
             read = scratch[1].view(stored).float().cpu().round().to(torch.int64)
             if int(torch.count_nonzero(raw)) > int(torch.count_nonzero(read)):
-                raise LayoutError("the backend's cache-write writes beyond its block", reason="layout")
+                raise LayoutError(
+                    "the backend's cache-write operation writes outside its block", reason="layout"
+                )
             position += torch.where(read != 0, (read.abs() - 1) * scale, 0)
             plane = read.sign()
             scale *= digit
         found.append((position.flatten(), plane.flatten()))
     (tokens, plane), (heads_at, plane_h), (channels, plane_c) = found
     if not (torch.equal(plane, plane_h) and torch.equal(plane, plane_c)):
-        raise LayoutError("the backend's cache-write does not write the same places twice", reason="layout")
+        raise LayoutError(
+            "the backend's cache-write operation wrote to different places in two runs", reason="layout"
+        )
 
     axes = (torch.arange(n) * s for n, s in zip(cache.shape[1:], cache.stride()[1:], strict=True))
     addresses = sum(torch.meshgrid(*axes, indexing="ij"), torch.zeros((), dtype=torch.int64)).flatten()
@@ -269,8 +278,8 @@ def derive(
             offsets[heads_at[at], tokens[at], channels[at]] = addresses[at]
         if (offsets < 0).any():
             raise LayoutError(
-                "the backend's cache-write is no permutation of the block (packed, padded or "
-                "quantised): KV is not shared",
+                "the backend's cache-write operation does not permute the values of a block (they are "
+                "packed, padded or quantised)",
                 reason="layout",
             )
         mapped.append(_plane(offsets))
@@ -278,7 +287,7 @@ def derive(
 
 
 def whole_rows(dim: int) -> BlockLayout:
-    """The layout of blocks that are one row of `dim` values, as in a cache of shape (blocks, 1, 1, dim)."""
+    """Layout of blocks that are one row of `dim` values, as in a cache of shape (blocks, 1, 1, dim)."""
     return BlockLayout((_plane(torch.arange(dim)[None, None]),), 1)
 
 

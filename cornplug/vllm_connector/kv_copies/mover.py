@@ -1,4 +1,5 @@
-"""Who moves KV, a slab at a time: a thread where a CPU copies, the engine's own polls where a GPU does."""
+"""Scheduling of KV copies, a slab at a time: on a thread if a CPU copies, or polled by the engine if a GPU
+copies."""
 
 from __future__ import annotations
 
@@ -12,33 +13,33 @@ from typing import Final, Protocol
 from cornplug.vllm_connector import compat
 
 Job = Generator[None, None, None]
-"""Moves a slab between two `yield`s. Its `finally` reports the end, whichever way it ends."""
+"""Copies a slab between two `yield`s. Its `finally` reports the end in every case."""
 
 BURST_S: Final = 0.5
-"""An engine that has had work for less than this is expected to be idle soon: copies wait for that."""
+"""An engine that has been busy for less than this is expected to be idle soon, so copies wait."""
 STEP_S: Final = 0.010
-"""Seconds of copying beside each further step that computes tokens."""
+"""Seconds of copying during each further step that computes tokens."""
 STEP_SHARE: Final = 0.05
-"""The same as a share of the step before, so that saves of long prefill steps keep up."""
+"""The same as a share of the previous step, so that saves of long prefill steps keep up."""
 _PAUSE_S: Final = 0.05
-"""Time without a step after which work has begun anew."""
+"""Time without a step after which the engine counts as newly busy."""
 _MOST_FAILURES: Final = 8
-"""Jobs that may fail one after the other before no more are begun."""
+"""Number of consecutive failures after which no more jobs are started."""
 
 
 class StepBudget:
-    """Time that copies for which nobody waits may take beside the engine's steps; unbounded before any."""
+    """Time budget for non-urgent copies during the engine's steps. Unlimited before the first step."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._left_s = math.inf
         self._busy_since: float | None = None
-        """Start of the first of the steps with tokens that have followed each other since."""
+        """Start of the first of the consecutive steps with tokens."""
         self._began = self._ended = 0.0
-        """Of the last step."""
+        """Start and end of the last step."""
 
     def begin_step(self, *, computes: bool) -> None:
-        """Set the time that copies may take beside the step that begins now."""
+        """Set the copy time for the step that begins now."""
         now = self._clock()
         lasted_s, pause_s = self._ended - self._began, now - self._ended
         self._began = self._ended = now
@@ -51,11 +52,11 @@ class StepBudget:
         self._left_s = max(STEP_S, STEP_SHARE * lasted_s) if busy else 0.0
 
     def end_step(self) -> None:
-        """Note the end of a step's forward pass."""
+        """Record the end of a step's forward pass."""
         self._ended = self._clock()
 
     def spend(self, seconds: float) -> None:
-        """Take the time of a copy."""
+        """Subtract the time of a copy."""
         self._left_s -= seconds
 
     def __bool__(self) -> bool:
@@ -63,11 +64,11 @@ class StepBudget:
 
 
 class KVMover:
-    """A thread. Jobs of one urgency run in the order in which they came.
+    """A thread that runs copy jobs. Jobs of the same urgency run in order of arrival.
 
-    A job that is not urgent stands aside at its next `yield` while an urgent one is there, and when it has
-    used the time that a step leaves it. A daemon thread: a program's last copies are made when it ends
-    (`kv/in_process.py`), and threads of the standard library's pools are over by then.
+    A job that is not urgent pauses at its next `yield` if an urgent job is queued, and when it has used the
+    time budget of a step. The thread is a daemon thread, because a program's last copies run when it ends
+    (`kv/in_process.py`), after the threads of the standard library's pools have ended.
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
@@ -80,12 +81,12 @@ class KVMover:
         self._changed = threading.Condition()
         self._closed = False
         self._budget = StepBudget(clock)
-        """Of jobs that are not urgent."""
+        """Budget of jobs that are not urgent."""
         self._waiting = 0
-        """Threads in `wait`, for which no step holds a job up."""
+        """Number of threads in `wait`, during which steps do not pause jobs."""
 
     def submit(self, job: Job, *, urgent: bool) -> None:
-        """Queue a job; after `close` it is dropped."""
+        """Queue a job. After `close` it is dropped."""
         with self._changed:
             if self._closed:
                 return
@@ -96,10 +97,10 @@ class KVMover:
             self._changed.notify_all()
 
     def begin_step(self, *, computes: bool) -> None:
-        """Bound the copies beside a step of the engine.
+        """Limit the copies during a step of the engine.
 
-        Jobs that are not urgent finish the slab that they have begun. They go on in a step without tokens,
-        and for a bounded time beside each step of an engine that has had work for `BURST_S`.
+        Jobs that are not urgent finish their current slab. They continue in a step without tokens, and for a
+        limited time during each step of an engine that has been busy for `BURST_S`.
         """
         with self._changed:
             self._budget.begin_step(computes=computes)
@@ -107,11 +108,11 @@ class KVMover:
                 self._changed.notify_all()
 
     def end_step(self) -> None:
-        """Note the end of a step's forward pass."""
+        """Record the end of a step's forward pass."""
         self._budget.end_step()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Whether every job was done inside the time."""
+        """Wait for all jobs, and return whether they finished within the timeout."""
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -121,7 +122,7 @@ class KVMover:
                 self._waiting -= 1
 
     def close(self) -> None:
-        """Let the slab end that is moving, and forget the rest."""
+        """Finish the current slab, and drop the remaining jobs."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -132,12 +133,12 @@ class KVMover:
         try:
             self._enter_thread()
         except Exception:  # noqa: BLE001 - torch's and CUDA's; the jobs fail and report it
-            compat.logger.exception("cornplug: the thread that moves KV is not on its device")
+            compat.logger.exception("cornplug: the thread that copies KV cannot use its device")
         while (queue := self._next_queue()) is not None:
             self._slab(queue)
 
     def _next_queue(self) -> deque[Job] | None:
-        """Wait for work. Returns the queue whose first job is to move a slab; None after `close`."""
+        """Wait for work. Returns the queue whose first job should copy a slab, or None after `close`."""
         with self._changed:
             while not self._closed:
                 may_run_others = bool(self._budget) or self._waiting > 0
@@ -147,12 +148,12 @@ class KVMover:
             return None
 
     def _slab(self, queue: deque[Job]) -> None:
-        """Move one slab of a queue's first job."""
+        """Copy one slab of a queue's first job."""
         job, over, began = queue[0], True, self._clock()
         try:
             over = next(job, job) is job
         except Exception:  # noqa: BLE001 - the other jobs go on
-            compat.logger.exception("cornplug: moving KV failed")
+            compat.logger.exception("cornplug: copying KV failed")
         with self._changed:
             if queue is self._others:
                 self._budget.spend(self._clock() - began)
@@ -162,27 +163,27 @@ class KVMover:
 
 
 class Crossing(Protocol):
-    """Copies that are under way."""
+    """Copies in flight."""
 
     def done(self) -> bool:
-        """Whether they have happened."""
+        """Return whether they have completed."""
 
     def wait(self) -> None:
-        """Wait until they have happened."""
+        """Wait until they have completed."""
 
 
 PolledJob = Generator[Crossing, None, None]
-"""Begins copies and yields those that are to have happened before it goes on. Its `finally` reports the end,
-whichever way it ends."""
+"""Starts copies and yields those that must complete before it continues. Its `finally` reports the end in
+every case."""
 
 
 class PolledMover:
-    """Jobs that the engine's own thread carries on between its steps. They wait for no copy."""
+    """Jobs that the engine's own thread advances between its steps, without waiting for copies."""
 
     def __init__(self) -> None:
         self._jobs: list[tuple[PolledJob, Crossing]] = []
         self._failures = 0
-        """Jobs that failed one after the other."""
+        """Number of consecutive failed jobs."""
 
     @property
     def works(self) -> bool:
@@ -190,11 +191,11 @@ class PolledMover:
         return self._failures < _MOST_FAILURES
 
     def submit(self, job: PolledJob) -> None:
-        """Begin a job's first copies."""
+        """Start a job's first copies."""
         self._resume(job)
 
     def poll(self) -> None:
-        """Carry on the jobs whose copies have happened."""
+        """Advance the jobs whose copies have completed."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
             try:
@@ -208,11 +209,11 @@ class PolledMover:
                 self._jobs.append((job, crossing))
 
     def is_idle(self) -> bool:
-        """Whether no job is under way."""
+        """Whether no job is in progress."""
         return not self._jobs
 
     def wait(self) -> None:
-        """Wait until every job is done."""
+        """Wait until all jobs have finished."""
         while self._jobs:
             job, crossing = self._jobs.pop(0)
             try:
@@ -223,7 +224,7 @@ class PolledMover:
             self._resume(job)
 
     def close(self) -> None:
-        """Wait for the copies that are under way, and forget the rest."""
+        """Wait for copies in flight, and drop the remaining jobs."""
         jobs, self._jobs = self._jobs, []
         for job, crossing in jobs:
             try:
@@ -244,7 +245,7 @@ class PolledMover:
             self._failures = 0
 
     def _end(self, job: PolledJob, error: Exception) -> None:
-        """End a job whose copies failed: it reports that."""
+        """End a job whose copies failed, and let it report the failure."""
         self._failed(error)
         try:
             job.close()
@@ -252,11 +253,11 @@ class PolledMover:
             self._failed(e)
 
     def _failed(self, error: Exception) -> None:
-        """A job has failed: the engine and the other jobs go on. A fault that stays is logged once."""
+        """Handle a failed job. The engine and other jobs continue, and repeated failures are logged once."""
         self._failures += 1
         if self._failures == 1:
-            compat.logger.error("cornplug: moving KV failed", exc_info=error)
+            compat.logger.error("cornplug: copying KV failed", exc_info=error)
         elif self._failures == _MOST_FAILURES:
             compat.logger.warning(
-                "cornplug: KV pages are copied by way of staging memory from now on: %s", error
+                "cornplug: KV pages are copied through staging memory from now on: %s", error
             )

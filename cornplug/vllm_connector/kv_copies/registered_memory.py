@@ -1,9 +1,9 @@
-"""Memory of the store, or of embeddings, that the device copies by itself: registered as far as it has pages.
+"""Memory of the store or of embeddings that the device can access directly, registered incrementally.
 
-A store's memory is one mapping, of which the daemon sets pages aside as they are needed and leaves the host
-enough to live. Registration makes the kernel find a page for every address, so it follows the daemon: it
-reaches as far as the locations that the store has given. It takes time, about as long as it takes to touch
-each page once, so a thread does it, and what is not registered yet passes staging memory.
+A store's memory is one mapping. The daemon allocates its pages as needed, and keeps enough memory free for
+the host. Registration makes the kernel allocate a page for every address, so it must not go beyond the
+locations that the store has returned. It takes about as long as touching each page once, so a thread does it.
+Memory that is not registered yet is copied through staging memory.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from cornplug.store.base import MappedStore, Store
 from cornplug.vllm_connector import compat
 
 LEAST_BYTES: Final = 64 << 20
-"""Registered at once at least: a young store grows by a page of KV at a time."""
+"""Minimum size of a registration, because a new store grows by one KV page at a time."""
 MOST_BYTES: Final = 1 << 30
-"""And at most, so that the first pages are reached soon."""
+"""Maximum size of a registration, so that the first pages can be used soon."""
 
 
 class _Region:
-    """The memory of one arena."""
+    """Memory of one arena."""
 
     def __init__(self, arena_id: bytes, memory: memoryview) -> None:
         self.arena_id = arena_id
         self.memory = memory
-        """Keeps the mapping in place."""
+        """Keeps the mapping alive."""
         self.address: int = np.frombuffer(memory, np.uint8).ctypes.data
         self.wanted = 0
-        """End of the last location that was asked for."""
+        """End of the last requested location."""
         self.ends = [0]
-        """Ends of the registered runs, each begins where the one before ends."""
+        """Ends of the registered ranges. Each begins where the previous one ends."""
         self.failed = False
         self.busy = False
 
 
 class RegisteredMemory:
-    """One per rank. The engine's thread asks; a thread of its own registers.
+    """Registered memory of one rank. The engine's thread queries it, and a separate thread registers memory.
 
     Args:
-        register: makes (address, bytes) of this process known to the device; whether it could.
-        unregister: undoes it for an address.
-        enter_thread: makes the device the thread's own.
-        least_bytes, most_bytes: registered at once.
+        register: registers (address, bytes) of this process with the device, and returns whether that worked.
+        unregister: unregisters an address.
+        enter_thread: sets the device of the thread.
+        least_bytes, most_bytes: minimum and maximum size of a registration.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class RegisteredMemory:
         self._thread = ThreadPoolExecutor(1, "cornplug-register", initializer=enter_thread)
         self._region: _Region | None = None
         self._left: list[_Region] = []
-        """Of stores that have ended."""
+        """Regions of stores that have ended."""
         self._users: list[Callable[[], bool]] = []
         self._closed = False
 
     def reaches(self, arena_id: bytes, end: int) -> bool:
-        """Whether the device reaches the bytes of this arena up to `end`; if not, it soon will."""
+        """Return whether the device can access the bytes of this arena up to `end`. If not, their
+        registration is requested."""
         region = self._region
         if region is None or region.arena_id != arena_id:
             memory = self._store.mapped(arena_id) if isinstance(self._store, MappedStore) else None
@@ -91,12 +92,13 @@ class RegisteredMemory:
         return False
 
     def runs(self, arena_id: bytes, offset: int, size: int) -> list[tuple[int, int]]:
-        """(address, bytes) of the registered runs that hold these bytes: no copy may cross two of them.
+        """(address, bytes) of the registered ranges that contain these bytes. No copy may cross two ranges.
 
-        Raises StoreUnavailable for bytes that `reaches` does not reach, or no more."""
+        Raises StoreUnavailable for bytes for which `reaches` is false, or no longer true.
+        """
         region = self._region
         if region is None or region.arena_id != arena_id or offset + size > region.ends[-1]:
-            raise StoreUnavailable("location of another arena", reason="stale_location")
+            raise StoreUnavailable("the location is in another arena", reason="stale_location")
         found, at, ends = [], offset, region.ends
         while at < offset + size:
             stop = min(offset + size, ends[bisect_right(ends, at)])
@@ -105,17 +107,17 @@ class RegisteredMemory:
         return found
 
     def join(self, is_idle: Callable[[], bool]) -> None:
-        """One more user, who says whether it has no copy under way."""
+        """Add a user, which reports whether it has no copy in flight."""
         self._users.append(is_idle)
 
     def forget_ended(self) -> None:
-        """Unregister the memory of stores that have ended, unless a copy is under way."""
+        """Unregister the memory of stores that have ended, unless a copy is in flight."""
         if self._left and all(is_idle() for is_idle in self._users):
             while self._left:
                 self._thread.submit(self._undo, self._left.pop()).add_done_callback(_log_failure)
 
     def leave(self, is_idle: Callable[[], bool]) -> None:
-        """One user less, whose copies have ended; the last one has everything unregistered."""
+        """Remove a user whose copies have ended. The last user unregisters everything."""
         self._users = [one for one in self._users if one != is_idle]
         if self._users or self._closed:
             return
@@ -135,8 +137,8 @@ class RegisteredMemory:
                 if not self._register(region.address + start, end - start):
                     region.failed = True
                     compat.logger.warning(
-                        "cornplug: the device cannot reach shared memory by itself beyond %d MiB: copies "
-                        "pass other host memory there, which is slower",
+                        "cornplug: the device can access only the first %d MiB of shared memory directly; "
+                        "copies beyond that use other host memory, which is slower",
                         start >> 20,
                     )
                     return
@@ -145,7 +147,7 @@ class RegisteredMemory:
             region.busy = False
 
     def _next_end(self, region: _Region) -> int:
-        """Where the next run to register ends; 0 where it is too early for one."""
+        """End of the next range to register, or 0 if it is too early for one."""
         start, wanted = region.ends[-1], region.wanted // mmap.PAGESIZE * mmap.PAGESIZE
         return min(wanted, start + self._most_bytes) if wanted - start >= self._least_bytes else 0
 
@@ -157,4 +159,4 @@ class RegisteredMemory:
 def _log_failure(future: Future[None]) -> None:
     error = None if future.cancelled() else future.exception()
     if error is not None:
-        compat.logger.error("cornplug: registering memory with the device failed", exc_info=error)
+        compat.logger.error("cornplug: could not register memory with the device", exc_info=error)

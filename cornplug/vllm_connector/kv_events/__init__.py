@@ -1,1 +1,1 @@
-"""KV events of stored pages, for routers: in vLLM's schema, with vLLM's names of blocks."""
+"""KV events of stored pages for routers, in vLLM's schema and with vLLM's block hashes."""

@@ -1,7 +1,8 @@
-"""vLLM's own names of the tokens that pages hold, as in its KV events of blocks.
+"""vLLM's names for the tokens of pages, as in its own KV events.
 
-A router knows blocks by their tokens and by vLLM's hashes, in which cornplug's secret has no part. A page may
-be longer or shorter than a block, so an event is of spans: the fewest whole pages that are whole blocks.
+A router identifies blocks by their tokens and by vLLM's hashes, which do not depend on cornplug's secret. A
+page may be longer or shorter than a block, so an event describes a span: the smallest number of whole pages
+that are whole blocks.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ if TYPE_CHECKING:
 
 
 class NamedSpan(msgspec.Struct, frozen=True):
-    """The content of one span's events."""
+    """Content of one span's events."""
 
     hashes: Sequence[Any]
     parent: Any
-    """Hash of the block before; None for the first one."""
+    """Hash of the previous block, or None for the first block."""
     tokens: array[int]
     extra_keys: Sequence[Any]
-    """Of each block: the adapter's name, media and salt that are in its hash."""
+    """For each block: the adapter's name, media and salt that are part of its hash."""
     lora_id: int | None
     lora_name: str | None
     lookahead: Sequence[list[int]] | None
-    """Of each block: tokens behind it that are in its hash (from vLLM 0.33 on)."""
+    """For each block: later tokens that are part of its hash (since vLLM 0.33)."""
 
 
 class BlockSpans:
@@ -55,14 +56,15 @@ class BlockSpans:
         self._window = get_kv_cache_spec_sliding_window(spec)
 
     def named(self, request: Request, first: int, count: int) -> list[NamedSpan]:
-        """The content of events of a request's spans from `first` on whose blocks vLLM has hashed."""
+        """Return the content of events for a request's spans from `first` on, as far as vLLM has hashed their
+        blocks."""
         size, many, ahead = self._size, self._blocks, getattr(self._pool, "num_hash_lookahead_tokens", 0)
         hashes = resolve_block_hashes(request.block_hashes, self._pool.hash_block_size, size)
         begin = first * many
         count = min(count, len(hashes) // many - first)
         if count <= 0:
             return []
-        # A prompt has thousands of blocks: they are taken out of vLLM's lists together.
+        # A prompt has thousands of blocks, so they are read from vLLM's lists together.
         names = [maybe_convert_block_hash(one) for one in hashes[max(0, begin - 1) : begin + count * many]]
         if not begin:
             names.insert(0, None)
@@ -88,13 +90,14 @@ class BlockSpans:
         return found
 
     def _extra_keys(self, request: Request, ends: Sequence[int], ahead: int) -> Sequence[Any]:
-        """Of each block that ends there. With `ahead`, its hash is of so many tokens more."""
+        """Extra keys of each block that ends at one of `ends`. With `ahead`, its hash covers that many more
+        tokens."""
         size = self._size
         keys = [generate_block_hash_extra_keys(request, end - size, end + ahead, 0)[0] for end in ends]
         return to_event_extra_keys(keys) or ()
 
     def stored(self, span: NamedSpan, medium: str) -> BlockStored:
-        """The event of a span that is on this medium now."""
+        """Return the event for a span that is now on this medium."""
         event = BlockStored(
             block_hashes=list(span.hashes),
             parent_block_hash=span.parent,
@@ -114,7 +117,7 @@ class BlockSpans:
 
 
 def joined(tail: BlockStored, event: BlockStored) -> bool:
-    """Whether `event` went on where `tail` ends, and is part of it now."""
+    """Append `event` to `tail` if it continues where `tail` ends, and return whether it did."""
     goes_on = event.parent_block_hash == tail.block_hashes[-1]
     if not goes_on or (event.medium, event.lora_name) != (tail.medium, tail.lora_name):
         return False

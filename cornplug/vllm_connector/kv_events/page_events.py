@@ -1,8 +1,9 @@
 """KV events of the store's pages: which prefixes of this engine's requests are in memory and on disk.
 
-Saves and hits note pages; the table of the store's entries, which this process maps, says where they are. So
-events follow what the store has, whoever stored or evicted it. A look costs no message and counts nowhere.
-vLLM takes events in a step: an engine without requests tells of an eviction in its next one.
+Saves and hits register pages. The table of the store's entries, which this process maps, shows where they
+are. Events therefore follow the store's contents, regardless of who stored or evicted a page. A check sends
+no message and does not count as a use. vLLM collects events in steps, so an engine without requests reports
+an eviction in its next step.
 """
 
 from __future__ import annotations
@@ -28,35 +29,36 @@ if TYPE_CHECKING:
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
 
 _LOOK_S: Final = 0.05
-"""Between looks at announced pages."""
+"""Interval between checks of announced pages."""
 _SOON_S: Final = 0.002
-"""Between looks for pages that were noted: the store has those of a hit, and soon those of a save."""
+"""Interval between checks of registered pages: pages of a hit are stored already, and pages of a save will be
+soon."""
 _NOTED_S: Final = 1.0
-"""A noted page that the store does not get meanwhile is forgotten: its save failed."""
+"""Time after which a registered page that the store does not have is dropped, because its save failed."""
 _LOST_S: Final = 5.0
-"""A store that is away for so long has no pages for this engine."""
+"""Time after which an unreachable store has no pages for this engine."""
 _LOOKED_AT: Final = 256
-"""Announced spans of one look; of more than 16,384 a 64th."""
+"""Number of announced spans per check, or a 64th of them if there are more than 16,384."""
 _MOST: Final = 1 << 16
-"""Announced spans. Each takes about 1 KiB here; further pages are not announced."""
+"""Maximum number of announced spans. Each takes about 1 KiB. Further pages are not announced."""
 _MEDIUM: Final[Mapping[int, str]] = {Tier.MEMORY: MEDIUM_CPU, Tier.DISK: MEDIUM_STORAGE}
 
 
 @dataclass(slots=True)
 class PageSpan:
-    """The content of the events of a page, and of the pages that vLLM's blocks tie to it."""
+    """Content of the events of a page, and of the pages that share vLLM's blocks with it."""
 
     named: NamedSpan
     keys: Sequence[bytes]
-    """Of its pages in the store. They leave this process in no event."""
+    """Keys of its pages in the store. No event contains them."""
     noted_s: float
     tier: int = Tier.ABSENT
-    """As announced."""
+    """Tier as announced."""
 
 
 @dataclass(slots=True)
 class _Changes:
-    """The events of one look."""
+    """Events of one check."""
 
     stored: list[KVCacheEvent] = field(default_factory=list)
     removed: dict[str, list[object]] = field(default_factory=dict)
@@ -68,7 +70,7 @@ class _Changes:
 
 
 class PageEvents:
-    """One per scheduler half whose engine has KV events enabled; used by the engine's thread."""
+    """KV events of one scheduler half. Used by the engine's thread."""
 
     def __init__(self, store: PeekableStore, requests: TrackedRequests) -> None:
         self._store, self._requests = store, requests
@@ -77,18 +79,18 @@ class PageEvents:
         """Last page's key -> span that the store may have."""
         self._announced: dict[bytes, PageSpan] = {}
         self._round: list[bytes] = []
-        """Of `_announced`, those to be looked at before the others again."""
+        """Keys of `_announced` that are still to be checked in this round."""
         self._next_s = 0.0
         self._lost_s = 0.0
-        """Since when the store has been away; 0: it is there."""
+        """Time since which the store is unreachable, or 0 if it is reachable."""
         self._reset = False
         self._cleared = False
-        """vLLM has told routers that this engine has no block any more."""
+        """Whether vLLM has reported to routers that this engine has no blocks."""
         self._queue: list[KVCacheEvent] = []
 
     def bind(self, pool: BlockPool | None, spec: KVCacheSpec, group: int, page_tokens: int) -> None:
-        """Take the engine's blocks of the cache group whose pages are announced."""
-        # Under context parallelism a hash is of other tokens than a block of this rank.
+        """Set the engine's blocks of the cache group whose pages are announced."""
+        # With context parallelism, a hash covers other tokens than a block of this rank.
         if pool is not None and spec.block_size % pool.hash_block_size == 0:
             self._spans = BlockSpans(pool, spec, group, page_tokens)
             reset = pool.reset_prefix_cache
@@ -102,16 +104,16 @@ class PageEvents:
 
     @property
     def waits(self) -> bool:
-        """Whether noted pages are not looked at yet: the engine should go on stepping."""
+        """Whether registered pages are not checked yet, so the engine should continue stepping."""
         return bool(self._noted or self._queue or (self._cleared and self._announced))
 
     def note(self, tracked: TrackedRequest, pages: range) -> None:
-        """The store has these pages of a request, or gets them in the next step."""
+        """Register pages of a request that the store has, or gets in the next step."""
         for span in self._spans_of(tracked, pages, known=False):
             self._noted[span.keys[-1]] = span
 
     def _spans_of(self, tracked: TrackedRequest, pages: range, *, known: bool) -> list[PageSpan]:
-        """The spans of these pages of a request, without those that are `known` already unless asked for."""
+        """Spans of these pages of a request, without known spans unless `known` is set."""
         spans, keys = self._spans, tracked.keys
         if spans is None or keys is None or not pages:
             return []
@@ -130,7 +132,8 @@ class PageEvents:
         ]
 
     def _knows(self, last: bytes, now_s: float) -> bool:
-        """Whether the span with this last key is announced, or noted: it is noted anew then."""
+        """Return whether the span with this last key is announced or registered. A registered span is
+        refreshed."""
         if last in self._noted:
             self._noted[last].noted_s = now_s
         return last in self._announced or last in self._noted
@@ -139,20 +142,21 @@ class PageEvents:
         return len(self._announced) + len(self._noted) + more > _MOST
 
     def note_span(self, span: PageSpan) -> None:
-        """The store has a page of a request that is over, or gets it in the next step."""
+        """Register a page of a finished request that the store has, or gets in the next step."""
         now_s = time.monotonic()
         if not self._knows(span.keys[-1], now_s) and not self._is_full(1):
             span.noted_s = now_s
             self._noted[span.keys[-1]] = span
 
     def found(self, tracked: TrackedRequest, page: int) -> None:
-        """The store says that it has a page which this engine has computed."""
-        # After a reset this engine takes none of those that were stored before.
+        """Register a page that this engine has computed and that the store already has."""
+        # After a reset, this engine ignores pages that were stored before.
         if not self._reset:
             self.note(tracked, range(page, page + 1))
 
     def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
-        """What `note_span` needs of these pages of a request that is over: no more than their tokens."""
+        """Data that `note_span` needs for these pages of a finished request, with as few tokens as
+        possible."""
         wanted = sorted(pages)
         if self._spans is None or not wanted:
             return {}
@@ -162,16 +166,16 @@ class PageEvents:
         return {i: found[i // many - first] for i in wanted if i // many - first < len(found)}
 
     def forget_stored(self) -> None:
-        """To this engine the pages that are stored now are absent from now on."""
+        """Ignore pages stored before this call."""
         self._reset = True
         self._forget()
 
     def weights_replaced(self) -> None:
-        """The pages that were announced are of the weights before."""
+        """Drop announced pages, because they belong to the previous weights."""
         self._forget()
 
     def take(self) -> Sequence[KVCacheEvent]:
-        """The events since the last call."""
+        """Return the events since the last call."""
         now_s = time.monotonic()
         if self._cleared:
             self._announce_again()
@@ -181,7 +185,7 @@ class PageEvents:
         return events
 
     def _announce_again(self) -> None:
-        """vLLM's `AllBlocksCleared` is of its own cache: the store still has these pages."""
+        """Announce pages again after vLLM's `AllBlocksCleared`, which concerns only its own cache."""
         self._cleared, again = False, _Changes()
         for span in self._announced.values():
             assert self._spans is not None
@@ -206,13 +210,13 @@ class PageEvents:
             there = tiers[at : at + len(span.keys)]
             at += len(span.keys)
             self._is_on(key, span, Tier.ABSENT if Tier.ABSENT in there else max(there), now_s, changes)
-        # First the new places: a router that hears of a page's way to disk never believes it gone.
+        # Send new locations first, so that a router does not consider a page lost while it moves to disk.
         self._queue += changes.stored
         self._remove(changes.removed)
         self._next_s = now_s + (_SOON_S if self._noted else _LOOK_S)
 
     def _due(self) -> list[tuple[bytes, PageSpan]]:
-        """Announced spans that are looked at now; in about 3 s it is the turn of each."""
+        """Return the announced spans to check now. Each is checked about every 3 s."""
         if not self._round:
             self._round = list(self._announced)
         count = max(_LOOKED_AT, len(self._announced) // 64)
@@ -220,7 +224,7 @@ class PageEvents:
         return [(key, self._announced[key]) for key in due if key in self._announced]
 
     def _is_on(self, key: bytes, span: PageSpan, tier: int, now_s: float, changes: _Changes) -> None:
-        """A look has found the span there."""
+        """Handle a check that found the span on this tier."""
         if tier == span.tier:
             if not tier and now_s - span.noted_s > _NOTED_S:
                 del self._noted[key]
@@ -237,7 +241,7 @@ class PageEvents:
         changes.add(self._spans.stored(span.named, _MEDIUM[tier]))
 
     def _forget(self) -> None:
-        """This engine has no use for the store's pages any more."""
+        """Drop everything, because this engine no longer uses the store's pages."""
         removed: dict[str, list[object]] = {}
         for span in self._announced.values():
             removed.setdefault(_MEDIUM[span.tier], []).extend(span.named.hashes)
@@ -254,11 +258,14 @@ class PageEvents:
 
 
 def page_events(config: VllmConfig, runtime: EngineRuntime, requests: TrackedRequests) -> PageEvents | None:
-    """The events of this engine's pages; None where they are not enabled, or cannot be told."""
+    """Create the events of this engine's pages, or None if they are not enabled or not available."""
     settings = getattr(config, "kv_events_config", None)
     if settings is None or not settings.enable_kv_cache_events:
         return None
     if not isinstance(runtime.store, PeekableStore):
-        compat.logger.warning("cornplug: the store's pages are in no KV event: this store tells no evictions")
+        compat.logger.warning(
+            "cornplug: KV events do not include the store's pages, because this store does not report "
+            "evictions"
+        )
         return None
     return PageEvents(runtime.store, requests)

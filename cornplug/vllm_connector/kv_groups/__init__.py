@@ -1,2 +1,2 @@
-"""KV of models whose layers vLLM keeps in several cache groups: sliding windows or recurrent states beside
-full attention."""
+"""KV of models whose layers are in several of vLLM's cache groups: sliding windows or recurrent states in
+addition to full attention."""

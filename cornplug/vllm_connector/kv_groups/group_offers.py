@@ -1,4 +1,4 @@
-"""Loads of KV pages of several cache groups: a prefix counts only where the store has it for every group."""
+"""Loads of KV pages of several cache groups. A prefix counts only if the store has it for every group."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ from cornplug.vllm_connector.kv_groups.group_requests import GroupRequests
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind
 
 _MOST_BEHIND: Final = 64
-"""Ends behind the longest whose windows one question asks for, at the most."""
+"""Maximum number of shorter hits whose windows one query covers."""
 
 
 class GroupOffers(LoadOffers):
-    """One per scheduler half. A hit that ends at token n is all pages of full attention before n, of each
-    windowed group the pages that hold the window before n, and of each group of states the one at n."""
+    """Load offers of one scheduler half. A hit that ends at token n consists of all pages of full attention
+    before n, for each windowed group the pages of the window before n, and for each group of states the page
+    at n."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class GroupOffers(LoadOffers):
         self._null_block = 0
 
     def bind(self, null_block: int) -> None:
-        """Take the number of the block that stands for those which vLLM does not keep."""
+        """Set the number of the null block, which replaces blocks that vLLM does not keep."""
         self._null_block = null_block
 
     def _look_up(self, tracked: TrackedRequest, offer: LeasedPages) -> None:
@@ -56,7 +57,7 @@ class GroupOffers(LoadOffers):
         if None in keys:
             return
         named = [one for one in keys if one is not None]
-        # The last token is always computed here: it is what the next one is sampled from.
+        # The last token is always computed, because the next token is sampled from its output.
         wanted = pages_between(offer.computed, request.num_tokens - 1, size)
         end = tracked.keys.pages(request.num_tokens - 1)
         for kind, own in zip(self._kinds, named, strict=True):
@@ -77,14 +78,14 @@ class GroupOffers(LoadOffers):
             self._lease(tracked, offer, end, named)
 
     def _pages(self, kind: PageKind, computed: int, end: int) -> range:
-        """The pages of a kind that a hit of `end` pages loads behind `computed` tokens."""
+        """Pages of a kind that a hit of `end` pages loads after `computed` tokens."""
         size = self._page.page_tokens
         return range(max(computed, kind.needed_from(end * size)) // size, end)
 
     def _recall_groups(
         self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> bool:
-        """As `_recall`, for the pages of all groups of a hit of `end` pages."""
+        """Call `_recall` for the pages of all groups of a hit of `end` pages."""
         tokens = end * self._page.page_tokens - computed
         if tokens <= 0 or not self._may_recall(tracked):
             return False
@@ -95,17 +96,18 @@ class GroupOffers(LoadOffers):
     def _keys_of(
         self, tracked: TrackedRequest, ranges: Sequence[range], keys: Sequence[PageKeys]
     ) -> list[bytes]:
-        """The keys of these pages of all groups."""
+        """Keys of these pages of all groups."""
         token_ids = tracked.request.all_token_ids
         return [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
 
     def _end_with_tails(
         self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> int:
-        """The most pages, at most `end`, before which the store has each group's window or state; 0 for none.
+        """Largest number of pages, at most `end`, before which the store has each group's window or state, or
+        0.
 
-        No page is asked for twice. Each question asks for the tails of twice as many shorter hits as the one
-        before: states are stored where an engine's steps ended, which may be many pages apart.
+        No page is queried twice. Each query covers the tails of twice as many shorter hits as the previous
+        one, because states are stored where an engine's steps ended, which may be many pages apart.
         """
         end_s = time.monotonic() + self._run.config.store.deadline_s
         present: dict[tuple[int, int], int] = {}
@@ -118,7 +120,7 @@ class GroupOffers(LoadOffers):
                 there = self._there(tracked, wanted, max(0.0, end_s - time.monotonic()))
                 present |= zip(asked, there, strict=True)
                 behind = min(2 * behind + 1, _MOST_BEHIND)
-            # A later end whose tail begins behind the first absent page would be behind this one too.
+            # A later end whose tail begins after the first absent page would also be after this page.
             absent = [page for group, page in needed if not present[group, page]]
             if not absent:
                 return end
@@ -126,8 +128,8 @@ class GroupOffers(LoadOffers):
         return 0
 
     def _tails(self, computed: int, end: int, behind: int = 0) -> list[tuple[int, int]]:
-        """(group, page) of those that a hit of `end` pages, or of up to `behind` fewer, needs of the groups
-        that need only its tail."""
+        """(group, page) pairs that a hit of `end` pages, or of up to `behind` fewer pages, needs from groups
+        that need only a tail."""
         return [
             (group, page)
             for group, kind in enumerate(self._kinds)
@@ -160,7 +162,7 @@ class GroupOffers(LoadOffers):
         self._store_ops.release(leases.held)
 
     def _whole(self, ranges: Sequence[range], leases: Leases) -> bool:
-        """Whether the leased pages of all groups have the headers of whole pages."""
+        """Return whether the leased pages of all groups have valid headers."""
         at = 0
         for kind, pages in zip(self._kinds, ranges, strict=True):
             mine = leases[at : at + len(pages)]
@@ -174,13 +176,14 @@ class GroupOffers(LoadOffers):
         return True
 
     def _as_pages(self, ranges: Sequence[range]) -> int:
-        """So many pages of the whole model have the bytes of these pages of its groups."""
+        """Number of pages of the whole model with the same size as these pages of its groups."""
         sizes = [kind.geometry.page_bytes for kind in self._kinds]
         loaded = sum(size * len(pages) for size, pages in zip(sizes, ranges, strict=True))
         return -(-loaded // sum(sizes))
 
     def take_groups(self, tracked: TrackedRequest, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """The engine took the offer: `external` tokens go into these blocks of each group; 0: none."""
+        """Record that the engine accepted the offer and loads `external` tokens into these blocks of each
+        group. 0 means that it declined."""
         offer = tracked.offer
         if offer is None:
             return
@@ -189,7 +192,7 @@ class GroupOffers(LoadOffers):
             return
         tracked.offer, tracked.loading = None, offer
         offer.end = offer.computed + external
-        # The windows and states before another end are other pages.
+        # Another end needs other pages of windows and states.
         whole = offer.end == (offer.first_page + len(offer.pages)) * self._page.page_tokens
         request_id = tracked.request.request_id
         loads = []
@@ -200,7 +203,7 @@ class GroupOffers(LoadOffers):
                 whole and len(held) * kind.block_size >= offer.end - start and self._null_block not in held
             )
             loads.append(PageLoad(request_id, start, offer.end, first, pages, array("q", blocks[i]), group=i))
-        # A load whose time is over fails: the request is computed.
+        # A load with an expired deadline fails, and the request is computed.
         deadline_s = self._costs.deadline_s(external) if whole else -1.0
         self._costs.load_began(request_id, self._as_pages([range(len(pages)) for _, pages in offer.groups]))
         self._taken += [replace(load, deadline_s=deadline_s) for load in loads]

@@ -1,4 +1,4 @@
-"""The requests that the KV scheduler follows, as the saves of one cache group see them."""
+"""Tracked requests from the point of view of one cache group's saves."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class GroupRequests:
-    """One per cache group. Which pages of a group are saved, and which are not, differs by group."""
+    """Requests of one cache group. Groups differ in which pages are saved."""
 
     def __init__(self, requests: TrackedRequests, kind: PageKind) -> None:
         self._requests, self._kind = requests, kind
@@ -28,11 +28,11 @@ class GroupRequests:
         return self._requests.sharing
 
     def unfinished(self) -> bool:
-        """Whether a tracked request is not over."""
+        """Whether a tracked request has not finished."""
         return self._requests.unfinished()
 
     def get(self, request: Request) -> TrackedRequest | None:
-        """A request's pages of this group; None if this group has none."""
+        """A request's pages of this group, or None if this group has none."""
         found = self._tracked.get(request.request_id)
         return found if found is not None and found.request is request else None
 
@@ -43,13 +43,13 @@ class GroupRequests:
         if found is None:
             found = self._tracked[request.request_id] = TrackedRequest(request, own=tracked.own)
         if found.keys is None and tracked.keys is not None:
-            # An adapter that changed in between: nothing of this group is saved then.
+            # If the adapter changed in between, nothing of this group is saved.
             with suppress(CornplugError):
                 found.keys = tracked.keys.under(self._requests.root_of(request, self._kind.geometry))
         return found
 
     def completed(self, ends: Sequence[tuple[TrackedRequest, int]]) -> None:
-        """Take the answer of `TrackedRequests.completing` for this step."""
+        """Set the result of `TrackedRequests.completing` for this step."""
         self._ends = ends
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
@@ -57,7 +57,7 @@ class GroupRequests:
         return [(self.of(tracked), end) for tracked, end in self._ends]
 
     def look_at(self, tracked: TrackedRequest) -> None:
-        """The request may complete a page in the next step that computes tokens of it."""
+        """Check the request in the next step that computes its tokens, because it may complete a page."""
         self._requests.look_at(tracked)
 
     def forget(self, request: Request) -> None:

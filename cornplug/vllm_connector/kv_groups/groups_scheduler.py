@@ -1,4 +1,4 @@
-"""The scheduler half of the KV connector for a model with several cache groups."""
+"""Scheduler half of the KV connector for a model with several cache groups."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """The saves of one cache group."""
+    """Saves of one cache group."""
 
     kind: PageKind
     requests: GroupRequests
@@ -47,8 +47,8 @@ def _saves_of(kind: PageKind) -> type[PageSaves]:
 
 
 class GroupsScheduler(SchedulerHalf):
-    """One per engine core whose model has several cache groups: their pages are loaded together, and saved
-    each group for itself."""
+    """Scheduler half for a model with several cache groups, whose pages are loaded together and saved per
+    group. There is one per engine core."""
 
     def __init__(
         self, config: VllmConfig, runtime: EngineRuntime, kinds: Sequence[PageKind], tally: Tally
@@ -73,9 +73,9 @@ class GroupsScheduler(SchedulerHalf):
         return _Group(kind, requests, saves, IdleSaves(runtime, kind.geometry, requests, saves, unseen))
 
     def bind(self, manager: KVCacheManager, specs: Sequence[KVCacheSpec]) -> None:
-        """Take the engine's manager of blocks of these specs, which knows the blocks of a request."""
+        """Set the engine's manager of blocks of these specs, which knows the blocks of a request."""
         self._group_offers.bind(manager.block_pool.null_block.block_id)
-        # As vLLM's own offloading: events of full attention only.
+        # Like vLLM's own offloading, events cover only full attention.
         first = next(i for i, group in enumerate(self._groups) if group.kind.whole)
         whole = self._groups[first]
         self._announce(manager.block_pool, specs[first], first, whole.saves, whole.idle)
@@ -84,8 +84,8 @@ class GroupsScheduler(SchedulerHalf):
             group.idle.bind(manager.block_pool, group.kind.block_size)
 
     def matched_tokens(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond `computed` that the store offers; None while pages are read from disk, and once after
-        a failed load. Asked often; answers from memory."""
+        """Return the number of tokens beyond `computed` that the store offers, or None while pages are read
+        from disk, and once after a failed load. Called often, and usually served from memory."""
         tracked = self._admitted(request, computed)
         if self._gives_way(tracked):
             return None
@@ -93,8 +93,8 @@ class GroupsScheduler(SchedulerHalf):
             return 0
         end = computed // self._page_tokens * self._page_tokens
         for group in self._groups:
-            # Of the tokens that the engine's own cache holds, a later request needs the window, or the state,
-            # before the end: the pages before it are not worth a save.
+            # Of the tokens in the engine's own cache, a later request needs only the window or the state
+            # before the end. Earlier pages are not worth saving.
             if not group.kind.whole:
                 group.requests.of(tracked).saved_until(group.kind.needed_from(end) // self._page_tokens)
         if request.skip_reading_prefix_cache or not self._requests.sharing or not self._may_load(tracked):
@@ -108,13 +108,14 @@ class GroupsScheduler(SchedulerHalf):
             group.idle.forget()
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[int]], external: int) -> None:
-        """The engine took the offer: `external` tokens go into these blocks of each group."""
+        """Record that the engine accepted the offer and loads `external` tokens into these blocks of each
+        group."""
         tracked = self._requests.get(request.request_id)
         if tracked is not None:
             self._group_offers.take_groups(tracked, blocks, external)
 
     def moves(self, output: SchedulerOutput) -> CornplugKVMetadata:
-        """The moves of the step that was just scheduled."""
+        """Return the loads and saves of the step that was just scheduled."""
         self._drop_replaced()
         moves = CornplugKVMetadata(loads=self._offers.new_loads())
         preempted = [self._requests.get(request_id) for request_id in output.preempted_req_ids or ()]
@@ -157,7 +158,8 @@ class GroupsScheduler(SchedulerHalf):
                 pages.save_again_from(tracked.loading.computed // self._page_tokens)
 
     def finished(self, request: Request, blocks: Sequence[Sequence[int]]) -> None:
-        """The request is over. The engine frees these blocks of each group next, or after its load."""
+        """Handle the end of a request. The engine frees these blocks of each group next, or after its
+        load."""
         self._drop_replaced()
         tracked = self._requests.get(request.request_id)
         if tracked is None:
@@ -174,7 +176,7 @@ class GroupsScheduler(SchedulerHalf):
         self._forget(tracked)
 
     def _kept(self, group: _Group, pages: TrackedRequest, blocks: Sequence[Sequence[int]]) -> Sequence[int]:
-        """A request's blocks of a group, with those that it has given back and that vLLM still caches."""
+        """A request's blocks of a group, including blocks that it has released and that vLLM still caches."""
         held = blocks[self._groups.index(group)]
         return group.saves.kept(pages, held) if isinstance(group.saves, WindowSaves) else held
 
@@ -193,5 +195,5 @@ class GroupsScheduler(SchedulerHalf):
         )
 
     def frees_pending(self) -> bool:
-        """Whether acknowledgements will make blocks free that are held for saves."""
+        """Whether acknowledgements will free blocks that are held for saves."""
         return any(group.saves.pinned for group in self._groups if isinstance(group.saves, WindowSaves))

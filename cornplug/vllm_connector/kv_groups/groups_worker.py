@@ -1,4 +1,4 @@
-"""The worker half of the KV connector for a model with several cache groups."""
+"""Worker half of the KV connector for a model with several cache groups."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 
 
 class GroupsWorker:
-    """One per rank: a `KVWorker` for each cache group, over one mover. A load is over when all groups have
-    theirs; it fails as a whole, as vLLM's block numbers do not say which group a damaged block is of."""
+    """Worker half of one rank: a `KVWorker` for each cache group, with a common mover. A load ends when all
+    groups have ended theirs. It fails as a whole, because vLLM's block numbers do not identify the group of a
+    damaged block."""
 
     def __init__(self, workers: Sequence[KVWorker], layer_names: Sequence[Sequence[str]]) -> None:
-        """`layer_names`: of each group, in the order of its page."""
+        """`layer_names` has the layers of each group, in the order of its page."""
         self._workers, self._layer_names = workers, layer_names
         self._acks = CornplugKVWorkerMetadata()
         self._loading: dict[str, int] = {}
-        """Request -> groups that have not ended its load."""
+        """Request -> number of groups that have not ended its load."""
         self._failed: set[str] = set()
         self._failed_now: set[str] = set()
 
     def register(self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]) -> None:
-        """Learn the caches of this rank, by their layers' names.
+        """Register the caches of this rank, by their layers' names.
 
         A cache that cannot be mapped is reported to the scheduler half, which stops sharing.
         """
@@ -35,7 +36,7 @@ class GroupsWorker:
         others = caches.keys() - known
         if known - caches.keys() or not all(_reads(name, known, caches, layers) for name in others):
             error = LayoutError(
-                f"KV caches of other layers: {sorted(known ^ caches.keys())}", reason="layout"
+                f"unexpected layers in the KV caches: {sorted(known ^ caches.keys())}", reason="layout"
             )
             for worker in self._workers:
                 worker.refuse(error)
@@ -44,26 +45,26 @@ class GroupsWorker:
             worker.register({name: caches[name] for name in names}, layers)
 
     def begin_step(self, *, computes: bool) -> None:
-        """Bound what copies on the CPU take from a step that computes tokens there."""
+        """Limit the CPU share of copies in a step that computes tokens on the CPU."""
         self._workers[0].begin_step(computes=computes)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Begin loads; their requests run once `finished` names them."""
+        """Start loads. Their requests run after `finished` returns them."""
         for load in loads:
             self._loading[load.request_id] = self._loading.get(load.request_id, 0) + 1
             self._workers[load.group].start_loads([load])
 
     def start_saves(self, saves: Sequence[PageSave]) -> None:
-        """Begin to copy out pages that this step's forward has computed."""
+        """Start to save pages that this step's forward pass has computed."""
         for i, worker in enumerate(self._workers):
             worker.start_saves([save for save in saves if save.group == i])
 
     def stepped(self, number: int) -> None:
-        """Acknowledge the end of a timed step, with the next acknowledgements."""
+        """Acknowledge the end of a timed step with the next acknowledgements."""
         self._workers[0].stepped(number)
 
     def give_up_saves(self, names: Collection[str]) -> None:
-        """Count pages of these saves that are not acknowledged yet as not written. Does not wait."""
+        """Report pages of these saves that are not acknowledged yet as not written. Does not wait."""
         for worker in self._workers:
             worker.give_up_saves(names)
 
@@ -73,7 +74,7 @@ class GroupsWorker:
             worker.drain()
 
     def finished(self) -> set[str]:
-        """Ids of the requests whose load ended since the last call."""
+        """Ids of requests whose load ended since the last call."""
         received: set[str] = set()
         for worker in self._workers:
             received |= _over(self._loading, worker.finished())
@@ -87,26 +88,26 @@ class GroupsWorker:
         if acks is None:
             return
         self._failed |= acks.failed_loads.keys()
-        # The groups' loads ran one after the other; those of ranks, side by side.
+        # Loads of the groups ran one after the other, loads of ranks in parallel.
         seconds = self._acks.loading_s + acks.loading_s
         self._acks.aggregate(acks)
         self._acks.loading_s = seconds
 
     def failed(self) -> set[str]:
-        """Those of the requests which `finished` last named whose load failed."""
+        """Requests of the last result of `finished` whose load failed."""
         return self._failed_now
 
     def bad_blocks(self) -> set[int]:
-        """None: see `failed`."""
+        """Return an empty set, see `failed`."""
         return set()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """The acknowledgements since the last call; None where there are none. Called after `finished`."""
+        """Acknowledgements since the last call, or None if there are none. Call it after `finished`."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
     def close(self) -> None:
-        """Finish the slabs that are being copied; drop all others."""
+        """Finish the slabs that are being copied, and drop all others."""
         for worker in self._workers:
             worker.close()
 
@@ -114,13 +115,14 @@ class GroupsWorker:
 def _reads(
     name: str, known: Collection[str], caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
 ) -> bool:
-    """Whether a layer has no cache but reads that of a known one, under whose name pages hold it."""
+    """Return whether a layer has no cache of its own and reads the cache of a known layer, under whose name
+    pages contain it."""
     target: str | None = getattr(layers.get(name), "kv_sharing_target_layer_name", None)
     return target is not None and target in known and caches[name].data_ptr() == caches[target].data_ptr()
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Those of these requests that all groups have ended."""
+    """Requests whose load has ended in all groups."""
     over = set()
     for request_id in ended:
         open_groups[request_id] -= 1

@@ -1,6 +1,6 @@
-"""The kinds of pages of a model: one for each of vLLM's cache groups; or the reason for none.
+"""Page kinds of a model, one for each of vLLM's cache groups.
 
-Beside recurrent states a page has as many tokens as a block: a hit ends where vLLM keeps a state.
+With recurrent states, a page has as many tokens as a block, because a hit ends where vLLM keeps a state.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PageKind:
-    """The pages of one cache group."""
+    """Pages of one cache group."""
 
     geometry: PageGeometry
     block_size: int
     layer_names: tuple[str, ...]
-    """vLLM's, in the order of the page's layers."""
+    """vLLM's layer names, in the order of the page's layers."""
 
     @property
     def whole(self) -> bool:
-        """Whether a request that goes on at a token needs all pages before it, and not only a tail."""
+        """Whether a request that continues at a token needs all pages before it, and not only a tail."""
         return not (self.geometry.window or self.geometry.state)
 
     def needed_from(self, end: int) -> int:
-        """The first token that a request which goes on at token `end` needs in its blocks.
+        """Return the first token that a request which continues at token `end` needs in its blocks.
 
         vLLM keeps whole blocks, and caches each under the hash of all its tokens.
         """
@@ -53,33 +53,34 @@ class PageKind:
 
 
 def page_kinds(config: VllmConfig, cache: KVCacheConfig, page_tokens: int) -> tuple[PageKind, ...]:
-    """The kinds of pages of this model, in vLLM's order of groups.
+    """Return the page kinds of this model, in vLLM's order of groups.
 
-    Raises LayoutError with the reason why KV cannot be shared. A prefix counts only where every group has
-    it: a model with one group of another kind shares nothing.
+    Raises LayoutError with the reason if KV cannot be shared. A prefix counts only if every group has it, so
+    a model with one unsupported group shares nothing.
     """
     groups = cache.kv_cache_groups
     if not groups:
-        raise LayoutError("this engine keeps no KV", reason="layout")
+        raise LayoutError("this engine has no KV", reason="layout")
     if len(groups) == 1:
         geometry = page_geometry(config, cache, page_tokens)
         return (PageKind(geometry, groups[0].kv_cache_spec.block_size, tuple(groups[0].layer_names)),)
     several = f"{len(groups)} KV cache groups (a hybrid model)"
     require_whole_contexts(config)
     if config.parallel_config.pipeline_parallel_size > 1:
-        raise LayoutError(f"{several} beside pipeline parallelism", reason="hybrid")
+        raise LayoutError(f"{several} with pipeline parallelism", reason="hybrid")
     of_states = [group.kv_cache_spec.block_size for group in groups if _keeps_states(group)]
     if of_states and drafts_with_kv(config) is not None:
-        raise LayoutError("states beside speculative decoding", reason="speculative")
+        raise LayoutError("state layers with speculative decoding", reason="speculative")
     drafts = draft_layers(config, cache)
     _require_layers_of_the_model(config, cache, drafts)
     page_tokens = max(of_states, default=page_tokens)
     kinds = tuple(_kind(config, group, page_tokens, several, drafts) for group in groups)
     if not any(kind.whole for kind in kinds):
-        raise LayoutError(f"{several}, none of full attention", reason="hybrid")
+        raise LayoutError(f"{several}, none with full attention", reason="hybrid")
     if of_states and any(kind.geometry.window for kind in kinds):
-        # vLLM then says how much of full attention its own cache holds; a window may have less.
-        raise LayoutError(f"{several}, windows beside states", reason="hybrid")
+        # In this case vLLM reports how much its own cache holds of full attention, but a window may have
+        # less.
+        raise LayoutError(f"{several}, with sliding windows and states", reason="hybrid")
     beside = ", ".join(sorted({kind.geometry.state for kind in kinds if kind.geometry.state}))
     return tuple(kind if kind.geometry.state else _beside(kind, beside) for kind in kinds)
 
@@ -95,11 +96,11 @@ def _keeps_states(group: KVCacheGroupSpec) -> bool:
 
 
 def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, drafts: Mapping[str, int]) -> None:
-    """Raise LayoutError unless the groups' layers are the model's, each once with KV and once with a state,
-    and those of its draft.
+    """Raise LayoutError unless the groups contain exactly the model's layers, each at most once with KV and
+    once with a state, and its draft's layers.
 
-    A layer of no group keeps nothing (an MLP alone), or reads another's cache: the worker half refuses caches
-    that are in no group. Falcon-H1 numbers its states behind all of its layers.
+    A layer in no group has no cache (for example an MLP), or reads another layer's cache. The worker half
+    refuses caches that are in no group. Falcon-H1 numbers its states after all of its layers.
     """
     total = config.model_config.get_total_num_hidden_layers()
     for of_states, limit in ((False, total), (True, 2 * total)):
@@ -107,7 +108,9 @@ def _require_layers_of_the_model(config: VllmConfig, cache: KVCacheConfig, draft
         names = [name for group in groups for name in group.layer_names if name not in drafts]
         numbers = sorted(map(layer_number, names))
         if len(set(numbers)) < len(numbers) or max(numbers, default=0) >= limit:
-            raise LayoutError(f"cache groups of layers {numbers}, in a model of {total}", reason="hybrid")
+            raise LayoutError(
+                f"cache groups of layers {numbers}, in a model with {total} layers", reason="hybrid"
+            )
 
 
 def _kind(
@@ -121,14 +124,14 @@ def _kind(
 
     spec: Any = group.kv_cache_spec
     if group.role is not KVCacheGroupRole.DEFAULT or group.host_resident or not group.enable_kv_transfer:
-        raise LayoutError(f"{several}, one with a role of its own", reason="hybrid")
+        raise LayoutError(f"{several}, one with a special role", reason="hybrid")
     numbered = {name: drafts.get(name, layer_number(name)) for name in group.layer_names}
     names = tuple(sorted(numbered, key=numbered.__getitem__))
     numbers = tuple(map(numbered.__getitem__, names))
     if _keeps_states(group):
         return PageKind(state_page(config, spec, numbers, page_tokens), spec.block_size, names)
     if type(spec) not in (FullAttentionSpec, SlidingWindowSpec):
-        raise LayoutError(f"{several}, one of {type(spec).__name__}", reason="hybrid")
+        raise LayoutError(f"{several}, one with {type(spec).__name__}", reason="hybrid")
     require_plain(spec)
     dtype, quantised = page_dtype(config, spec)
     heads = config.model_config.get_total_num_kv_heads()
@@ -137,7 +140,8 @@ def _kind(
         raise LayoutError(f"{several}, with different KV heads", reason="hybrid")
     if page_tokens % spec.block_size and spec.block_size % page_tokens:
         raise LayoutError(
-            f"{several}: blocks of {spec.block_size} tokens and pages of {page_tokens}", reason="layout"
+            f"{several}: blocks of {spec.block_size} tokens do not fit pages of {page_tokens} tokens",
+            reason="layout",
         )
     geometry = PageGeometry(
         page_tokens=page_tokens,
@@ -145,7 +149,7 @@ def _kind(
         layers=len(names),
         dim=spec.head_size,
         dtype=dtype,
-        # No test compares them with SGLang's.
+        # They have not been compared with SGLang's.
         engine="vllm",
         group=numbers,
         window=spec.sliding_window if type(spec) is SlidingWindowSpec else 0,
@@ -155,7 +159,7 @@ def _kind(
 
 
 def whole_page(kinds: Sequence[PageKind]) -> PageSize:
-    """A page of all layers of the model: as large as one page of each kind."""
+    """Size of a page of all layers of the model: the sum of one page of each kind."""
     if len(kinds) == 1:
         return kinds[0].geometry
     return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

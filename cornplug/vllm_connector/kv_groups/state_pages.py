@@ -1,8 +1,8 @@
-"""The page of a group of recurrent states (Mamba, gated delta nets), or the reason for none.
+"""Page geometry of a group of recurrent states (Mamba, gated delta nets).
 
-vLLM caches a state in the block whose last token it follows (mamba cache mode "align"). A page holds that
-block: the states of the group's layers after the page's last token. Only the bytes count, so each kind of
-state that vLLM describes by MambaSpec is shared.
+vLLM caches a state in the block with the state's last token (mamba cache mode "align"). A page contains that
+block: the states of the group's layers after the page's last token. Pages are treated as bytes, so every kind
+of state that vLLM describes by MambaSpec can be shared.
 """
 
 from __future__ import annotations
@@ -26,36 +26,39 @@ OF_STATES: Final[Mapping[str, str]] = {
     "block_size": "the page's tokens",
     "mamba_cache_mode": "compared with align",
     "num_speculative_blocks": "compared with 0",
-    "num_prefill_checkpoint_blocks": "saved are blocks that vLLM caches under the hash of their tokens",
-    "prefill_checkpoint_alignment": "saved are blocks that vLLM caches under the hash of their tokens",
+    "num_prefill_checkpoint_blocks": "only blocks that vLLM caches under the hash of their tokens are saved",
+    "prefill_checkpoint_alignment": "only blocks that vLLM caches under the hash of their tokens are saved",
     "page_size_padded": "the worker reads the strides of the cache itself",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
     "dcp_sharded": "context parallelism is refused",
 }
-"""Fields of vLLM's MambaSpec that may have any value, and why: all others must have their default."""
+"""Fields of vLLM's MambaSpec that may have any value, with the reason. All other fields must have their
+defaults."""
 
 
 def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens: int) -> PageGeometry:
-    """The page of a group with these layers' states, of `page_tokens` tokens. Raises LayoutError for none."""
+    """Return the page geometry of a group with these layers' states, with `page_tokens` tokens per page.
+    Raises LayoutError if the group cannot be shared."""
     from vllm.platforms import current_platform
 
     cache = config.cache_config
     if spec.mamba_cache_mode != "align":
         raise LayoutError(
-            "vLLM keeps only states of running requests; --enable-prefix-caching keeps more",
+            "vLLM keeps states only of running requests; set --enable-prefix-caching to keep more",
             reason="hybrid",
         )
     if spec.num_speculative_blocks:
-        raise LayoutError("states beside speculative decoding", reason="speculative")
+        raise LayoutError("state layers with speculative decoding", reason="speculative")
     if cache.prefix_match_unit not in (None, spec.block_size):
-        raise LayoutError("states inside blocks (--prefix-match-unit)", reason="hybrid")
+        raise LayoutError("state checkpoints inside blocks (--prefix-match-unit)", reason="hybrid")
     if spec.block_size != page_tokens or page_tokens % LINK_TOKENS:
         raise LayoutError(
-            f"states at ends of blocks of {spec.block_size} tokens, and pages of {page_tokens}",
+            f"states at the ends of blocks of {spec.block_size} tokens do not fit pages of {page_tokens} "
+            "tokens",
             reason="layout",
         )
     if field := unlisted_field(spec, OF_STATES):
-        raise LayoutError(f"states with {field}", reason="hybrid")
+        raise LayoutError(f"state layers with {field} are not supported", reason="hybrid")
     shapes = " ".join(
         f"{dtype_name(of)}{list(shape)}" for shape, of in zip(spec.shapes, spec.dtypes, strict=True)
     )
@@ -69,6 +72,6 @@ def state_page(config: VllmConfig, spec: Any, layers: Sequence[int], page_tokens
         planes=1,
         engine="vllm",
         group=tuple(layers),
-        # Kernels of another platform may order a state's numbers otherwise.
+        # Kernels of another platform may order a state's values differently.
         state=f"{spec.mamba_type.name} {current_platform.device_type} {shapes}",
     )

@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 class StateSaves(WindowSaves):
-    """One per cache group of states.
+    """Saves of one cache group of states.
 
-    A request's block may hold the state of any token: saved are only blocks that vLLM's own prefix cache
-    names by the hash of all tokens up to their end. vLLM names one when it schedules the step that computes
-    the state, and no step writes it again. Most blocks have none: a prefill keeps the state of its step's
-    last token.
+    A request's block may hold the state of any token. Only blocks that vLLM's own prefix cache identifies by
+    the hash of all tokens up to their end are saved. vLLM assigns this hash when it schedules the step that
+    computes the state, and no step writes the block again. Most blocks have none, because a prefill keeps
+    only the state of its step's last token.
     """
 
     def blocks_of(
         self, tracked: TrackedRequest, index: int, table: Sequence[KVCacheBlock]
     ) -> Sequence[KVCacheBlock] | None:
-        """The block that holds the state at the end of a page; None if vLLM has none."""
+        """Block with the state at the end of a page, or None if vLLM has none."""
         block = self._cached(tracked, index)
         return None if block is None else [block]

@@ -1,4 +1,4 @@
-"""The worker half's copies of recurrent states: a block is one row of bytes for each layer."""
+"""Worker half's copies of recurrent states. A block is one row of bytes per layer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cornplug.vllm_connector.kv_copies.layout import BlockLayout, whole_rows
 
 
 class StateWorker(KVWorker):
-    """One per rank and cache group of states. It counts blocks where a `KVWorker` counts tokens."""
+    """Worker half of one rank and cache group of states. It counts blocks, and `KVWorker` counts tokens."""
 
     def __init__(
         self, pages: RankPages, background_timeout_s: float, *, beside: KVWorker | None, share: float
@@ -24,18 +24,19 @@ class StateWorker(KVWorker):
         super().__init__(pages, 1, background_timeout_s, beside=beside, share=share)
 
     def start_loads(self, loads: Sequence[PageLoad]) -> None:
-        """Begin loads; their requests run once `finished` names them."""
+        """Start loads. Their requests run after `finished` returns them."""
         size = self._page.page_tokens
         super().start_loads([replace(load, start=load.start // size, end=load.end // size) for load in loads])
 
     def _layouts(
         self, caches: Mapping[str, torch.Tensor], layers: Mapping[str, Any]
     ) -> Sequence[BlockLayout]:
-        """One row of bytes, where the layer's own views of its states fill each block from its start."""
+        """Return a layout of one row of bytes, if the layer's own views of its states fill each block from
+        its start."""
         for name, cache in caches.items():
             if tuple(cache.shape[1:]) != (1, 1, self._page.dim) or cache.dtype != torch.int8:
                 raise LayoutError(
-                    f"{name} keeps states in {cache.dtype} {tuple(cache.shape)}, expected blocks of "
+                    f"{name} has states of {cache.dtype} {tuple(cache.shape)}, expected blocks of "
                     f"{self._page.dim} bytes",
                     reason="layout",
                 )
@@ -44,13 +45,13 @@ class StateWorker(KVWorker):
 
 
 def _require_packed(name: str, cache: torch.Tensor, states: Sequence[torch.Tensor]) -> None:
-    """Raise LayoutError unless a layer's states lie in each block of its cache one behind another."""
+    """Raise LayoutError unless a layer's states are stored contiguously in each block of its cache."""
     at, step = cache.data_ptr(), cache.stride(0)
     for state in states:
         size = state[0].numel() * state.element_size()
         where = state.data_ptr(), state.stride(0) * state.element_size(), len(state)
         if where != (at, step, len(cache)) or not state[0].is_contiguous():
-            raise LayoutError(f"{name} keeps a state elsewhere than in its cache's blocks", reason="layout")
+            raise LayoutError(f"{name} keeps a state outside the blocks of its cache", reason="layout")
         at += size
     if at - cache.data_ptr() != cache.shape[-1] or cache.stride(-1) != 1:
-        raise LayoutError(f"{name} keeps states in a part of its blocks", reason="layout")
+        raise LayoutError(f"the states of {name} do not fill its blocks", reason="layout")

@@ -1,4 +1,4 @@
-"""Saves of pages whose blocks vLLM gives away while their request runs, as its window moves on."""
+"""Saves of pages whose blocks vLLM releases while their request runs, when its window moves on."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ Blocks = Sequence["KVCacheBlock"]
 
 
 class WindowSaves(PageSaves):
-    """One per cache group with a window.
+    """Saves of one cache group with a window.
 
-    The blocks of a page are pinned from the step that asks for its room until every rank has read them, or
-    until the request is over.
-    A block that its request has given back is still the right one while vLLM's prefix cache names it by the
-    hash of the request's tokens. Pages without blocks are not offered: no request needs most of them.
+    The blocks of a page are pinned from the step that reserves it until every rank has read them, or until
+    the request ends. A block that its request has released is still valid while vLLM's prefix cache
+    identifies it by the hash of the request's tokens. Pages without blocks are not offered, because no
+    request needs most of them.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._pins = 0
-        """Pages whose blocks hold a reference for them."""
+        """Number of pages whose blocks hold a reference for them."""
 
     @property
     def pinned(self) -> bool:
-        """Whether blocks will be free once the worker halves have read them."""
+        """Whether blocks will become free after the worker halves have read them."""
         return bool(self._pins)
 
     def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
-        """The blocks that hold a page of a request with these blocks; None if one of them is gone."""
+        """Blocks that hold a page of a request with these blocks, or None if one of them was reused."""
         size, found = self._page.page_tokens, []
         for i in range(index * size // self._block_size, -(-(index + 1) * size // self._block_size)):
             block = table[i] if i < len(table) and not table[i].is_null else self._cached(tracked, i)
@@ -50,14 +50,16 @@ class WindowSaves(PageSaves):
     def _cached(self, tracked: TrackedRequest, index: int) -> KVCacheBlock | None:
         """A block of a request that vLLM's prefix cache still has."""
         hashes, pool = tracked.request.block_hashes, self._pool
-        # A cached block may hold what another connector loaded, or after a collision another prompt's KV.
+        # A cached block may contain KV that another connector loaded, or another prompt's KV after a hash
+        # collision.
         if tracked.own is not None or pool.hash_block_size != self._block_size or index >= len(hashes):
             return None
         cached = pool.get_cached_block(hashes[index], [self._group])
         return cached[0] if cached else None
 
     def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> list[int]:
-        """A request's blocks; of unsaved pages those too that it gave back and vLLM still caches."""
+        """A request's blocks. For unsaved pages, includes blocks that it has released and that vLLM still
+        caches."""
         table, found = [self._pool.blocks[block] for block in block_ids], list(block_ids)
         for index in tracked.unsaved:
             first = index * self._page.page_tokens // self._block_size

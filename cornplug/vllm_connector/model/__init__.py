@@ -1,1 +1,1 @@
-"""Which model this vLLM runs, and whether its settings let it share."""
+"""Identity of the model that vLLM runs, and whether its settings allow sharing."""

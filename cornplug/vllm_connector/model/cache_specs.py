@@ -1,7 +1,7 @@
-"""Whether pages can hold the blocks that one of vLLM's specs describes.
+"""Checks whether pages can hold the blocks that vLLM's KV cache specs describe.
 
-The same list serves a model's only cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and each of
-several (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
+The same list is used for a model's only cache group (`cornplug/vllm_connector/kv/cache_geometry.py`) and for
+each of several groups (`cornplug/vllm_connector/kv_groups/page_kinds.py`).
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ OF_LATENTS: Final[Mapping[str, str]] = {
     "dcp_sharded": "context parallelism is refused",
     "is_draft": "the page's layers follow from the config",
 }
-"""Fields of vLLM's MLAAttentionSpec that may have any value, and why: all others must have their default."""
+"""Fields of vLLM's MLAAttentionSpec that may have any value, with the reason. All other fields must have
+their defaults."""
 
 OF_ATTENTION: Final[Mapping[str, str]] = {
-    "num_kv_heads": "compared with the model's where a rank's slice is made",
+    "num_kv_heads": "compared with the model's when a rank's slice is computed",
     "head_size": "in the page",
     "head_size_v": "compared with head_size",
     "dtype": "in the page, which refuses what it has no name for",
     "kv_quant_mode": "in the page, or refused",
     "block_size": "a page holds tokens, not blocks",
-    "sliding_window": "in the page, where vLLM frees the blocks before it",
+    "sliding_window": "in the page, if vLLM frees the blocks before it",
     "attention_chunk_size": "the blocks of all tokens stay",
     "max_tp_shards": "follows from the heads",
     "block_stride_alignment": "the worker reads the strides of the cache itself",
@@ -51,50 +52,52 @@ _FP8: Final[Mapping[str, str]] = {
     "fp8": "fp8_e4m3",
     "fp8_e4m3": "fp8_e4m3",
     "fp8_e5m2": "fp8_e5m2",
-    # Only workers read a checkpoint's scheme, and take it as "fp8"; they verify the format by writing.
+    # Only workers read a checkpoint's scheme, which they treat as "fp8". They verify the format with test
+    # writes.
     "auto": "fp8_e4m3",
 }
-"""vLLM's names of formats, and those of `PageGeometry.quantised`."""
+"""vLLM's names of formats -> names in `PageGeometry.quantised`."""
 
 
 def require_whole_contexts(config: VllmConfig) -> None:
-    """Raise LayoutError where a rank holds some of a request's tokens."""
+    """Raise LayoutError if a rank holds only some of a request's tokens."""
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise LayoutError("context parallelism splits tokens over ranks", reason="context_parallel")
+        raise LayoutError("context parallelism splits tokens across ranks", reason="context_parallel")
 
 
 def require_plain(spec: Any) -> None:
-    """Raise LayoutError unless blocks of these attention layers hold K and V, or one latent, of each token.
+    """Raise LayoutError unless blocks of these attention layers hold K and V, or one latent, for each token.
 
-    Others are compressed, packed, quantised by more than a scale, or of another width of keys and values.
+    Unsupported blocks are compressed, packed, quantised with more than a scale, or have keys and values of
+    different sizes.
     """
     from vllm.v1.kv_cache_interface import KVQuantMode, MLAAttentionSpec
 
     if getattr(spec, "non_causal", False):
-        raise LayoutError("non-causal attention: KV depends on tokens that follow", reason="attention_kind")
+        raise LayoutError("non-causal attention: KV depends on later tokens", reason="attention_kind")
     if isinstance(spec, MLAAttentionSpec):
         if spec.kv_quant_mode != KVQuantMode.NONE:
             raise LayoutError(f"quantised latents ({spec.kv_quant_mode.name})", reason="kv_dtype")
         if spec.cache_dtype_str not in (None, "auto", dtype_name(spec.dtype)):
             raise LayoutError(f"MLA with a KV cache of {spec.cache_dtype_str}", reason="kv_dtype")
         if spec.num_kv_heads != 1 or spec.max_tp_shards not in (None, 1):
-            raise LayoutError("MLA whose latents are split over heads or ranks", reason="attention_kind")
+            raise LayoutError(
+                "MLA with latents that are split across heads or ranks", reason="attention_kind"
+            )
         if field := unlisted_field(spec, OF_LATENTS):
-            raise LayoutError(f"MLA with {field} has no page layout yet", reason="attention_kind")
+            raise LayoutError(f"cornplug does not support MLA with {field}", reason="attention_kind")
         return
     if spec.head_size_v != spec.head_size:
-        raise LayoutError(
-            "keys and values of different width have no page layout yet", reason="attention_kind"
-        )
+        raise LayoutError("keys and values have different head sizes", reason="attention_kind")
     if spec.tokens_per_state != 1 or spec.num_head_slots is not None or spec.state_content_bytes is not None:
-        raise LayoutError("blocks that the attention backend packs", reason="layout")
+        raise LayoutError("the attention backend packs its blocks", reason="layout")
     if field := unlisted_field(spec, OF_ATTENTION):
-        raise LayoutError(f"attention with {field} has no page layout yet", reason="attention_kind")
+        raise LayoutError(f"cornplug does not support attention with {field}", reason="attention_kind")
 
 
 def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
-    """The first field, with its value, that is neither listed nor has its default; "" where there is none."""
+    """First field, with its value, that is neither listed nor at its default, or "" if there is none."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         if field.name not in listed and value != field.default:
@@ -103,10 +106,10 @@ def unlisted_field(spec: Any, listed: Mapping[str, str]) -> str:
 
 
 def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
-    """(dtype, format) of a cache's values, as `PageGeometry` has them; the format is "" for a plain cache.
+    """Return (dtype, format) of a cache's values, as in `PageGeometry`. The format is "" for a plain cache.
 
-    Raises LayoutError for all quantised caches but fp8 with a scale for each tensor, which the worker
-    compares with the checkpoint's (`cornplug/vllm_connector/model/kv_scales.py`).
+    Raises LayoutError for all quantised caches except fp8 with a scale per tensor, which the worker compares
+    with the checkpoint's scale (`cornplug/vllm_connector/model/kv_scales.py`).
     """
     import torch
     from vllm.platforms import current_platform
@@ -116,7 +119,7 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
     if mode == KVQuantMode.NONE:
         return dtype_name(spec.dtype), ""
     name = config.cache_config.cache_dtype
-    # AMD's first fp8 has other values under the same name.
+    # AMD's first fp8 format has other values under the same name.
     plain = current_platform.fp8_dtype() == torch.float8_e4m3fn
     if mode != KVQuantMode.FP8_PER_TENSOR or spec.dtype != torch.uint8 or name not in _FP8 or not plain:
         raise LayoutError(f"a quantised KV cache ({mode.name}, {name})", reason="kv_dtype")
@@ -124,10 +127,10 @@ def page_dtype(config: VllmConfig, spec: Any) -> tuple[str, str]:
 
 
 def layer_number(name: str) -> int:
-    """The layer's number in its name. Raises LayoutError for a name with none, or with several."""
+    """Return the layer's number in its name. Raises LayoutError if the name has no number or several."""
     from vllm.model_executor.models.utils import extract_layer_index
 
     try:
         return int(extract_layer_index(name))
     except (AssertionError, ValueError) as e:
-        raise LayoutError(f"layer {name} has no single number", reason="layout") from e
+        raise LayoutError(f"cannot find the layer number in {name}", reason="layout") from e

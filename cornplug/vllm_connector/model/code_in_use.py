@@ -1,4 +1,4 @@
-"""Whether vLLM's own classes compute this model, or a plugin's."""
+"""Checks whether vLLM's own classes run this model, and not those of a plugin."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.
 
 
 def verdict(model: Any) -> SettingsVerdict:
-    """Refusals for model classes and processors that are not vLLM's own, `model` being its ModelConfig.
+    """Refusals for model classes and processors that are not vLLM's own. `model` is its ModelConfig.
 
-    A class that takes the place of a stock one counts for every model: towers and language models inside
-    another are looked up in the same registry.
+    A class that replaces one of vLLM's classes counts for every model, because nested towers and language
+    models are looked up in the same registry.
     """
     registry = getattr(model, "registry", None)
     if registry is None:
@@ -28,14 +28,14 @@ def verdict(model: Any) -> SettingsVerdict:
         if module.startswith(_OURS):
             continue
         if name == chosen or name in _VLLM_MODELS:
-            refusals[f"model class {name}"] = f"it is {module}'s, not vLLM's own"
+            refusals[f"model class {name}"] = f"it is defined by {module}, not by vLLM"
     if processor := _foreign_processor(registry.models.get(chosen)):
-        refusals["processor"] = f"it is {processor}'s, not vLLM's own"
+        refusals["processor"] = f"it is defined by {processor}, not by vLLM"
     return SettingsVerdict({}, refusals)
 
 
 def transformers_backend(model: Any) -> str | None:
-    """ "transformers" where vLLM has no class for the model and runs transformers' code, else None."""
+    """Return "transformers" if vLLM has no class for the model and runs transformers' code, else None."""
     registry = getattr(model, "registry", None)
     found = registry.models.get(model.architecture) if registry is not None else None
     inside = found is not None and ".transformers" in _module_of(found).removeprefix("vllm")
@@ -48,9 +48,10 @@ def _module_of(registered: Any) -> str:
 
 
 def _foreign_processor(registered: Any) -> str | None:
-    """The module of a part of the model's multimodal processor that is not vLLM's.
+    """Module of a part of the model's multimodal processor that is not vLLM's, or None.
 
-    A plugin that registers one imports the model's class first, so the class is found in `sys.modules`.
+    A plugin that registers a processor imports the model's class first, so the class is found in
+    `sys.modules`.
     """
     if registered is None:
         return None

@@ -1,4 +1,4 @@
-"""As `model_fields`: tables of vLLM's parallelism, LoRA and speculation, and environment variables."""
+"""Tables like `model_fields` for vLLM's parallelism, LoRA and speculation, and for environment variables."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ PARALLEL: Final = FieldTables(
         ),
     },
     refused={
-        "worker_cls": "the worker is not vLLM's own",
-        "distributed_executor_backend": "the executor is not vLLM's own",
+        "worker_cls": "the worker class is not vLLM's",
+        "distributed_executor_backend": "the executor class is not vLLM's",
     },
     same_as_default={
         "distributed_executor_backend": frozenset({"mp", "ray", "uni", "external_launcher"}),
@@ -133,14 +133,14 @@ SPECULATIVE: Final = FieldTables(
 )
 
 HUB_VARIABLE: Final = "VLLM_USE_MODELSCOPE"
-"""Which hub a model comes from. It says nothing of one in a local folder."""
+"""Variable that selects the model hub. It has no effect on a model in a local folder."""
 
 REFUSED_VARIABLES: Final[Mapping[str, str]] = {
-    "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the safetensors that were fingerprinted",
-    HUB_VARIABLE: "weights come from another hub than the one that is looked up",
-    "VLLM_MODEL_REDIRECT_PATH": "the model is another one than it is called",
+    "VLLM_TEST_FORCE_LOAD_FORMAT": "weights are not read from the identified safetensors files",
+    HUB_VARIABLE: "weights are downloaded from another hub than the one cornplug reads",
+    "VLLM_MODEL_REDIRECT_PATH": "the model is redirected to another one",
 }
-"""Environment variables under which nothing is shared, with the reason."""
+"""Environment variables that prevent sharing, with the reason."""
 
 HARMLESS_VARIABLES: Final = re.compile(
     "VLLM_("
@@ -156,10 +156,10 @@ HARMLESS_VARIABLES: Final = re.compile(
     "|KV_CACHE_LAYOUT|KV_EVENTS_USE_INT_BLOCK_HASHES|NO_USAGE_STATS|OBJECT_STORAGE_SHM_BUFFER_NAME|PLUGINS|PORT|PP_LAYER_PARTITION"
     "|PROCESS_NAME_PREFIX|RPC_BASE_PATH|SERVER_DEV_MODE|SKIP_MODEL_NAME_VALIDATION|SKIP_P2P_CHECK"
     "|SYSTEM_START_DATE|TARGET_DEVICE|TRACE_FUNCTION|USE_FASTOKENS|USE_RUST_BENCH|USE_SPINLOOP_EXT|USE_BREAKABLE_CUDAGRAPH"
-    # Both runners call the same layers; tests/integration/test_vllm_beds.py compares their answers.
+    # Both runners call the same layers. tests/integration/test_vllm_beds.py compares their outputs.
     "|USE_V2_MODEL_RUNNER"
     "|DISABLE_SHARED_EXPERTS_STREAM|SSM_CONV_STATE_LAYOUT|VIDEO_LOADER_BACKEND|WORKER_MULTIPROC_METHOD|ALLOW_LONG_MAX_MODEL_LEN"
     ")"
 )
-"""Variables for paths, timeouts, logging and the model runner. Every other variable that is set is in the
-key, so that only engines with the same value share."""
+"""Variables for paths, timeouts, logging and the model runner. All other variables that are set are part of
+the key, so only engines with the same value share."""

@@ -1,5 +1,5 @@
-"""When a worker compares its loaded weights with the files (`engine_common.weight_comparison`): at start, and
-after a reload."""
+"""Compares a worker's loaded weights with the files (`engine_common.weight_comparison`), at start and after a
+reload."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cornplug.vllm_connector.compat import EC_CONNECTOR
 from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT: Final = "_cornplug_left_out"
-"""Attribute of a worker: the parameters that its last reload did not load; None if that is unknown."""
+"""Worker attribute: the parameters that its last reload did not load, or None if unknown."""
 
 
 def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any:
@@ -26,13 +26,13 @@ def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any
 
 
 def has_cornplug(config: Any) -> bool:
-    """Whether this VllmConfig has a connector of cornplug's."""
+    """Return whether this VllmConfig has a connector of cornplug."""
     ec = config.ec_transfer_config
     return has_ours(config.kv_transfer_config) or getattr(ec, "ec_connector", None) == EC_CONNECTOR
 
 
 def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwargs: Any) -> Any:
-    """Around a rank's reload: which parameters it loads, the model itself tells."""
+    """Wrap a rank's reload, to record which parameters the model reports as loaded."""
     if not has_cornplug(worker.vllm_config):
         return original(worker, *args, **kwargs)
     model = worker.model_runner.get_model()
@@ -49,20 +49,20 @@ def _reload_weights(original: Callable[..., Any], worker: Any, *args: Any, **kwa
     finally:
         del model.load_weights
     if len(told) == 1 and told[0] is not None:
-        # A LoRA wraps the layers, and the model tells the names of the layers inside.
+        # LoRA wraps the layers, and the model reports the names of the inner layers.
         names = {name.replace(".base_layer.", ".") for name, _ in model.named_parameters()}
         setattr(worker, _LEFT_OUT, sorted(names - told[0]))
     return result
 
 
 def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
-    """(the folder that a rank's weights were reloaded from, the reason why it does not hold them; "" if it
-    does). `began_ns`: when the reload began, by the clock of files."""
+    """Return (folder from which a rank's weights were reloaded, reason why it does not hold them or "").
+    `began_ns` is the start of the reload on the clock of file timestamps."""
     worker = getattr(worker, "worker", worker)
     described, folder = worker.vllm_config.model_config, worker.vllm_config.load_config.download_dir
     left_out = getattr(worker, _LEFT_OUT, None)
     if left_out is None:
-        return "", "the model does not tell which parameters it has loaded"
+        return "", "the model does not report which parameters it loaded"
     if left_out:
         return "", f"{left_out[0]} was not loaded"
     if described.model_weights:
@@ -75,9 +75,9 @@ def rank_vote(worker: Any, began_ns: int) -> tuple[str, str]:
     except CheckpointError as e:
         return "", str(e)
     if name is not None:
-        return "", f"{name} in memory is not what {path} holds"
+        return "", f"{name} in memory differs from {path}"
     if changed is not None:
-        return "", f"{changed} was written meanwhile"
+        return "", f"{changed} changed during the update"
     return str(path), "" if compared else "no tensor could be compared"
 
 
@@ -85,7 +85,7 @@ def _check(model: Any, config: Any) -> None:
     from cornplug.vllm_connector.model.setting_verdicts import of_everything
 
     if of_everything(config).refusals:
-        return  # nothing is shared anyway
+        return  # Nothing is shared anyway.
     described, folder = config.model_config, config.load_config.download_dir
     weight_comparison.check(
         model,

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from vllm.config import SpeculativeConfig, VllmConfig
 
 
-# vLLM notes the counts of heads, which the config gives elsewhere, for the quantised kernels of its
-# attention (model_loader/weight_utils.py).
+# vLLM adds the numbers of heads, which the config contains elsewhere, for quantised attention kernels
+# (model_loader/weight_utils.py).
 _NOTES: Final = ("quantization_config.total_num_heads", "quantization_config.total_num_kv_heads")
 
 _started_llm: Final = StartedModel()
@@ -47,26 +47,26 @@ def tower_identity(config: VllmConfig) -> TowerIdentity:
 
 
 def processor_arguments(config: VllmConfig) -> dict[str, Any]:
-    """The deployment's arguments of the processor, those that change what it makes of a medium."""
+    """The deployment's processor arguments that change its outputs."""
     given = dict(config.model_config.get_multimodal_config().mm_processor_kwargs or {})
-    # `--mm-processor-device cpu`: where it runs anyway.
+    # The processor runs on the CPU anyway.
     return {name: value for name, value in given.items() if (name, value) != ("device", "cpu")}
 
 
 def why_no_videos(config: VllmConfig) -> str:
-    """The reason why videos of this model are not shared here; "" where they are."""
+    """Reason why videos of this model are not shared, or "" if they are."""
     model = config.model_config
     compared = validated_families(dtype_name(model.dtype), "video")
     if getattr(model.hf_config, "model_type", None) not in compared:
         return "unproven_family"
-    # Pruned rows carry positions, and their places in the prompt do not say which were kept.
+    # Pruned rows contain positions, and their places in the prompt do not tell which rows were kept.
     mm_config = model.get_multimodal_config()
     return "video_pruning" if getattr(mm_config, "video_pruning_rate", None) else ""
 
 
 def _video_settings(config: VllmConfig) -> dict[str, Any]:
-    """What Qwen-VL's positions of a video follow besides its metadata: the config's rate, and the release of
-    transformers, whose processors make `second_per_grid_ts` and sample frames."""
+    """Settings on which Qwen-VL's positions of a video depend in addition to its metadata: the config's rate,
+    and the release of transformers, whose processors compute `second_per_grid_ts` and sample frames."""
     vision = getattr(config.model_config.hf_config, "vision_config", None)
     return {
         "tokens_per_second": getattr(vision, "tokens_per_second", None),
@@ -75,7 +75,7 @@ def _video_settings(config: VllmConfig) -> dict[str, Any]:
 
 
 def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
-    """(language model fingerprint, KV spec without the page geometry). Reads weights once.
+    """Return (language model fingerprint, KV spec without the page geometry). Reads weights once.
 
     Raises CheckpointError.
     """
@@ -90,16 +90,16 @@ def kv_identity(config: VllmConfig) -> tuple[bytes, dict[str, Any]]:
 
 
 def drafts_with_kv(config: VllmConfig) -> SpeculativeConfig | None:
-    """The speculation of a model that keeps KV for itself (EAGLE, MTP, a draft model); None for others."""
+    """Speculation config if the draft has its own KV (EAGLE, MTP, a draft model), else None."""
     speculative = getattr(config, "speculative_config", None)
     return speculative if speculative is not None and speculative.uses_draft_kv_cache() else None
 
 
 def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
-    """What the KV of a draft model, which pages hold behind their model's, is computed from; else None.
+    """Inputs of a draft model's KV, which is part of pages, or None without a draft.
 
-    A draft's KV changes how many of its proposals its model accepts, and no accepted token: so its settings
-    are not judged as the model's are. Reads weights once. Raises CheckpointError.
+    A draft's KV affects how many of its proposals are accepted, but never which tokens. Therefore its
+    settings are not judged like the model's. Reads weights once. Raises CheckpointError.
     """
     speculative = drafts_with_kv(config)
     if speculative is None:
@@ -117,31 +117,33 @@ def _draft_identity(config: VllmConfig) -> dict[str, Any] | None:
 
 
 def require_folder(path: str, began_ns: int) -> None:
-    """Raise CheckpointError unless the model that this engine core started with, and all of it, is in the
-    folder `path`, whose weights were loaded over its own."""
+    """Raise CheckpointError unless the folder `path`, whose weights were loaded, contains exactly the tensors
+    of the model that this engine core started with."""
     described = [started for started in (_started_llm, _started_tower) if started.known]
     if not described:
-        raise CheckpointError("this process has not described its model", reason="weights_updated")
+        raise CheckpointError(
+            "cornplug has not identified the model of this process", reason="weights_updated"
+        )
     for started in described:
         _plain(started.with_weights(path, began_ns))
 
 
 def _plain(model: EngineModel) -> EngineModel:
-    """The same model. Raises CheckpointError where vLLM reads other files of its folder."""
+    """Return the same model. Raises CheckpointError if vLLM reads other files of its folder."""
     path = model.checkpoint.path
     if any(file.name.startswith("consolidated") for file in path.glob("*.safetensors")):
         raise CheckpointError(
-            f"{path} holds consolidated*.safetensors, which vLLM reads instead of the others; "
-            "remove them to share",
+            f"{path} has consolidated*.safetensors, which vLLM reads instead of the other files; remove "
+            "them to share",
             reason="load_format",
         )
     return model
 
 
 def embedding_width(config: VllmConfig) -> int:
-    """Columns of an embedding in vLLM's encoder cache.
+    """Number of columns of an embedding in vLLM's encoder cache.
 
-    Those of the LLM; where the tower hands on inner layers too (deepstack), all side by side.
+    This is the LLM's width, times the number of layers if the tower also returns inner layers (deepstack).
     """
     model = config.model_config
     vision = getattr(model.hf_config, "vision_config", None)
@@ -152,14 +154,14 @@ def embedding_width(config: VllmConfig) -> int:
 def _engine_model(
     config: VllmConfig, overrides: dict[str, Any], *, processor_kwargs: dict[str, Any] | None = None
 ) -> EngineModel:
-    """This engine's model. Raises CheckpointError where it cannot be identified."""
+    """Return this engine's model. Raises CheckpointError if it cannot be identified."""
     model = config.model_config
     checkpoint = Checkpoint.open(
         model.model, model.revision, cache_dir=getattr(config.load_config, "download_dir", None)
     )
     trusts = bool(getattr(model, "trust_remote_code", False))
     if other := code_in_use.transformers_backend(model):
-        # Other code than the classes that were compared with the encoder service.
+        # Other code runs than the classes that were compared with the encoder service.
         overrides = {"ModelConfig.model_impl": other, **overrides}
     if trusts and (code := resolved_config.remote_code(checkpoint.path)):
         overrides = {**overrides, "remote_code": code}
@@ -181,10 +183,10 @@ def _engine_model(
 
 
 def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the config that vLLM runs, the config that transformers reads from the same files).
+    """Return (config that vLLM runs, config that transformers reads from the same files).
 
-    In the process that holds a model with MLA, vLLM has renamed its rotary embedding in the config
-    (models/deepseek_v2.py): there the published name stands, as in processes that hold none.
+    In the process that holds an MLA model, vLLM has renamed the rotary embedding in the config
+    (models/deepseek_v2.py). The result has the published name, as in other processes.
     """
     from transformers import AutoConfig
 
@@ -192,7 +194,7 @@ def _configs(model: Any, checkpoint: Checkpoint, trusts: bool) -> tuple[dict[str
     try:
         read = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trusts, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError):
-        # transformers has no class for it: every value of vLLM's own config counts.
+        # transformers has no class for it, so every value of vLLM's own config counts.
         return running, {}
     published = read.to_dict()
     for ours, theirs in ((running, published), (_text(running), _text(published))):
@@ -208,7 +210,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _length_settings(model: Any) -> dict[str, Any]:
-    """Settings that models which read the longest sequence (Llama 4) read besides it."""
+    """Additional settings of models that read the maximum sequence length (Llama 4)."""
     return {
         "generation_config": str(getattr(model, "generation_config", "auto")),
         "override": dict(getattr(model, "override_generation_config", None) or {}),

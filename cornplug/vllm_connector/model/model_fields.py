@@ -1,7 +1,7 @@
-"""The effect of each field of vLLM's config classes (0.32 and 0.33) on sharing: three tables a class.
+"""Effect of each field of vLLM's config classes (0.32 and 0.33) on sharing: three tables per class.
 
-A field that vLLM gains is in none of them: a test names it, and at run time it is refused once it is
-set. `model_config.py` computes the entries that the tables only describe.
+A new field of vLLM is in none of them. A test reports it, and at run time it prevents sharing if it is set.
+`model_config.py` computes the entries that the tables only describe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables
 
 
 def listed(reason: str, names: str) -> dict[str, str]:
-    """Each of the names with the same reason."""
+    """Map each of the names to the same reason."""
     return dict.fromkeys(names.split(), reason)
 
 
@@ -69,13 +69,13 @@ MODEL: Final = FieldTables(
         **listed("whether vLLM warns", "allow_deprecated_quantization"),
     },
     refused={
-        "hf_config_path": "the config is another checkpoint's",
-        "model_weights": "the weights are in an object store, not in the folder that was fingerprinted",
-        "model_class_overrides": "other code computes with these weights",
-        "code_revision": "the code is of another revision than the checkpoint",
+        "hf_config_path": "the config comes from another checkpoint",
+        "model_weights": "the weights are in an object store, not in the identified folder",
+        "model_class_overrides": "the model runs other code",
+        "code_revision": "the code has another revision than the checkpoint",
         "config_format": "the config is not config.json",
-        "runner": "pooling models attend in other ways",
-        "convert": "an adapter stands around the model",
+        "runner": "pooling models are not supported",
+        "convert": "vLLM wraps the model in an adapter",
     },
     same_as_default={
         "model_impl": frozenset({"vllm"}),
@@ -116,8 +116,8 @@ MULTIMODAL: Final = FieldTables(
         **listed("memory", "skip_mm_profiling"),
     },
     refused={
-        "mm_encoder_attn_dtype": "the tower's attention is quantised, by scales that may follow what it saw",
-        "mm_encoder_fp8_scale_path": "scales come from a file that was not fingerprinted",
+        "mm_encoder_attn_dtype": "the tower quantises attention, with scales that may depend on its inputs",
+        "mm_encoder_fp8_scale_path": "scales come from a file that cornplug has not identified",
     },
     same_as_default={"video_pruning_rate": frozenset({0.0})},
 )
@@ -133,12 +133,12 @@ LOAD: Final = FieldTables(
             pt_load_map_location
             """,
         ),
-        "download_dir": "where the hub's files lie; they are looked up there",
+        "download_dir": "the hub's download folder, where cornplug looks for the files",
     },
     refused={
-        "load_format": "weights are not read from the safetensors that were fingerprinted",
-        "safetensors_load_strategy": "weights are rebuilt as they are read",
-        "ignore_patterns": "some of the files are left out",
+        "load_format": "weights are not read from the identified safetensors files",
+        "safetensors_load_strategy": "weights are converted while they are read",
+        "ignore_patterns": "some files of the checkpoint are not read",
     },
     same_as_default={
         "load_format": frozenset(
@@ -150,7 +150,7 @@ LOAD: Final = FieldTables(
 HARMLESS_LOADER_OPTIONS: Final = frozenset(
     {"concurrency", "memory_limit", "distributed", "enable_multithread_load", "num_threads"}
 )
-"""Keys of `model_loader_extra_config` that say how fast files are read."""
+"""Keys of `model_loader_extra_config` that only affect how fast files are read."""
 
 CACHE: Final = FieldTables(
     of="CacheConfig",
@@ -202,8 +202,8 @@ CACHE: Final = FieldTables(
         ),
     },
     refused={
-        "kv_cache_dtype_skip_layers": "some layers keep KV in another dtype",
-        "kv_sharing_fast_prefill": "some layers leave KV out",
+        "kv_cache_dtype_skip_layers": "some layers have another KV dtype",
+        "kv_sharing_fast_prefill": "some layers write no KV",
     },
     not_in_all=frozenset({"simple_cpu_offload_num_blocks"}),
 )
@@ -213,7 +213,7 @@ MAMBA: Final = FieldTables(
     in_key={
         "enable_stochastic_rounding": AS_OVERRIDE,
         "stochastic_rounding_philox_rounds": AS_OVERRIDE,
-        # Another kernel may order a state's numbers otherwise.
+        # Another kernel may order a state's values differently.
         "backend": AS_OVERRIDE,
         "ssu_algorithm": AS_OVERRIDE,
     },

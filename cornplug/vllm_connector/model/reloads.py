@@ -1,13 +1,13 @@
-"""vLLM's reload of an engine's weights from a checkpoint: the engine shares again after it.
+"""Resumes sharing after vLLM reloads an engine's weights from a checkpoint.
 
     engine core   the epoch is odd: no process shares
     each rank     loads, compares its memory with the files, votes
     engine core   all votes are yes and name one folder, and no block holds KV of the weights before: names
                   the folder, and the epoch is even
 
-vLLM keeps its prefix cache over a reload. Where it is not empty by then (a pause or sleep empties it before),
-the epoch stays odd until `reset_prefix_cache`. A vote of no ends sharing until restart: then no folder may
-hold what runs.
+vLLM keeps its prefix cache during a reload. If the cache is not empty at the end (a pause or sleep before the
+reload empties it), the epoch stays odd until `reset_prefix_cache`. If a rank votes no, sharing ends until
+restart, because the running weights may be in no folder.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from cornplug.vllm_connector.model.loaded_weights import has_cornplug, rank_vote
 from cornplug.vllm_connector.model.model_config import drafts_with_kv, require_folder
 
 RELOAD: Final = "reload_weights"
-"""The workers' method."""
+"""Name of the workers' method."""
 TRANSFER: Final = "_cornplug_transfer"
-"""Attribute of an engine core: the update by a trainer that has no name yet (`weight_transfers`)."""
+"""Engine core attribute: the trainer's update that has no name yet (`weight_transfers`)."""
 _LOADED: Final = "_cornplug_loaded"
-"""Attribute of an engine core: `Loaded`, while blocks may hold KV of other weights."""
+"""Engine core attribute: `Loaded`, while blocks may contain KV of other weights."""
 _VOTE_S: Final = 600.0
 _ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
 
 class Loaded(NamedTuple):
-    """Weights that all ranks hold: of a folder, or by the name that a trainer gave them."""
+    """Weights that all ranks hold, from a folder or with a trainer's name."""
 
     epoch: int
     name: str
     began_ns: int = 0
-    """As `EngineState.end_update`."""
+    """See `EngineState.end_update`."""
     is_version: bool = False
 
 
@@ -51,7 +51,7 @@ def reload(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Any:
-    """The result of `EngineCore.collective_rpc`, which calls `reload_weights` on each rank."""
+    """Wrap `EngineCore.collective_rpc` when it calls `reload_weights` on each rank."""
     if not has_cornplug(core.vllm_config):
         return original(core, method, timeout, args, kwargs)
     began_ns = time.time_ns()
@@ -70,57 +70,57 @@ def reload(
 
 
 def begin(core: Any, by: str) -> int:
-    """The epoch in which the call `by` takes an engine core's weights away."""
+    """Begin the epoch in which the call `by` removes an engine core's weights."""
     setattr(core, _LOADED, None)
     setattr(core, TRANSFER, None)
     return weights_guard.begin_update(by, compat.logger)
 
 
 def hold(core: Any, loaded: Loaded) -> None:
-    """Let the engine share under these weights, at once or after the next reset of its prefix cache."""
+    """Let the engine share with these weights, immediately or after the next reset of its prefix cache."""
     setattr(core, _LOADED, loaded)
     _settle(core)
 
 
 def _excluded(core: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """The reason why the weights that the call names cannot be followed; "" for none."""
+    """Reason why cornplug cannot identify the weights that the call loads, or ""."""
     if not _from_files(args, kwargs):
-        return "tensors that come from no checkpoint"
+        return "the tensors do not come from a checkpoint"
     return excluded_engine(core)
 
 
 def excluded_engine(core: Any) -> str:
-    """The reason why new weights of this engine cannot be followed; "" for none."""
+    """Reason why cornplug cannot identify new weights of this engine, or ""."""
     config, state = core.vllm_config, engine_state.current()
     model, parallel = config.model_config, config.parallel_config
     found = {
-        "the weights were unknown before": state.unknown(),
-        # Replicas and hosts have votes of their own.
-        "data parallelism, several engines of a process, or several hosts": not state.one_core()
+        "cornplug could not identify the previous weights": state.unknown(),
+        # Replicas and hosts vote separately.
+        "data parallelism, several engines in a process, or several hosts": not state.one_core()
         or parallel.data_parallel_size > 1
         or parallel.nnodes > 1
         or parallel.distributed_executor_backend not in ("mp", "uni"),
-        "experts that change places": parallel.enable_eplb,
+        "expert load balancing moves experts": parallel.enable_eplb,
         "quantised weights": model.quantization or declares_quantization(model.hf_config),
-        "a draft model, whose weights are others": drafts_with_kv(config) is not None,
+        "the engine has a draft model, which has other weights": drafts_with_kv(config) is not None,
     }
     return next((why for why, holds in found.items() if holds), "")
 
 
 def _from_files(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether these arguments of `GPUModelRunner.reload_weights` have it read a checkpoint."""
+    """Return whether these arguments of `GPUModelRunner.reload_weights` make it read a checkpoint."""
     given = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
     tensors, plain = given.get("weights_iterator"), given.get("is_checkpoint_format", True)
     return tensors is None and plain is True and given.keys() <= set(_ARGUMENTS)
 
 
 def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
-    """(the folder whose weights every rank holds, the reason why there is none)"""
+    """Return (folder whose weights every rank holds, reason if there is none)."""
     try:
         votes = core.model_executor.collective_rpc(rank_vote, _VOTE_S, (began_ns,))
     except (RuntimeError, TimeoutError) as e:
-        # A rank that died ends the engine by itself, and the reload is done.
-        return "", f"ranks did not vote: {e}"
+        # A rank that died ends the engine anyway, and the reload is complete.
+        return "", f"the ranks did not reply: {e}"
     folders = {path for path, _ in votes}
     why = next((why for _, why in votes if why), "")
     if why or len(folders) != 1:
@@ -134,12 +134,12 @@ def _loaded(core: Any, began_ns: int) -> tuple[str, str]:
 
 
 def _settle(core: Any) -> None:
-    """Let the engine share under its new weights, unless a block holds KV of others."""
+    """Let the engine share with its new weights, unless a block contains KV of other weights."""
     loaded: Loaded | None = getattr(core, _LOADED, None)
     if loaded is None:
         return
     if not _no_block_is_used(core):
-        compat.logger.info("cornplug: this engine shares again after a reset of its prefix cache")
+        compat.logger.info("cornplug: this engine will share again after a reset of its prefix cache")
         return
     setattr(core, _LOADED, None)
     if loaded.is_version:
@@ -150,9 +150,9 @@ def _settle(core: Any) -> None:
 
 
 def _no_block_is_used(core: Any) -> bool:
-    """Whether no request holds a block, and no block is cached."""
+    """Return whether no request holds a block and no block is cached."""
     pool = core.scheduler.kv_cache_manager.block_pool
-    # vLLM's own test before a reset: the null block is always used.
+    # vLLM's own test before a reset. The null block is always in use.
     held = pool.num_gpu_blocks - pool.get_num_free_blocks() != 1
     return not held and len(pool.cached_block_hash_to_block) == 0
 

@@ -1,6 +1,7 @@
-"""As `model_fields`: tables of vLLM's kernels, attention, compilation, scheduling, and of VllmConfig itself.
+"""Tables like `model_fields` for vLLM's kernels, attention, compilation and scheduling, and for VllmConfig
+itself.
 
-VLLM says which config classes have no table of their own: no field of theirs can change a shared entry.
+VLLM lists which config classes have no table, because none of their fields can change a shared entry.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ VLLM: Final = FieldTables(
 
 KERNEL: Final = FieldTables(
     of="KernelConfig",
-    # Kernels quantise activations, each in its way, where the weights are quantised.
+    # If the weights are quantised, each kernel quantises activations differently.
     in_key={
         "linear_backend": AS_OVERRIDE,
         "linear_backend_per_quant": AS_OVERRIDE,
@@ -107,7 +108,8 @@ ATTENTION: Final = FieldTables(
         **listed("which rank computes which rows", "indexer_tp_shard_min_rows minimax_m3_indexer_cp"),
     },
     refused={},
-    # By name, see `setting_verdicts`. Full attention in the KV's own dtype: they differ by the order of sums.
+    # Backends are compared by name, see `setting_verdicts`. Full attention in the KV's own dtype differs only
+    # by the order of sums.
     same_as_default={
         "backend": frozenset(
             {"CPU_ATTN", "FLASHINFER", "FLASH_ATTN", "FLASH_ATTN_DIFFKV", "FLEX_ATTENTION", "ROCM_AITER_FA"}
@@ -152,8 +154,8 @@ COMPILATION: Final = FieldTables(
         ),
     },
     refused={
-        "backend": "graphs are compiled by code that is not vLLM's own",
-        "inductor_passes": "code that is not vLLM's own rewrites the model's graph",
+        "backend": "code outside vLLM compiles the graph",
+        "inductor_passes": "code outside vLLM rewrites the graph",
     },
     same_as_default={"backend": frozenset({"eager", "inductor"})},
 )
@@ -165,7 +167,7 @@ HARMLESS_INDUCTOR: Final = frozenset(
         "enable_auto_functionalized_v2",
     }
 )
-"""Keys of `inductor_compile_config` that vLLM sets by itself, or that choose the fastest of equal kernels."""
+"""Keys of `inductor_compile_config` that vLLM sets itself, or that select the fastest of equal kernels."""
 
 PASSES: Final = FieldTables(
     of="PassConfig",
@@ -234,7 +236,7 @@ EC_MANAGER: Final = FieldTables(
     of="EncoderCacheManagerConfig",
     in_key={},
     harmless=listed("arguments of the class, which is vLLM's or cornplug's own", "manager_config"),
-    refused={"encoder_cache_manager_cls": "embeddings are kept by code that is not vLLM's own"},
+    refused={"encoder_cache_manager_cls": "code outside vLLM manages embeddings"},
     same_as_default={
         "encoder_cache_manager_cls": frozenset(
             {"cornplug.vllm_connector.ec.early_prefill.InFlightEncoderCacheManager"}

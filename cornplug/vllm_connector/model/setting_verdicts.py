@@ -1,4 +1,4 @@
-"""The settings of one vLLM, judged by the tables of its config classes."""
+"""Judges the settings of a vLLM engine by the tables of its config classes."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 
 def of_everything(config: VllmConfig) -> SettingsVerdict:
-    """The verdict on settings that change both embeddings and KV.
+    """Judge the settings that change both embeddings and KV.
 
-    They are those of model, loading, parallelism, kernels, compilation, code and environment.
+    These are the settings of model, loading, parallelism, kernels, compilation, code and environment.
     """
     from vllm.config import LoadConfig, ModelConfig, ParallelConfig
 
@@ -63,14 +63,15 @@ def of_everything(config: VllmConfig) -> SettingsVerdict:
 
 
 def of_embeddings(config: VllmConfig) -> SettingsVerdict:
-    """The verdict on settings that change embeddings only. KV follows, by the embedding keys in its chain."""
+    """Judge the settings that change only embeddings. They affect KV through the embedding keys in its
+    chain."""
     from vllm.config import MultiModalConfig
 
     return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
 
 
 def of_kv(config: VllmConfig) -> SettingsVerdict:
-    """The verdict on settings that change KV only."""
+    """Judge the settings that change only KV."""
     from vllm.config import CacheConfig, LoRAConfig, MambaConfig, SpeculativeConfig
 
     cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
@@ -98,7 +99,9 @@ def _model(model: Any) -> SettingsVerdict:
     overrides: dict[str, Any] = {}
     refusals: dict[str, str] = {}
     if callable(model.hf_overrides):
-        refusals["ModelConfig.hf_overrides"] = "a function; its effect cannot be identified"
+        refusals["ModelConfig.hf_overrides"] = (
+            "its value is a function, whose effect cornplug cannot identify"
+        )
     if model.quantization and not declares_quantization(model.hf_config):
         overrides["ModelConfig.quantization"] = str(model.quantization)
     if getattr(model, "runner_type", "generate") != "generate":
@@ -113,13 +116,13 @@ def _loader(load: Any) -> SettingsVerdict:
     )
     if not unknown:
         return SettingsVerdict({}, {})
-    why = f"options of the loader that may change what is read: {', '.join(map(str, unknown))}"
+    why = f"the loader has options that may change what it reads: {', '.join(map(str, unknown))}"
     return SettingsVerdict({}, {"LoadConfig.model_loader_extra_config": why})
 
 
 def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
     values = _values(config_class, parallel)
-    # A class of vLLM's own, chosen by the platform or the operator, is as good as the default.
+    # A class of vLLM, chosen by the platform or the operator, is treated like the default.
     for name in ("worker_cls", "distributed_executor_backend"):
         value = values.get(name)
         where = value if isinstance(value, str) else getattr(value, "__module__", "")
@@ -129,7 +132,7 @@ def _parallel(config_class: Any, parallel: Any) -> SettingsVerdict:
 
 
 def _runtime(config: Any) -> SettingsVerdict:
-    """The verdict on kernels, attention and the small classes, and on fields of VllmConfig itself."""
+    """Judge kernels, attention, the small classes, and fields of VllmConfig itself."""
     from vllm import config as classes
     from vllm.config import VllmConfig
     from vllm.config.diffusion import DiffusionConfig
@@ -144,7 +147,7 @@ def _runtime(config: Any) -> SettingsVerdict:
     attention = _values(classes.AttentionConfig, of("attention_config"))
     backend = attention.get("backend")
     if backend is not None:
-        # Its value is a path, which operators may replace for some of the names.
+        # The value is a path, which operators may replace for some of the names.
         attention["backend"] = getattr(backend, "name", backend)
     found |= judge(ATTENTION, attention, defaults_of(classes.AttentionConfig))
     kernel = of("kernel_config")
@@ -176,7 +179,7 @@ def _compilation(compilation: Any) -> SettingsVerdict:
     try:
         return found | SettingsVerdict({name: plain(counted)}, {})
     except TypeError as e:
-        return found | SettingsVerdict({}, {name: f"its value cannot be identified: {e}"})
+        return found | SettingsVerdict({}, {name: f"cornplug cannot identify its value: {e}"})
 
 
 def _environment(config: Any) -> SettingsVerdict:
@@ -193,7 +196,7 @@ def _environment(config: Any) -> SettingsVerdict:
 
 
 def _in_folders(config: Any) -> bool:
-    """Whether the model, and a draft's, are in local folders."""
+    """Return whether the model, and a draft's model, are in local folders."""
     draft = getattr(getattr(config, "speculative_config", None), "draft_model_config", None)
     models = [config.model_config.model, *([draft.model] if draft is not None else [])]
     return all(Path(model).is_dir() for model in models)

@@ -1,13 +1,13 @@
-"""vLLM's transfer of weights from a trainer that names them: the engine shares again after it.
+"""Resumes sharing after vLLM receives weights from a trainer that names them.
 
     API process, engine core   the epoch is odd: no process shares
     each rank                  start_weight_update, any number of update_weights, finish_weight_update
     engine core                gets the version, by `/finish_weight_update` or `/update_weight_version` after
                                it; asks the ranks, and holds the weights under that name (`reloads.hold`)
 
-A transfer is one state of the weights, however many calls it takes, and has a name at its end alone. A call
-that fails ends sharing until restart, as do methods of the trainer's own (`--worker-extension-cls`), which
-could do anything to the model. Only where `engine.trust_weight_version`.
+A transfer is one state of the weights, regardless of its number of calls, and has a name only at its end. A
+failed call ends sharing until restart. So do a trainer's own methods (`--worker-extension-cls`), which could
+do anything to the model. This module is used only with `engine.trust_weight_version`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _START: Final = "start_weight_update"
 _FINISH: Final = "finish_weight_update"
 _CALLS: Final = frozenset({_START, "update_weights", _FINISH})
 _PATCHES: Final = "sparse_nccl"
-"""vLLM's backend that changes single values of a tensor: what it leaves depends on the transfers before."""
+"""vLLM's backend that changes single values of a tensor. Its result depends on previous transfers."""
 _VOTE_S: Final = 60.0
 
 
 @dataclass
 class _Transfer:
-    """A transfer that no version has named yet."""
+    """A transfer that has no version yet."""
 
     epoch: int
     before: str
-    """vLLM's version of the weights until then."""
+    """vLLM's previous version of the weights."""
     is_over: bool = False
 
 
 def names(method: Any, config: Any) -> bool:
-    """Whether this method of the workers is part of a transfer, and a version may name it."""
+    """Return whether this worker method is part of a transfer that a version may name."""
     return isinstance(method, str) and method in _CALLS and _trusts(config)
 
 
@@ -59,12 +59,12 @@ def _trusts(config: Any) -> bool:
 
 @lru_cache(maxsize=8)
 def _trusting(extra: str) -> bool:
-    # A settings file that is edited later must not raise in the engine core.
+    # A settings file that is edited later must not raise an exception in the engine core.
     return settings(json.loads(extra)).engine.trust_weight_version
 
 
 def transfer(original: Callable[..., Any], core: Any, method: str, *args: Any, **kwargs: Any) -> Any:
-    """The result of `EngineCore.collective_rpc`, which calls a method of `_CALLS` on each rank."""
+    """Wrap `EngineCore.collective_rpc` when it calls a method of `_CALLS` on each rank."""
     if method == _START:
         epoch = begin(core, method)
         setattr(core, TRANSFER, _Transfer(epoch, core.get_weight_version()))
@@ -94,7 +94,7 @@ def _set_weight_version(original: Callable[..., Any], core: Any, weight_version:
 
 def _name(core: Any, update: _Transfer, version: str) -> None:
     if why := weights_guard.unusable_version(version, update.before):
-        compat.logger.warning("cornplug: nothing is shared until a transfer is named: %s", why)
+        compat.logger.warning("cornplug: nothing is shared until a transfer has a weight_version: %s", why)
         return
     setattr(core, TRANSFER, None)
     if why := _excluded(core) or _unfinished(core):
@@ -106,22 +106,22 @@ def _name(core: Any, update: _Transfer, version: str) -> None:
 def _excluded(core: Any) -> str:
     chosen = getattr(core.vllm_config, "weight_transfer_config", None)
     if getattr(chosen, "backend", None) == _PATCHES:
-        return f"the backend {_PATCHES} changes parts of tensors"
+        return f"backend {_PATCHES} changes parts of tensors"
     return excluded_engine(core)
 
 
 def _unfinished(core: Any) -> str:
-    """The reason why a rank does not hold the weights; "" where all do."""
+    """Reason why a rank does not hold the weights, or "" if all do."""
     try:
         votes = core.model_executor.collective_rpc(rank_is_done, _VOTE_S)
     except (RuntimeError, TimeoutError) as e:
-        # A rank that died ends the engine by itself.
-        return f"ranks did not vote: {e}"
-    return "" if votes and all(votes) else "not on every rank"
+        # A rank that died ends the engine anyway.
+        return f"the ranks did not reply: {e}"
+    return "" if votes and all(votes) else "some ranks did not finish the transfer"
 
 
 def rank_is_done(worker: Any) -> bool:
-    """Whether the last transfer of this rank is over, and was one of the model itself."""
+    """Return whether the last transfer of this rank has finished, and concerned the model itself."""
     worker = getattr(worker, "worker", worker)
     return not (worker._weight_update_active or worker._weight_update_is_draft)
 

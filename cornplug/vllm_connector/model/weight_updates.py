@@ -1,8 +1,8 @@
-"""The calls of vLLM that replace an engine's weights in place.
+"""Calls of vLLM that replace an engine's weights in place.
 
-Each ends sharing (`weights_guard`), but for a reload from a checkpoint, and for a sleep before it: after a
-reload the engine shares again (`reloads`), and where a trainer's version is trusted after a transfer that it
-named (`weight_transfers`).
+Each of them ends sharing (`weights_guard`), with two exceptions. After a reload from a checkpoint, also with
+a sleep before it, the engine shares again (`reloads`). If trainer versions are trusted, the same holds after
+a transfer with a version (`weight_transfers`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from cornplug.engine_common import lora_digests, weights_guard
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.model import reloads, weight_transfers
 
-# Workers' methods that users call and that leave the weights alone. Any other name may be a
-# trainer's own (`--worker-extension-cls`), and a callable could do anything to the model.
+# Worker methods that users call and that do not change the weights. Any other name may be a trainer's own
+# method (`--worker-extension-cls`), and a callable could do anything to the model.
 _HARMLESS = frozenset(
     {
         "add_lora",
@@ -49,12 +49,12 @@ _HARMLESS = frozenset(
 
 def _called(method: Any) -> None:
     if method not in _HARMLESS:
-        by = method if isinstance(method, str) else "a collective_rpc callable"
+        by = method if isinstance(method, str) else "a callable passed to collective_rpc"
         weights_guard.note_replaced(by, compat.logger)
 
 
 def _collective_rpc(original: Callable[..., Any], core: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    # While the engine starts (it has no scheduler yet) the calls are its own.
+    # While the engine starts (without a scheduler), the calls are its own.
     if getattr(core, "scheduler", None) is not None:
         if method == reloads.RELOAD:
             return reloads.reload(original, core, method, *args, **kwargs)
@@ -71,7 +71,7 @@ def _sleep(original: Callable[..., Any], core: Any, level: int = 1, *args: Any, 
 
 
 def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """In the API process, which names images and takes handles."""
+    """Handle a call in the API process, which names images and accepts handles."""
     if weight_transfers.names(method, llm.vllm_config):
         weights_guard.begin_update(method, compat.logger)
     elif method != reloads.RELOAD:
@@ -80,7 +80,7 @@ def _rpc_of_api(original: Callable[..., Any], llm: Any, method: Any, *args: Any,
 
 
 def _add_lora(original: Callable[..., Any], core: Any, lora_request: Any) -> Any:
-    """Before its workers read an adapter's files."""
+    """Record an adapter's files before workers read them."""
     if lora_request.load_inplace:
         lora_digests.note_reread(lora_request.lora_int_id)
     lora_digests.note_in_time(lora_request.lora_path, lora_request.lora_int_id)

@@ -1,1 +1,1 @@
-"""An engine without a tower: the encoder service computes the embeddings of all its images."""
+"""Engines without a tower, whose image embeddings are all computed by the encoder service."""

@@ -1,8 +1,8 @@
-"""`--cornplug-tower service` as vLLM's own settings, and the models that can be served so.
+"""vLLM settings for `--cornplug-tower service`, and the models that support it.
 
-vLLM leaves a tower's weights out where no medium of its modalities may come (`--limit-mm-per-prompt`), and
-takes embeddings of those modalities in their place (`--enable-mm-embeds`). Its own limit of images is then 0;
-the user's is kept in the settings, which reach every API process.
+vLLM does not load a tower's weights if media of its modalities are not allowed (`--limit-mm-per-prompt`), and
+accepts embeddings of these modalities instead (`--enable-mm-embeds`). Its own limit of images is then 0. The
+user's limit is kept in the settings, which every API process receives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TAKES_EMBEDDINGS: Final[Mapping[str, bool]] = {
     "qwen3_vl": True,
     "qwen3_vl_moe": True,
 }
-"""Families whose model takes `image_embeds` in vLLM 0.32 and 0.33 -> whether it wants their grid as well."""
+"""Families whose model accepts `image_embeds` in vLLM 0.32 and 0.33 -> whether it needs their grid too."""
 
 _FLAG: Final = "--cornplug-tower service"
 _LIMIT: Final = "engine.images_per_prompt"
@@ -34,13 +34,13 @@ _NONE: Final = {"image": 0, "video": 0, "audio": 0}
 
 
 def is_asked_for(config: Any) -> bool:
-    """Whether this VllmConfig is of an engine whose tower is the service's."""
+    """Return whether this VllmConfig is for an engine whose tower runs in the encoder service."""
     said = settings_in(config)
     return bool(said) and ours(said).engine.tower == "service"
 
 
 def settings_in(config: Any) -> list[dict[str, Any]]:
-    """cornplug's settings in engine arguments or a VllmConfig, of each connector."""
+    """cornplug's settings of each connector in engine arguments or a VllmConfig."""
     kv, ec = getattr(config, "kv_transfer_config", None), getattr(config, "ec_transfer_config", None)
     found = [our_settings(kv)]
     if ec is not None and ec.ec_connector == EC_CONNECTOR:
@@ -49,14 +49,15 @@ def settings_in(config: Any) -> list[dict[str, Any]]:
 
 
 def ours(said: list[dict[str, Any]]) -> Config:
-    """The Config of `settings_in`; the encoder connector's where there is one."""
+    """The Config of `settings_in`. The encoder connector's settings take precedence."""
     return settings(dict(said[-1]))
 
 
 def leave_out(args: Any) -> bool:
-    """Set vLLM's flags in engine arguments, where the service has the tower; returns whether it has.
+    """Set vLLM's flags if the encoder service runs the tower, and return whether it does.
 
-    Raises ConfigError where no service is named, or another flag asks for what the service does not do.
+    Raises ConfigError if no service is configured, or if another flag needs something that the service does
+    not do.
     """
     said = settings_in(args)
     if not said:
@@ -67,21 +68,21 @@ def leave_out(args: Any) -> bool:
     if not config.encoder.engine_urls:
         raise ConfigError(
             _FLAG,
-            "an engine without a tower needs the URL of an encoder service, which decodes its images",
+            "an engine without a tower needs the URL of an encoder service",
             "Add --cornplug-encoder http://HOST:8750.",
         )
     ec = args.ec_transfer_config
     if args.mm_encoder_only or (ec is not None and ec.ec_role == "ec_producer"):
-        raise ConfigError(_FLAG, "this engine runs its tower and nothing else", f"Leave out {_FLAG}.")
+        raise ConfigError(_FLAG, "this engine runs only its tower", f"Remove {_FLAG}.")
     if (args.media_io_kwargs or {}).get("image"):
         raise ConfigError(
             "--media-io-kwargs",
-            "the encoder service decodes the images of an engine without a tower, by vLLM's defaults",
-            f"Leave out its part 'image', or {_FLAG}.",
+            "the encoder service decodes the images of an engine without a tower, with vLLM's defaults",
+            f"Remove its part 'image', or {_FLAG}.",
         )
     limit = _count((args.limit_mm_per_prompt or {}).get("image"))
     for one in said:
-        # A second call finds the limits of the first.
+        # A second call sees the limits that the first call set.
         if limit is not None and _LIMIT not in one and args.limit_mm_per_prompt != _NONE:
             one[_LIMIT] = limit
     args.limit_mm_per_prompt = dict(_NONE)
@@ -90,25 +91,25 @@ def leave_out(args: Any) -> bool:
 
 
 def check_model(config: Any) -> None:
-    """Raise ConfigError for a VllmConfig whose model needs its tower in the engine."""
+    """Raise ConfigError if the model of a VllmConfig needs its tower in the engine."""
     family = str(getattr(config.model_config.hf_config, "model_type", None))
     if family not in TAKES_EMBEDDINGS:
         raise ConfigError(
             _FLAG,
-            f"vLLM takes no image embeddings for a model of family {family!r}; it does for "
+            f"vLLM does not accept image embeddings for models of family {family!r}. It does for "
             f"{', '.join(sorted(TAKES_EMBEDDINGS))}",
-            f"Leave out {_FLAG}: the engine then has its own tower, and asks the service first.",
+            f"Remove {_FLAG}. The engine then has its own tower, and tries the encoder service first.",
         )
     if not settings_in(config):
         raise ConfigError(
             _FLAG,
-            "vLLM takes no connector of cornplug's beside these flags, and the engine has no tower",
-            f"Leave out {_FLAG}, or the flag that the log names.",
+            "vLLM rejects cornplug's connector with these flags, and the engine has no tower",
+            f"Remove {_FLAG}, or the flag that the log names.",
         )
 
 
 def _count(limit: Any) -> int | None:
-    """The number in one modality's limit, in any of vLLM's forms; None without one."""
+    """Maximum count in one modality's limit, in any of vLLM's forms, or None if there is no limit."""
     if isinstance(limit, Mapping):
         limit = limit.get("count")
     count = getattr(limit, "count", limit)

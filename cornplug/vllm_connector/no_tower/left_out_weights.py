@@ -1,4 +1,4 @@
-"""The log line of a worker about the weights that it did not load, and the room that they leave for KV."""
+"""A worker's log line about the weights that it did not load, and how much KV fits into that memory."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from cornplug.vllm_connector.no_tower.engine_arguments import is_asked_for
 
 
 def report(worker: Any, specs: Mapping[str, Any]) -> None:
-    """Log the bytes of the tower that this rank left out, and the tokens of KV that fit in as many bytes.
+    """Log the bytes of the tower that this rank did not load, and the tokens of KV that fit into that memory.
 
-    `specs` are those of the layers with a KV cache.
+    `specs` are the KV cache specs of the layers.
 
-    Raises ConfigError where vLLM has loaded the tower all the same.
+    Raises ConfigError if vLLM has loaded the tower anyway.
     """
     if not is_asked_for(worker.vllm_config):
         return
@@ -24,12 +24,14 @@ def report(worker: Any, specs: Mapping[str, Any]) -> None:
     if not size:
         raise ConfigError(
             "--cornplug-tower service",
-            f"vLLM has loaded the tower of {worker.vllm_config.model_config.model}, as its class marks none",
-            "Leave the option out.",
+            f"vLLM loaded the tower of {worker.vllm_config.model_config.model}, because the model class "
+            "does not mark its tower modules",
+            "Remove the option.",
         )
     token_bytes = kv_token_bytes(specs)
     compat.logger.info(
-        "cornplug: rank %d has not loaded %s (%d bytes): as much as the KV of %d tokens, of %d bytes each",
+        "cornplug: rank %d did not load %s (%d bytes). This is as much memory as KV of %d tokens, at %d "
+        "bytes per token",
         worker.rank,
         ", ".join(parts),
         size,
@@ -39,12 +41,12 @@ def report(worker: Any, specs: Mapping[str, Any]) -> None:
 
 
 def left_out(model: Any) -> dict[str, int]:
-    """Modules of a model that vLLM left out -> bytes that this rank's part of their weights would take."""
+    """Modules of a model that vLLM did not load -> bytes of this rank's part of their weights."""
     from vllm.model_executor.models.utils import StageMissingLayer
 
     found = {}
     for name, module in model.named_modules():
-        # vLLM keeps the module, whose parameters are on no device, out of torch's sight.
+        # vLLM keeps the module, with parameters on no device, where torch does not see it.
         absent = module.__dict__.get("module") if isinstance(module, StageMissingLayer) else None
         if absent is not None:
             found[name] = sum(weight.nbytes for weight in absent.parameters())
@@ -52,7 +54,7 @@ def left_out(model: Any) -> dict[str, int]:
 
 
 def kv_token_bytes(specs: Mapping[str, Any]) -> int:
-    """Bytes that one token takes in the KV cache of this rank, in all layers that keep one a token."""
+    """Bytes per token in the KV cache of this rank, over all layers that keep KV of every token."""
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     return sum(
@@ -69,4 +71,4 @@ def _get_kv_cache_spec(original: Callable[..., Any], worker: Any) -> Any:
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
     ("vllm.v1.worker.gpu_worker", "Worker.get_kv_cache_spec", _get_kv_cache_spec),
 )
-"""vLLM asks for the specs once, after the weights are loaded and before it sizes the cache."""
+"""vLLM calls this once, after the weights are loaded and before it sizes the cache."""

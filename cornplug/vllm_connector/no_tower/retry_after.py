@@ -1,4 +1,5 @@
-"""`Retry-After` in answers of vLLM's HTTP server: its handlers give an exception status and body only."""
+"""`Retry-After` header in responses of vLLM's HTTP server, whose exception handlers set only status and
+body."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _LEAST_S: Final = 1.0
 _noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
-"""Of the HTTP request that is being answered."""
+"""Delays noted for the current HTTP request."""
 
 
 def note(seconds: float | None) -> float:
-    """The pause that the answer to this request asks for, if its status is 503."""
+    """Set the delay that the response to this request requests, if its status is 503."""
     pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
     noted = _noted.get()
     if noted is not None:
@@ -25,7 +26,7 @@ def note(seconds: float | None) -> float:
 
 
 class RetryAfter:
-    """ASGI middleware that adds what `note` was given."""
+    """ASGI middleware that adds the header for the delay passed to `note`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,7 +35,7 @@ class RetryAfter:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # Tasks of this request have copies of the context, and so this one list.
+        # Tasks of this request have copies of the context, which refer to this same list.
         noted: list[float] = []
 
         async def marked(message: Message) -> None:
@@ -57,4 +58,4 @@ def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
     ("vllm.entrypoints.launchers.app", "init_exception_handler", _init_exception_handler),
 )
-"""Only in the API processes of an engine without a tower: they have imported this module of vLLM."""
+"""Used only in the API processes of an engine without a tower, which have imported this vLLM module."""

@@ -1,11 +1,11 @@
-"""Images of a chat request as embeddings, in the API process of an engine without a tower.
+"""Converts images of a chat request to embeddings, in the API process of an engine without a tower.
 
     image_url ──parser──> medium: its bytes, or an http(s) URL ──> service: fetch, decode, encode
     image_embeds <──rows, whose signed claims are this engine's tower, this salt and no other──┘
 
-The items go on as embeddings by handle do (`ec/embedding_handles.py`), so that an image has one identifier in
-engines with and without a tower. A failure of the service ends this request with a 503 before the engine sees
-it; requests without images never wait for the service.
+The items are then handled like embeddings by handle (`ec/embedding_handles.py`), so that an image has the
+same identifier in engines with and without a tower. If the service fails, the request ends with status 503
+before the engine sees it. Requests without images never wait for the service.
 """
 
 from __future__ import annotations
@@ -52,28 +52,28 @@ from cornplug.vllm_connector.no_tower.engine_arguments import (
 )
 
 _START_S: Final = 5.0
-"""Longest that a starting engine waits for the list of a service's models."""
+"""Maximum time that a starting engine waits for a service's list of models."""
 _DOWN_S: Final = 2.0
-"""Pause that a client is asked for while no service answers: as long as the engine's own probes may take."""
+"""Retry delay for clients while no service replies, as long as the engine's own probes may take."""
 
 _salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
 """`cache_salt` of the request that is being rendered."""
 
 
 class ServiceUnavailable(GracefulHTTPError):
-    """A 503: the image was not encoded, through no fault of the request."""
+    """503 response: the image was not encoded, and the request is valid."""
 
     def __init__(self, why: str, pause_s: float | None) -> None:
         pause = retry_after.note(pause_s)
         super().__init__(
-            "the encoder service, which computes the image embeddings of this server, did not answer with "
-            f"one: {why}; try again in {pause:.0f} s",
+            "the encoder service, which computes image embeddings for this server, returned no embedding: "
+            f"{why}; try again in {pause:.0f} s",
             HTTPStatus.SERVICE_UNAVAILABLE,
         )
 
 
 class FileBytes(MediaIO[bytes]):
-    """The bytes of a `data:` or `file:` URL, by vLLM's own rules for those, not decoded."""
+    """Bytes of a `data:` or `file:` URL, read by vLLM's own rules and not decoded."""
 
     def load_bytes(self, data: bytes) -> bytes:
         return data
@@ -86,7 +86,7 @@ class FileBytes(MediaIO[bytes]):
 
 
 class ServedImages:
-    """The service's answers for one engine's images. Thread-safe; `close` it."""
+    """The service's replies for one engine's images. Thread-safe. Call `close` at the end."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class ServedImages:
         family: str,
         dtype: str,
     ) -> None:
-        """`tower` gives the identity of the checkpoint's tower, None while it is not known."""
+        """`tower` returns the identity of the checkpoint's tower, or None while it is unknown."""
         self._config = config
         self._secret = secret
         self._tower = tower
@@ -108,16 +108,17 @@ class ServedImages:
         self._client = RemoteEncoder(config.encoder.engine_weights(), secret)
 
     def check(self, tower: TowerIdentity, model: str) -> None:
-        """Raise ConfigError where a service answers that has not this checkpoint's tower, or never can.
+        """Raise ConfigError if a service replies that does not have this checkpoint's tower, or can never
+        have it.
 
-        A service that is not there yet, or not any more, is one line of the log.
+        A service that is not available yet, or no longer, causes only a log line.
         """
         if tower.served_identity is None:
             raise ConfigError(
                 "--cornplug-tower service",
-                f"this engine's settings change the embeddings of {model}, and the service has the "
-                "checkpoint's",
-                "Leave out --mm-processor-kwargs and other settings of the tower, or --cornplug-tower.",
+                f"this engine's settings change the embeddings of {model}, but the encoder service uses the "
+                "checkpoint's settings",
+                "Remove --mm-processor-kwargs and other settings of the tower, or --cornplug-tower.",
             )
         for url in self._config.encoder.engine_weights():
             with RemoteEncoder([url], self._secret) as client:
@@ -125,21 +126,22 @@ class ServedImages:
                     models = client.describe(_START_S)
                 except (EncoderError, TimeoutError) as e:
                     compat.logger.warning(
-                        "cornplug: requests with images get 503 until an encoder service is there: %s", e
+                        "cornplug: requests with images return 503 until an encoder service is available: %s",
+                        e,
                     )
                     continue
             if not any(tower.served_identity == one.identity_for("image") for one in models):
                 raise ConfigError(
                     "--cornplug-encoder",
                     f"the service at {url} has the towers of {', '.join(one.name for one in models)} in "
-                    f"{', '.join(sorted({one.dtype for one in models}))}, and none is that of {model} in "
+                    f"{', '.join(sorted({one.dtype for one in models}))}, but not the tower of {model} in "
                     f"{self._dtype}",
-                    f"Start it with --model {model} --dtype {self._dtype}, from the same files and with the "
-                    f"same {', '.join(PRECISION_VARIABLES)}.",
+                    f"Start the service with --model {model} --dtype {self._dtype}, from the same files and "
+                    f"with the same values of {', '.join(PRECISION_VARIABLES)}.",
                 )
 
     def limit(self, count: int) -> None:
-        """Raise VLLMValidationError for more images in a prompt than the operator allows."""
+        """Raise VLLMValidationError if a prompt has more images than the operator allows."""
         most = self._config.engine.images_per_prompt
         if most is not None and count > most:
             raise VLLMValidationError(
@@ -147,7 +149,7 @@ class ServedImages:
             )
 
     async def item(self, url: str, connector: Any, salt: str | None) -> Any:
-        """The embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
+        """Return the embedding item of an image. Raises ServiceUnavailable and VLLMValidationError."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -159,7 +161,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def item_now(self, url: str, connector: Any, salt: str | None) -> Any:
-        """As `item`, for an engine without an event loop."""
+        """Like `item`, for an engine without an event loop."""
         if _is_remote(url, connector):
             request = self._request(salt, url=url)
         else:
@@ -171,7 +173,7 @@ class ServedImages:
         return self._taken(reply, salt)
 
     def close(self) -> None:
-        """End the connections to the service."""
+        """Close the connections to the service."""
         self._client.close()
 
     def _request(self, salt: str | None, *, data: bytes = b"", url: str = "") -> MediumRequest:
@@ -189,16 +191,17 @@ class ServedImages:
         )
 
     def _served(self) -> bytes:
-        """The identity to ask for. Raises ServiceUnavailable while there is none."""
+        """Identity for requests to the service. Raises ServiceUnavailable while it is unknown."""
         if weights_guard.replaced():
             raise ServiceUnavailable("this server's weights were replaced", _DOWN_S)
         tower = self._tower()
         if tower is None or tower.served_identity is None:
-            raise ServiceUnavailable("this server's checkpoint has not been identified yet", _DOWN_S)
+            raise ServiceUnavailable("this server has not identified its checkpoint yet", _DOWN_S)
         return tower.served_identity
 
     def _taken(self, reply: MediumReply, salt: str | None) -> Any:
-        """The item of rows that are proved to be this engine's. Raises ServiceUnavailable for others."""
+        """Return the item for a reply whose signature matches this engine. Raises ServiceUnavailable
+        otherwise."""
         try:
             claims = EmbeddingHandle.checked(reply.handle, self._secret, now=time.time())
         except CodecError as e:
@@ -206,30 +209,30 @@ class ServedImages:
         identity, tensor = self._served(), reply.tensor
         if reply.decoding != compat.decoding():
             raise ServiceUnavailable(
-                f"it decodes images as {reply.decoding} does, not as {compat.decoding()}; update cornplug "
-                "there",
+                f"it decodes images with {reply.decoding}, but this server needs {compat.decoding()}; "
+                "update cornplug on the encoder service",
                 None,
             )
         key = embedding_key(self._secret, identity, claims.media, salt)
         told = (claims.identity, claims.key, claims.modality, claims.dtype, tensor.dtype, len(tensor.shape))
         if told != (identity, key, "image", self._dtype, self._dtype, 2):
             raise ServiceUnavailable(
-                f"it sent one of {claims.modality} {claims.identity.hex()[:12]} in {claims.dtype}, not of "
-                f"this server's tower {identity.hex()[:12]} in {self._dtype}",
+                f"it sent an embedding of {claims.modality} {claims.identity.hex()[:12]} in {claims.dtype}, "
+                f"but this server needs {identity.hex()[:12]} in {self._dtype}",
                 None,
             )
         dtype = getattr(torch, tensor.dtype)
         if len(tensor.data) != math.prod(tensor.shape) * dtype.itemsize:
-            raise ServiceUnavailable("its rows are not as long as it says", None)
+            raise ServiceUnavailable("the size of its reply does not match the header", None)
         rows = torch.frombuffer(bytearray(tensor.data), dtype=dtype).view(tensor.shape)
         self._handles.keep(claims, rows)
         return {"image_embeds": rows, "image_grid_thw": list(claims.grid)} if self._wants_grid else rows
 
 
 def started(config: Any, names: MmIdentifiers | None) -> None:
-    """Have the service encode the images of this process's engine, if it has no tower.
+    """Use the service for images of this process's engine, if it has no tower.
 
-    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and where the checkpoint
+    Reads the checkpoint's weights once. Raises ConfigError as `ServedImages.check`, and if the checkpoint
     cannot be identified.
     """
     global _active
@@ -243,8 +246,8 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
     except CornplugError as e:
         raise ConfigError(
             "--cornplug-tower service",
-            f"the tower of {model.model} cannot be identified, nor compared with a service's: {e}",
-            "Leave the option out.",
+            f"cannot identify the tower of {model.model}, or compare it with the tower of a service: {e}",
+            "Remove the option.",
         ) from e
     served = ServedImages(
         said,
@@ -265,7 +268,7 @@ def started(config: Any, names: MmIdentifiers | None) -> None:
 
 
 def deactivate() -> None:
-    """Leave the images of this process's requests to vLLM: its engine has a tower."""
+    """Leave images of this process's requests to vLLM, because its engine has a tower."""
     global _active
     if _active is not None:
         _active.close()
@@ -276,7 +279,8 @@ _active: ServedImages | None = None
 
 
 def _is_remote(url: str, connector: Any) -> bool:
-    """Whether the service fetches it. Raises as vLLM for a host that `--allowed-media-domains` leaves out."""
+    """Return whether the service fetches the URL. Raises vLLM's error for a host that
+    `--allowed-media-domains` excludes."""
     if url[:5].lower() == "data:":
         return False
     parts = parse_url(url)
@@ -303,15 +307,16 @@ def _create_parser(original: Callable[..., Any], tracker: Any, *args: Any, **kwa
 def _parse_image(
     served: ServedImages, tracker: Any, parser: Any, image_url: str | None, uuid: str | None = None
 ) -> None:
-    """In the place of a content parser's method: the image becomes an item of embeddings."""
+    """Replacement of a content parser's method that turns the image into an embedding item."""
     if not image_url:
         raise VLLMValidationError(
-            "this server has no vision tower and keeps no images: send the image again beside its uuid",
+            "this server has no vision tower and does not keep images: send the image together with its uuid",
             parameter="image_url",
         )
     if (tracker.media_io_kwargs or {}).get("image"):
         raise VLLMValidationError(
-            "image: the encoder service decodes the images of this server, by vLLM's defaults; leave it out",
+            "image: the encoder service decodes the images of this server, with vLLM's defaults. Remove "
+            "this option",
             parameter="media_io_kwargs",
         )
     served.limit(len(tracker._items_by_modality["image_embeds"]) + 1)

@@ -56,12 +56,12 @@ def test_routes_of_the_only_launch_are_found(tmp_path: Path, monkeypatch: pytest
     written(tmp_path, {"other/text": TABLE["chat/text"]}, "plan-two/routes.json")
     assert "http://a:8000" in routes_of("chat", ["text"], None, None)().engines
     written(tmp_path, TABLE, "plan-three/routes.json")
-    with pytest.raises(ConfigError, match=r"routes: 2 launches.*plan-one.*Give the run folder of one"):
+    with pytest.raises(ConfigError, match=r"routes: 2 launches.*plan-one.*Pass the run folder of one"):
         routes_of("chat", ["text"], None, None)
 
 
 def test_routes_of_an_application_with_two_classes_need_one_s_name() -> None:
-    with pytest.raises(ConfigError, match="request: chat has the classes text, picture"):
+    with pytest.raises(ConfigError, match="request: missing; chat has the classes text, picture"):
         routes_of("chat", ["text", "picture"], ["http://a"], None)
     with pytest.raises(ConfigError, match=r"request: chat has no class 'pictures'.*picture"):
         routes_of("chat", ["text", "picture"], ["http://a"], "pictures")
@@ -70,9 +70,9 @@ def test_routes_of_an_application_with_two_classes_need_one_s_name() -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ([], "routes: no service is named"),
-        (["ftp://a"], "routes: 'ftp://a' is no http URL"),
-        ({"http://a": 0.0}, "routes: http://a has the weight 0.0"),
+        ([], "routes: no service is set"),
+        (["ftp://a"], "routes: 'ftp://a' is not an http URL"),
+        ({"http://a": 0.0}, "routes: http://a has the invalid weight 0.0"),
     ],
 )
 def test_routes_of_wrong_addresses_name_the_remedy(source: Any, words: str) -> None:

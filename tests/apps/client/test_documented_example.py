@@ -1,4 +1,4 @@
-"""The example of docs/apps.md runs as it stands, against a launch's `routes.json`."""
+"""The example of docs/deploy-one-host.md runs as it stands, against a launch's `routes.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cornplug.apps.client.harmless_fields import CHAT, COMPLETIONS, fields_of
 from .callers import APP
 from .fake_engine import TOLD, engines
 
-PAGE = Path(__file__).parents[3] / "docs" / "apps.md"
+PAGE = Path(__file__).parents[3] / "docs" / "deploy-one-host.md"
 
 
 def test_client_example_of_the_docs_streams_an_answer(

@@ -65,7 +65,7 @@ def test_application_of_a_file_gives_a_client(tmp_path: Path) -> None:
     file: AppsFile = services(tmp_path)
     with file.application("tts").client(routes=["http://a"]) as client:
         assert isinstance(client, openai.OpenAI)
-    with pytest.raises(ConfigError, match=r"application: there is no 'chat'"):
+    with pytest.raises(ConfigError, match=r"application: unknown application 'chat'"):
         file.application("chat")
 
 

@@ -283,7 +283,7 @@ def test_engine_encoder_chooses_by_the_settings(tmp_path: Path, monkeypatch: pyt
     assert isinstance(local, SocketEncoder)
     local.close()
     default = load({"encoder.engine_urls": "http://a:1"}, environ={})
-    with pytest.raises(ConfigError, match=r"store.secret_file: .* secret of its own"):
+    with pytest.raises(ConfigError, match=r"store.secret_file: .* its own secret"):
         engine_encoder(default, SECRET)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"cornplug\[remote\]"):

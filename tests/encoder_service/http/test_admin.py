@@ -72,7 +72,7 @@ def test_reload_unloadable_weights_keep_old_ones(service: Service, model: Path) 
     (model / "config.json").write_text("{")
     answer = reload(service)
     assert (answer.status_code, answer.json()["error"]["reason"]) == (409, "not_reloaded")
-    assert "served as before" in answer.json()["error"]["message"]
+    assert "previous weights stay in use" in answer.json()["error"]["message"]
     assert service.call("GET", "/v1/models").json() == rows
     assert embedding(service, model)["key"] == before["key"]
 

@@ -561,7 +561,7 @@ def test_url_fetcher_full_queue_is_refused_with_a_pause(site: Site, names: Names
     async def scenario() -> list[str]:
         first = [asyncio.create_task(outcome(fetcher, site.url("held"))) for _ in range(2)]
         assert await asyncio.to_thread(site.entered.acquire, timeout=60)
-        with pytest.raises(EncoderRefused, match="image: 1 other URLs wait") as full:
+        with pytest.raises(EncoderRefused, match="image: the queue for fetches is full with 1 URLs") as full:
             await get(fetcher, site.url())
         assert full.value.reason == "fetches_full"
         assert full.value.retry_after_s is not None

@@ -97,7 +97,7 @@ def test_preparer_too_short_audio_is_unprocessable(
 
 
 def test_preparer_modality_of_other_models_is_refused(preparer: MediaPreparer, on_header: Path) -> None:
-    with pytest.raises(EncoderRefused, match="audio only") as e:
+    with pytest.raises(EncoderRefused, match="accepts only audio") as e:
         preparer.prepare(source(on_header, "image", png(sample_image(1))))
     assert e.value.reason == "modality"
     with pytest.raises(EncoderRefused) as e:
@@ -134,7 +134,7 @@ def test_preparer_video_inputs_equal_transformers_processor(qwen: Path) -> None:
 def test_preparer_image_with_frame_sampling_is_refused(qwen: Path) -> None:
     registry = ModelRegistry.open([str(qwen)], dtype="float32", device="cpu")
     preparer = MediaPreparer(registry, secret=SECRET, limits=MediumLimits())
-    with pytest.raises(EncoderRefused, match="of a video") as e:
+    with pytest.raises(EncoderRefused, match="to videos only") as e:
         preparer.prepare(source(qwen, "image", png(sample_image(1)), sampling=FrameSampling(fps=1)))
     assert e.value.reason == "bad_input"
 

@@ -62,8 +62,8 @@ def test_decoder_recorder_levels_lie_beside_their_rows() -> None:
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        ({"cross_attention_states": torch.zeros(1, 3)}, "takes cross_attention_states"),
-        ({"per_layer_inputs": [{"a": torch.zeros(1)}]}, "takes per_layer_inputs"),
+        ({"cross_attention_states": torch.zeros(1, 3)}, "also needs cross_attention_states"),
+        ({"per_layer_inputs": [{"a": torch.zeros(1)}]}, "also needs per_layer_inputs"),
         ({LEVELS: [torch.zeros(3, WIDTH)], "visual_pos_masks": PLACES}, "levels"),
         ({LEVELS: [torch.zeros(2, WIDTH)], "visual_pos_masks": ~PLACES}, "levels"),
         ({LEVELS: [torch.zeros(2, WIDTH)]}, "levels"),
@@ -80,15 +80,15 @@ def test_decoder_recorder_decoder_that_takes_more_is_refused(more: dict[str, Any
 def test_decoder_recorder_scaled_embeddings_are_refused_not_taken_for_rows(scale: float) -> None:
     """Every position would look like the medium's."""
     recorder, embeds = merged()
-    with pytest.raises(CheckpointError, match="cannot be told"):
+    with pytest.raises(CheckpointError, match="cannot be distinguished"):
         recorder(inputs_embeds=embeds * scale)
 
 
 def test_decoder_recorder_prompt_without_a_medium_is_refused() -> None:
     recorder = DecoderRecorder(WIDTH, torch.float32)
-    with pytest.raises(CheckpointError, match="cannot be told"):
+    with pytest.raises(CheckpointError, match="cannot be distinguished"):
         recorder(inputs_embeds=recorder.embed_tokens(torch.zeros(1, 3, dtype=torch.int64)))
-    with pytest.raises(CheckpointError, match="takes no rows"):
+    with pytest.raises(CheckpointError, match="does not accept embeddings"):
         recorder(input_ids=torch.zeros(1, 3, dtype=torch.int64))
 
 

@@ -218,7 +218,7 @@ def test_generic_modality_that_transformers_cannot_serve_is_left_out_and_named(
         )
 
     assert preparer.prepare(source("image")).inputs
-    with pytest.raises(EncoderRefused, match="takes image only"):
+    with pytest.raises(EncoderRefused, match="accepts only image"):
         preparer.prepare(source("audio"))
 
 

@@ -47,8 +47,8 @@ def change(path: Path, name: str, tensor: torch.Tensor | None) -> None:
     ("name", "tensor", "says"),
     [
         ("vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.bias", None, "lacks"),
-        ("vision_tower.vision_model.encoder.layers.0.gate", torch.zeros(3), "no known use"),
-        ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(3), "shapes disagree"),
+        ("vision_tower.vision_model.encoder.layers.0.gate", torch.zeros(3), "unknown tensors"),
+        ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(3), "shapes do not match"),
         ("vision_tower.vision_model.pre_layrnorm.weight", torch.zeros(64, dtype=torch.int8), "quantised"),
     ],
 )
@@ -165,7 +165,7 @@ TILES = torch.rand(5, 3, 56, 56)
         ([0, 70], 5, "image_sizes: 0 x 70"),
         ([-60, 70], 5, "image_sizes: -60 x 70"),
         ([2**40, 2**40], 5, "image_sizes"),
-        ([300, 310], 3, "pixel_values: shape: 3 tiles, want 5 for 300 x 310"),
+        ([300, 310], 3, "pixel_values: shape: must have 5 tiles for 300 x 310, not 3"),
     ],
 )
 def test_tower_tiles_bad_image_sizes_are_refused_by_field(

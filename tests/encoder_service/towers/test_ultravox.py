@@ -112,10 +112,10 @@ def test_ultravox_padding_of_engine_changes_no_features(pair: tuple[Path, Path])
     [
         ({"audio_features": MADE["audio_features"][0]}, "audio_features: shape"),
         ({"audio_features": MADE["audio_features"][:, :40]}, "audio_features: shape"),
-        ({"audio_features": torch.zeros(1, 80, 401)}, "at most 400"),
+        ({"audio_features": torch.zeros(1, 80, 401)}, "limit of 400"),
         ({"audio_lens": torch.tensor([101])}, "1 to 100 frames"),
         ({"audio_lens": torch.tensor([0])}, "1 to 100 frames"),
-        ({"audio_lens": torch.tensor([50, 50])}, "want 1 lengths"),
+        ({"audio_lens": torch.tensor([50, 50])}, "must have 1 lengths"),
         ({"audio_features": torch.full((1, 80, 100), torch.nan)}, "NaN"),
     ],
 )

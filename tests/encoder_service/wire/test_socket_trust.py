@@ -81,7 +81,7 @@ def test_socket_encoder_untrusted_fails_at_once_until_service_comes(
             with within(15):
                 assert reason(client.submit(request_for(qwen, 1))) == "encoder_untrusted"
             assert not client.connected
-            with pytest.raises(EncoderUnavailable, match=r"store\.secret_file; use one file"):
+            with pytest.raises(EncoderUnavailable, match=r"store\.secret_file; use the same file"):
                 client.describe(20)
         serve(make_encoder())
         eventually(lambda: client.connected)
@@ -186,7 +186,7 @@ def test_encoder_socket_folder_open_to_others_is_refused(short_path: Path) -> No
     os.chown(link, NOBODY, NOBODY, follow_symlinks=False)
     for folder in (theirs, open_, link):
         with pytest.raises(
-            ConfigError, match=r"encoder\.socket: .* (belongs to user|can be written to|is a symbolic link)"
+            ConfigError, match=r"encoder\.socket: .* (belongs to user|is writable by|is a symbolic link)"
         ):
             SocketClaim(folder / "e.sock", setting="encoder.socket")
         assert not list(folder.iterdir())

@@ -77,10 +77,10 @@ def test_plan_that_no_replica_can_keep_says_times_of_idle_replica() -> None:
     tables = planned({"ttft_slowdown": 1.5, "idle": {"gpu": "H100"}}).model_dump()
     (slow,) = tables["components"][0]["profiles"]
     tables["components"][0]["profiles"].append(slow | faster)
-    with pytest.raises(Exception, match=r"llm/PD has 1.5 times the idle replica's for TTFT \(p95\)"):
+    with pytest.raises(Exception, match=r"llm/PD may take 1.5 times the idle replica's for TTFT \(p95\)"):
         decide(PlanInput.model_validate(tables), digest="")
 
 
 def test_idle_replica_without_times_is_error_with_remedy() -> None:
-    with pytest.raises(ConfigError, match=r"slo.idle of chat/short: no times of llm/PD on H100 with tp = 2"):
+    with pytest.raises(ConfigError, match=r"slo.idle of chat/short: llm/PD has no times on H100 with tp = 2"):
         formulate(planned({"ttft_slowdown": 2.0, "idle": {"gpu": "H100", "tp": 2}}, simulate=False))

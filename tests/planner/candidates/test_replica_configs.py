@@ -55,7 +55,7 @@ def _footprints(tasks: str = "PD", gpu: str = "H200", **component: Any) -> tuple
 def test_replica_configs_attention_dp_stays_inside_node() -> None:
     found, dropped = _footprints(dp=[1, 8])
     assert found == {"tp1", "tp2", "tp4", "tp8", "tp1dp8"}
-    assert list(dropped) == ["moe/PD: attention data parallelism stays inside a node (n has 8 GPUs)"]
+    assert list(dropped) == ["moe/PD: attention data parallelism is limited to one node (n has 8 GPUs)"]
     assert _footprints(dp=[4], tp=[1, 2], expert_parallel=True)[0] == {"tp1dp4ep", "tp2dp4ep"}
 
 
@@ -67,11 +67,11 @@ def test_replica_configs_without_degrees_are_as_before() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tasks": "D"}, "for engines that prefill and decode"),
-        ({"pp": [2]}, "without pipeline stages"),
+        ({"tasks": "D"}, "for engines that both prefill and decode"),
+        ({"pp": [2]}, "with pipeline parallelism"),
         ({"gpu": "L40S"}, "L40S has no NVLink"),
-        ({"shares": [0.5]}, "a part of a GPU has no parallel ranks"),
-        ({"expert_parallel": True, "shape": {**MIXTURE, "experts": 60}}, "60 experts cannot be dealt out"),
+        ({"shares": [0.5]}, "a fraction of a GPU cannot have parallel ranks"),
+        ({"expert_parallel": True, "shape": {**MIXTURE, "experts": 60}}, "60 experts cannot be distributed"),
     ],
 )
 def test_replica_configs_attention_dp_names_reason_against(changes: dict[str, Any], reason: str) -> None:
@@ -94,18 +94,18 @@ def test_replica_configs_context_parallel_divides_repeated_kv_only() -> None:
 def test_replica_configs_prefill_context_parallel_multiplies_gpus_inside_a_node() -> None:
     found, dropped = _footprints(pcp=[1, 2, 4, 8], tp=[2], shape=LATENT)
     assert found == {"tp2", "tp2pcp2", "tp2pcp4"}
-    assert any("prefill context parallelism stays inside a node" in said for said in dropped)
+    assert any("prefill context parallelism is limited to one node" in said for said in dropped)
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tasks": "P"}, "for vLLM's engines that prefill and decode text"),
+        ({"tasks": "P"}, "for vLLM engines that both prefill and decode text"),
         ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "of models with latent attention (MLA)"),
-        ({"speculative": "mtp", "acceptance": 0.7}, "without speculation"),
-        ({"pp": [2]}, "without pp, dp and dcp"),
-        ({"dp": [2]}, "without pp, dp and dcp"),
-        ({"dcp": [2]}, "without pp, dp and dcp"),
+        ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
+        ({"pp": [2]}, "with pp, dp or dcp"),
+        ({"dp": [2]}, "with pp, dp or dcp"),
+        ({"dcp": [2]}, "with pp, dp or dcp"),
     ],
 )
 def test_replica_configs_prefill_context_parallel_names_reason_against(
@@ -119,10 +119,10 @@ def test_replica_configs_prefill_context_parallel_names_reason_against(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"tasks": "D"}, "for vLLM's engines that prefill and decode"),
-        ({"engines": ["sglang", "vllm"], "tp": [1]}, "for vLLM's engines"),
-        ({"speculative": "mtp", "acceptance": 0.7}, "without speculation"),
-        ({"tp": [1]}, "1 GPUs have no 2 parts"),
+        ({"tasks": "D"}, "for vLLM engines that both prefill and decode"),
+        ({"engines": ["sglang", "vllm"], "tp": [1]}, "for vLLM engines"),
+        ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
+        ({"tp": [1]}, "1 GPUs cannot be divided into 2 parts"),
         ({"tp": [4], "shape": MIXTURE}, "tp = 4 repeats the KV of 4 heads less than 2 times"),
         ({"shape": {**MIXTURE, "heads": 8, "kv_heads": 8}}, "tp = 8 repeats the KV of 8 heads less"),
     ],

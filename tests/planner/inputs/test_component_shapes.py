@@ -281,13 +281,13 @@ def test_shape_of_damaged_weights_are_reported(tmp_path: Path) -> None:
     ("config", "kind", "message"),
     [
         ({"model_type": "mamba"}, "llm", "config.json of 'mamba' has no "),
-        (QWEN2_7B, "encoder", "config.json of 'qwen2' describes no tower"),
-        ({"model_type": "x", "vision_config": {"depth": 2}}, "encoder", "tower has none of embed_dim"),
+        (QWEN2_7B, "encoder", "config.json of 'qwen2' has no tower"),
+        ({"model_type": "x", "vision_config": {"depth": 2}}, "encoder", "config.json has none of embed_dim"),
         (None, "llm", "has no config.json"),
         (
             {**QWEN2_7B, "hidden_size": 8},
             "llm",
-            "no model can be as config.json says: head_dim: ",
+            "config.json is invalid: head_dim: ",
         ),
     ],
 )
@@ -306,7 +306,7 @@ def test_shape_of_incomplete_checkpoint_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("kind", "remedy"), [("llm", "`checkpoint`, a folder"), ("generator", "shape = { parameters = ")]
+    ("kind", "remedy"), [("llm", "`checkpoint` to a folder"), ("generator", "shape = { parameters = ")]
 )
 def test_shape_of_missing_shape_and_checkpoint_names_remedy(kind: str, remedy: str) -> None:
     components = _components({"name": "x", "kind": kind, "model": "nobody/nothing"})

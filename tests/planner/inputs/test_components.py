@@ -27,17 +27,20 @@ def component(**fields: Any) -> Component:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"shape": DENSE, "dp": [1, 8]}, "dp: 'm' is dense: it has no experts to spread. Leave it out."),
-        ({"shape": DENSE, "expert_parallel": True}, "expert_parallel: 'm' is dense"),
-        ({"shape": SPARSE, "dp": [8]}, "dp: the experts of 'm' are not known. Write experts and"),
-        ({"kind": "generator", "dp": [8]}, "dp: generator 'm' has no experts. Leave it out."),
-        ({"engines": ["sglang"], "dcp": [2]}, "dcp: it is planned on vLLM only. Add"),
-        ({"kind": "encoder", "dcp": [2]}, "dcp: encoder 'm' has no KV. Leave it out."),
-        ({"engines": ["sglang"], "pcp": [2]}, "pcp: it is planned on vLLM only. Add"),
-        ({"shape": MIXTURE, "dp": [3]}, "dp: [3] is not of the chain"),
-        ({"shape": {**MIXTURE, "experts": None}}, "experts: it is missing beside the others"),
-        ({"shape": {**DENSE, "experts": 8, "experts_per_token": 2}}, "active_parameters: it is missing"),
-        ({"shape": {**MIXTURE, "experts_per_token": 64}}, "experts_per_token: 64 of 64 experts. Write fewer"),
+        ({"shape": DENSE, "dp": [1, 8]}, "dp: 'm' is a dense model without experts. Remove it."),
+        ({"shape": DENSE, "expert_parallel": True}, "expert_parallel: 'm' is a dense model"),
+        ({"shape": SPARSE, "dp": [8]}, "dp: the number of experts of 'm' is unknown. Add experts and"),
+        ({"kind": "generator", "dp": [8]}, "dp: generator 'm' has no experts. Remove it."),
+        ({"engines": ["sglang"], "dcp": [2]}, "dcp: supported on vLLM only. Add"),
+        ({"kind": "encoder", "dcp": [2]}, "dcp: encoder 'm' has no KV. Remove it."),
+        ({"engines": ["sglang"], "pcp": [2]}, "pcp: supported on vLLM only. Add"),
+        ({"shape": MIXTURE, "dp": [3]}, "dp: [3] is not a list of allowed sizes"),
+        ({"shape": {**MIXTURE, "experts": None}}, "experts: missing, but the shape has experts"),
+        ({"shape": {**DENSE, "experts": 8, "experts_per_token": 2}}, "active_parameters: missing"),
+        (
+            {"shape": {**MIXTURE, "experts_per_token": 64}},
+            "experts_per_token: 64 of 64 experts. Write a smaller",
+        ),
     ],
 )
 def test_component_wrong_degrees_name_field_and_remedy(fields: dict[str, Any], said: str) -> None:
@@ -54,7 +57,7 @@ def test_component_degrees_of_mixture_are_kept() -> None:
 
 def test_resolve_dense_checkpoint_refuses_attention_dp(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN2_7B))
-    with pytest.raises(ConfigError, match=r"components\[m\].dp: 'm' is dense.* Leave it out"):
+    with pytest.raises(ConfigError, match=r"components\[m\].dp: 'm' is a dense model.* Remove it"):
         component_shapes.resolve([component(checkpoint=str(tmp_path), dp=[8])])
     (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
     (found,) = component_shapes.resolve([component(checkpoint=str(tmp_path), dp=[8])])

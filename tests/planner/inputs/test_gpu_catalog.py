@@ -83,7 +83,7 @@ def test_prices_are_filled_in_by_shape_by_gpu_or_as_given() -> None:
         ({"gpu": "H1000"}, "pool[0].gpu: no GPU 'H1000' in the table. Did you mean 'H100'? Known: L4, "),
         (
             {"gpu": "H100", "gpus": 2},
-            "pool[0]: no price for a machine with 2 x H100. Write price_per_hour = ",
+            "pool[0]: no price for a machine with 2 x H100. Set price_per_hour. ",
         ),
         (
             {"gpu": "H100", "shape": "p5.48xl"},
@@ -105,12 +105,12 @@ def test_price_table_custom_file_replaces_catalog(tmp_path: Path) -> None:
     assert priced({"gpu": "H100"}, prices=own)[0].price_per_hour == 20
     own.write_text('[[prices]]\nshape = "rack"\n')
     with pytest.raises(
-        ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Its"
+        ConfigError, match=r"prices\.toml: row \{'shape': 'rack'\}: gpu: Field required\. Write"
     ):
         priced({"gpu": "H100"}, prices=own)
-    for content, problem in (("prices = 3", r"no \[\[prices\]\] in it"), ("[[", "no TOML")):
+    for content, problem in (("prices = 3", r"it contains no \[\[prices\]\]"), ("[[", "invalid TOML")):
         own.write_text(content)
         with pytest.raises(ConfigError, match=problem):
             priced({"gpu": "H100"}, prices=own)
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match="cannot read the price table"):
         priced({"gpu": "H100"}, prices=tmp_path / "absent.toml")

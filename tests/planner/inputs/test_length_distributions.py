@@ -48,7 +48,7 @@ def test_histogram_quantiles_at_ends_are_extreme_values() -> None:
 
 
 def test_quantile_of_percentage_is_refused() -> None:
-    with pytest.raises(ValueError, match="share from 0 to 1"):
+    with pytest.raises(ValueError, match="must be from 0 to 1"):
         length_distributions.quantile(512, 95)
 
 

@@ -33,17 +33,21 @@ def test_profile_table_written_and_read_is_equal(tmp_path: Path) -> None:
     ("line", "place", "says"),
     [
         ("prefil,H100,1,1,vllm,none,prompt_tokens,1,1", "t.csv:2 kind", "one of prefill, decode"),
-        ("prefill,,1,1,vllm,none,prompt_tokens,1,1", "t.csv:2 gpu", "Name the device"),
-        ("prefill,H100,0,1,vllm,none,prompt_tokens,1,1", "t.csv:2 tp", "'0' is no count"),
+        ("prefill,,1,1,vllm,none,prompt_tokens,1,1", "t.csv:2 gpu", "Write the GPU type"),
+        ("prefill,H100,0,1,vllm,none,prompt_tokens,1,1", "t.csv:2 tp", "'0' is not a valid degree"),
         ("prefill,H100,1,1,trt,none,prompt_tokens,1,1", "t.csv:2 engine", "vllm, sglang, ''"),
         ("prefill,H100,1,1,vllm,int2,prompt_tokens,1,1", "t.csv:2 quantisation", "none, fp8, awq, gptq"),
-        ("prefill,H100,1,1,vllm,none,requests,1,1", "t.csv:2 quantity", "prefill counts prompt_tokens"),
-        ("prefill,H100,1,1,vllm,none,prompt_tokens,1,nan", "t.csv:2 seconds", "no positive number"),
-        ("prefill,H100,1,1,vllm,none,prompt_tokens,-1,1", "t.csv:2 x", "no positive number"),
+        (
+            "prefill,H100,1,1,vllm,none,requests,1,1",
+            "t.csv:2 quantity",
+            "Write prompt_tokens in rows of kind prefill",
+        ),
+        ("prefill,H100,1,1,vllm,none,prompt_tokens,1,nan", "t.csv:2 seconds", "not a positive number"),
+        ("prefill,H100,1,1,vllm,none,prompt_tokens,-1,1", "t.csv:2 x", "not a positive number"),
         ("kv_tokens,H100,1,1,vllm,none,tokens,9,1", "t.csv:2 seconds", "Leave it empty"),
         ("prefill,H100,1", "t.csv:2", "3 columns"),
         ("", "t.csv", "has no rows"),
-        ("overhead,L4,1,1,,none,requests,1,1\noverhead,L4,1,1,,none,requests,2,1", "t.csv", "stands twice"),
+        ("overhead,L4,1,1,,none,requests,1,1\noverhead,L4,1,1,,none,requests,2,1", "t.csv", "occurs twice"),
     ],
 )
 def test_profile_tables_bad_line_names_file_line_column_and_remedy(

@@ -88,11 +88,13 @@ def test_toml_reader_crlf_keeps_line_numbers(tmp_path: Path) -> None:
 def test_toml_reader_checkpoint_replaces_shape(tmp_path: Path) -> None:
     head, tail = GOOD.split("[components.shape]")
     text = f'{head}checkpoint = "m"\n\n[[applications]]{tail.split("[[applications]]")[1]}'
-    said = "plan.toml:13 components[1].checkpoint: no config.json in m. Name a checkpoint's folder, or give"
+    said = (
+        "plan.toml:13 components[1].checkpoint: no config.json in m. Set it to a checkpoint's folder, or add"
+    )
     assert _read(tmp_path, text).startswith(said)
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("[]")
-    said = "plan.toml:13 components[1].checkpoint: m/config.json is no JSON object: "
+    said = "plan.toml:13 components[1].checkpoint: m/config.json is not a JSON object: "
     assert _read(tmp_path, text).startswith(said)
     config = {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}}
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
@@ -110,9 +112,7 @@ def test_toml_reader_sparse_attention_has_no_prefill_context_parallelism(tmp_pat
     (tmp_path / "m" / "config.json").write_text(
         json.dumps({"model_type": "deepseek_v32", "index_topk": 2048})
     )
-    said = (
-        "components[1].pcp: the model attends to chosen tokens only, and vLLM 0.32 would run it without CUDA"
-    )
+    said = "components[1].pcp: vLLM 0.32 runs models with sparse attention without CUDA"
     assert said in _read(tmp_path, text)
 
 
@@ -123,14 +123,14 @@ def test_toml_reader_broken_checkpoint_is_reported_once(tmp_path: Path) -> None:
     text = f'{head}model = "./m"\n\n[[applications]]{tail.split("[[applications]]")[1]}'
     text = "\n".join(line for line in text.splitlines() if not line.startswith("shape = "))
     said = _read(tmp_path, text)
-    assert said.startswith("plan.toml:12 components[1].model: m/config.json is no JSON object: ")
+    assert said.startswith("plan.toml:12 components[1].model: m/config.json is not a JSON object: ")
     assert "\n" not in said
 
 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("", "components[1].shape: the size of 'llm7' is not known, which its profile needs"),
+        ("", "components[1].shape: the size of 'llm7' is unknown, but its profile needs it"),
         (", kv_tokens = 9", ""),
     ],
 )
@@ -151,7 +151,7 @@ def test_toml_reader_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"absent\.toml: cannot be read: No such file"):
         toml_reader.read(tmp_path / "absent.toml")
     (tmp_path / "plan.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="no UTF-8 text"):
+    with pytest.raises(ConfigError, match="not UTF-8 text"):
         toml_reader.read(tmp_path / "plan.toml")
 
 

@@ -74,10 +74,14 @@ def test_traces_changed_file_is_read_again(tmp_path: Path) -> None:
         ("azure", AZURE.replace("2023-11-16 18:15:50", "noon"), ":3 TIMESTAMP: 'noon.9951690' is not a time"),
         ("azure", AZURE + "2023-11-16 18:16:00,5\n", ":5 GeneratedTokens: None is not a number of tokens"),
         ("csv", CSV.replace("200", "-1"), ":3 prompt_tokens: '-1' is not a number of tokens"),
-        ("csv", CSV.splitlines()[0], ": the trace has no requests. Name a file with at least one."),
-        ("mooncake", MOONCAKE + "{", ":4: no JSON: Expecting property name"),
-        ("mooncake", "[1]", ":1: no JSON object. Mooncake traces hold one object a line."),
-        ("mooncake", '{"timestamp": 1, "input_length": 5}', ":1 output_length: missing. Every line needs"),
+        ("csv", CSV.splitlines()[0], ": the trace has no requests. Use a file with at least one request."),
+        ("mooncake", MOONCAKE + "{", ":4: invalid JSON: Expecting property name"),
+        ("mooncake", "[1]", ":1: not a JSON object. Mooncake traces contain one JSON object per line."),
+        (
+            "mooncake",
+            '{"timestamp": 1, "input_length": 5}',
+            ":1 output_length: missing. Write a number of tokens",
+        ),
     ],
 )
 def test_traces_bad_content_names_file_line_and_column(
@@ -90,9 +94,9 @@ def test_traces_bad_content_names_file_line_and_column(
 
 
 def test_traces_absent_or_binary_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+    with pytest.raises(ConfigError, match="cannot read the trace: No such file"):
         traces.read(tmp_path / "absent.csv", "csv")
     packed = tmp_path / "trace.gz"
     packed.write_bytes(b"\x1f\x8b\x08\xff")
-    with pytest.raises(ConfigError, match="Unpack it"):
+    with pytest.raises(ConfigError, match="Decompress it"):
         traces.read(packed, "csv")

@@ -155,13 +155,13 @@ def test_local_commands_encoder_beyond_this_host_needs_a_decision(
 @pytest.mark.parametrize("address", ["0.0.0.0", "::", "0", ""])
 def test_local_commands_address_of_every_interface_is_refused(tmp_path: Path, address: str) -> None:
     made = plan(Case("P+D", hosts=2))
-    with pytest.raises(ConfigError, match=r"--address: .*HOST_2.*no address of one host"):
+    with pytest.raises(ConfigError, match=r"--address: .*HOST_2.*not the address of one host"):
         local_commands(
             made, run_dir=tmp_path, host="HOST_1", addresses={"HOST_1": "10.0.0.1", "HOST_2": address}
         )
     named = made.nodes[0].model_copy(update={"hosts": ["10.0.0.1", address]})
     if address:
-        with pytest.raises(ConfigError, match=r"hosts: .*no address of one host"):
+        with pytest.raises(ConfigError, match=r"hosts: .*not the address of one host"):
             local_commands(made.model_copy(update={"nodes": [named]}), run_dir=tmp_path, host="10.0.0.1")
 
 
@@ -193,7 +193,7 @@ def test_main_plan_of_several_hosts_needs_host_option(tmp_path: Path) -> None:
     plan(Case("E+PD", hosts=2)).save(path)
     with pytest.raises(ConfigError, match=r"needs 2 hosts(.|\n)*--host HOST` on each of HOST_1, HOST_2"):
         main([str(path)])
-    with pytest.raises(ConfigError, match="'HOST_3' is none of them"):
+    with pytest.raises(ConfigError, match="'HOST_3' is not a host of the plan"):
         main([str(path), "--host", "HOST_3"])
 
 
@@ -211,7 +211,7 @@ def test_local_commands_of_one_host_leave_out_the_others_and_the_routers(tmp_pat
 
 def test_local_commands_without_an_address_name_the_missing_one(tmp_path: Path) -> None:
     made = plan(Case("E+PD", "sglang", hosts=2))
-    with pytest.raises(ConfigError, match=r"HOST_1 of the plan has no address(.|\n)*HOST_1=ADDRESS"):
+    with pytest.raises(ConfigError, match=r"missing for HOST_1 of the plan(.|\n)*HOST_1=ADDRESS"):
         local_commands(made, run_dir=tmp_path, host="HOST_2", addresses={"HOST_2": "10.0.0.2"})
 
 

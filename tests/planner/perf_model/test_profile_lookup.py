@@ -192,5 +192,5 @@ def test_profile_lookup_table_file_gives_source(tmp_path: Path) -> None:
 
 def test_points_that_make_no_curve_are_refused() -> None:
     component = llm({"kind": "table", "gpu": "L4", "prefill_tokens": [512, 256], "prefill_s": [0.05, 0.1]})
-    with pytest.raises(ConfigError, match="growing points"):
+    with pytest.raises(ConfigError, match="ascending points"):
         take(component, role="P")

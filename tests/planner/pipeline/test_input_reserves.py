@@ -67,7 +67,7 @@ def test_explain_growth_and_spot_are_priced() -> None:
     assert saves["spot"] > 0
     assert saves["growth"] is not None
     assert saves["growth"] > 0
-    assert any("spot: spot machines" in note and "40 %" in note for note in found.notes)
+    assert any("spot are spot machines" in note and "40 %" in note for note in found.notes)
 
 
 def test_decide_work_that_can_wait_takes_spot_machines() -> None:

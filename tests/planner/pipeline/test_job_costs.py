@@ -89,10 +89,10 @@ def test_job_survives_writing_and_reading_of_its_input() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("rate = 4.0\njob = { requests = 10, deadline_hours = 1.0 }", "rate: the job says how many"),
+        ("rate = 4.0\njob = { requests = 10, deadline_hours = 1.0 }", "rate: the job already sets the rate"),
         (
             "job = { requests = 10, deadline_hours = 1.0 }",
-            ".job: chat is online: its requests do not wait.",
+            ".job: chat is online, so its requests cannot wait.",
         ),
         ("job = { requests = 10 }", ".job.deadline_hours: missing."),
     ],

@@ -29,7 +29,7 @@ def test_points_images_in_two_passes_are_two_batches():
 
 
 def test_points_without_single_image_are_refused():
-    with pytest.raises(ConfigError, match="Begin with 1"):
+    with pytest.raises(ConfigError, match="Start with 1"):
         points([sent(4, 1)], 1, gpu="L4")
 
 
@@ -38,5 +38,5 @@ def test_passes_of_other_server_metrics_are_refused(monkeypatch):
         return httpx.Response(200, text="up 1.0\n", request=httpx.Request("GET", url))
 
     monkeypatch.setattr(encoder_passes.httpx, "get", get)
-    with pytest.raises(CornplugError, match="no encoder service"):
+    with pytest.raises(CornplugError, match="not an encoder service"):
         passes("http://127.0.0.1:1")

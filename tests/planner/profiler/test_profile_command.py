@@ -13,9 +13,9 @@ LLM = ["llm", "--gpu", "H100", "--out", "x.csv"]
     [
         (LLM, "--model: is missing"),
         (["encoder", "--url", "http://h:1", "--gpu", "L4", "--out", "x.csv"], "--model: is missing"),
-        ([*LLM, "--url", "http://h:1", "--", "--dtype", "float16"], "runs already"),
-        ([*LLM, "--model", "m", "--repeats", "1"], "no median"),
-        ([*LLM, "--model", "m", "--batches", "2,4"], "Begin with 1"),
+        ([*LLM, "--url", "http://h:1", "--", "--dtype", "float16"], "already running"),
+        ([*LLM, "--model", "m", "--repeats", "1"], "too few for a median"),
+        ([*LLM, "--model", "m", "--batches", "2,4"], "Start with 1"),
     ],
 )
 def test_profile_command_bad_arguments_are_refused(argv, said):

@@ -223,7 +223,7 @@ def test_replan_state_of_other_plan_is_dropped(site: Site) -> None:
     Plan.load(path).model_copy(update={"name": "other"}).save(path)
     assert site.replan(requests=2 * AS_PLANNED) == (
         0,
-        "First snapshot kept: run again when the metrics' files are newer.\n",
+        "Saved the first snapshot. Run again when the metrics files are newer.\n",
     )
 
 
@@ -232,7 +232,7 @@ def test_metrics_that_have_not_changed_are_no_window(site: Site) -> None:
     before = replan_state.ReplanState.model_validate_json(state.read_bytes())
     site.at_s -= 60
     status, said = site.replan()
-    assert (status, said[:14]) == (0, "First snapshot")
+    assert (status, said[:14]) == (0, "Saved the firs")
     assert (
         replan_state.ReplanState.model_validate_json(state.read_bytes()).snapshots.keys()
         == before.snapshots.keys()

@@ -79,7 +79,7 @@ def test_explanation_alternatives_have_prices() -> None:
 def test_explanation_equal_engine_is_called_as_good() -> None:
     found = explanation.explain(given(), decided(given()))
     (one,) = [a for a in found.alternatives if a.name in ("without vllm", "without sglang")]
-    assert one.reason_against == "as good, as far as the solver's gap tells"
+    assert one.reason_against == "equally good within the solver's gap"
 
 
 def test_explanation_binding_stock_says_the_saving_of_more() -> None:
@@ -119,7 +119,7 @@ def test_explanation_monolith_loses_when_roles_differ() -> None:
     found = explanation.explain(pair(10), decided(pair(10)))
     # At 2.5 requests/s 2 of either do; at 5, 2 do the work of 4.
     assert found.monolith == (
-        "The monolith loses here: everywhere, it costs $21.00/h, 133 % more. "
+        "The monolith loses here: using it everywhere costs $21.00/h, 133 % more. "
         "It is the cheapest at 0.25 times this load, it is not at 0.5, 2 and 4 times this load."
     )
 
@@ -187,14 +187,14 @@ def test_explanation_estimated_sglang_is_doubted(engine: str) -> None:
     tables["components"][0]["engines"] = [engine]
     given = PlanInput.model_validate(tables)
     found = explanation.explain(given, decided(given), work=0)
-    assert any("published first tokens of SGLang" in note for note in found.notes) == (engine == "sglang")
+    assert any("In published measurements, SGLang" in note for note in found.notes) == (engine == "sglang")
 
 
 def test_explanation_without_work_is_noted() -> None:
     found = explanation.explain(pair(10), decided(pair(10)), work=0)
     assert found.alternatives == []
     assert found.binding == []
-    assert any("No work was left to ask for monolith everywhere" in note for note in found.notes)
+    assert any("The solver work did not suffice for monolith everywhere" in note for note in found.notes)
 
 
 def test_explanation_question_ended_by_clock_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_explanation_question_ended_by_clock_is_noted(monkeypatch: pytest.Monkey
     notes = explanation.explain(given, decision, work=60).notes
     (note,) = [n for n in notes if n.startswith("The solver's time limit ended ")]
     assert "monolith everywhere" in note
-    assert note.endswith("another run may answer otherwise.")
+    assert note.endswith("Another run may differ.")
     monkeypatch.undo()
     assert not any("time limit" in n for n in explanation.explain(given, decision, work=60).notes)
 
@@ -240,11 +240,11 @@ def test_at_a_larger_load_the_stock_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("single", "says"),
     [
-        (CounterfactualAnswer(12.0, True), "everywhere, it costs $12.00/h, 20 % more."),
-        (CounterfactualAnswer(10.0, True), "The monolith everywhere costs the same here."),
+        (CounterfactualAnswer(12.0, True), "using it everywhere costs $12.00/h, 20 % more."),
+        (CounterfactualAnswer(10.0, True), "Using the monolith everywhere costs the same here."),
         (
             CounterfactualAnswer(None, True, "demand[a/b]: too slow"),
-            "no plan keeps the SLOs on this pool (demand[a/b]: too slow).",
+            "no plan of monoliths only meets the SLOs with this pool (demand[a/b]: too slow).",
         ),
     ],
 )

@@ -81,7 +81,7 @@ def test_html_report_extra_replicas_and_idle_gpus_are_named() -> None:
     busy = group("llm7/PD@h100", "PD", replicas=3, extra_replicas=1)
     page = html_report.html(plan(groups=[busy], nodes=[given.nodes[0].model_copy(update={"idle_gpus": 2.0})]))
     assert "<td>2+1</td>" in page
-    assert "2 of the 8 GPUs of h100x8 are paid for and idle" in page
+    assert "2 of the 8 GPUs of h100x8 are paid for but idle" in page
 
 
 def test_html_report_page_has_no_scripts_or_links() -> None:

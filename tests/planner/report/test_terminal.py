@@ -38,7 +38,7 @@ def test_terminal_unproved_plan_is_not_called_optimal() -> None:
     assert "feasible, gap 20 %" in said
     assert "optimal" not in said
     late = plan(proof=found.model_copy(update={"timed_out": True}))
-    assert "feasible, gap 20 %, ended by the clock" in shown(late)
+    assert "feasible, gap 20 %, stopped by the time limit" in shown(late)
 
 
 @pytest.mark.parametrize(
@@ -82,8 +82,8 @@ def test_terminal_extra_replicas_and_idle_gpus_are_named() -> None:
     idle = given.nodes[0].model_copy(update={"idle_gpus": 2.5})
     said = shown(plan(groups=[busy], nodes=[idle]))
     assert row(said, "llm7/PD", "vllm").split()[0] == "2+1"
-    assert "2.5 of the 8 GPUs of h100x8 are paid for and idle: they are free for other work." in said
-    assert "the SLOs do not need them" in said
+    assert "2.5 of the 8 GPUs of h100x8 are paid for but idle, so they are free for other work." in said
+    assert "not needed for the SLOs" in said
 
 
 def test_terminal_unserved_rate_is_shown() -> None:

@@ -121,10 +121,10 @@ def test_init_weights_beyond_memory_are_planned_in_fp8_or_refused(
         capsys, "meta-llama/Llama-3.1-405B", "--gpus", "L4,A100-80", "-o", f"{tmp_path}/b.toml"
     ) == (
         "cornplug plan: --gpus: weights of 756 GiB do not fit on one machine with L4, A100-80. "
-        "GPUs that hold it: H100, H200, B200."
+        "GPUs with enough memory: H100, H200, B200."
     )
     said = refused(capsys, "Qwen/Qwen3-32B-FP8", "--gpus", "A100-80", "-o", f"{tmp_path}/b.toml")
-    assert "GPUs that hold it: L4, L40S, H100, H200, B200." in said
+    assert "GPUs with enough memory: L4, L40S, H100, H200, B200." in said
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_init_weights_beyond_memory_are_planned_in_fp8_or_refused(
         ("LLAMA-3.1-8b-instruct", "H100", "Did you mean meta-llama/Llama-3.1-8B-Instruct"),
         ("nothing-like-it", "H100", "Known: meta-llama/Llama-3.1-8B-Instruct, "),
         ("Qwen/Qwen3-8B", "H10", "--gpus: no GPU 'H10' in the price table. Did you mean 'H100'? Known: L4, "),
-        ("Qwen/Qwen3-8B", " , ", "--gpus: names no GPU. Write, for example, --gpus H100,L40S."),
+        ("Qwen/Qwen3-8B", " , ", "--gpus: contains no GPU. Write, for example, --gpus H100,L40S."),
     ],
 )
 def test_init_unknown_name_gives_nearest_ones(
@@ -148,7 +148,7 @@ def test_init_unknown_name_gives_nearest_ones(
     ("config", "said"),
     [
         (None, "has no config.json"),
-        ("[]", "is no JSON object"),
+        ("[]", "is not a JSON object"),
         ('{"model_type": "bert"}', "MODEL: config.json of 'bert' has no hidden_size"),
     ],
 )
@@ -164,7 +164,7 @@ def test_init_folder_that_is_no_model_is_refused(
 def test_init_present_file_is_kept_unless_forced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "plan.toml").write_text("mine")
     said = refused(capsys, "Qwen/Qwen3-8B", "--gpus", "H100", "-o", f"{tmp_path}/plan.toml")
-    assert said.endswith("plan.toml: is there already. Name another file, or give --force.")
+    assert said.endswith("plan.toml: already exists. Choose another file, or add --force.")
     assert (tmp_path / "plan.toml").read_text() == "mine"
     assert init(tmp_path, "Qwen/Qwen3-8B", "H100", "--force").name == "Qwen3-8B"
 

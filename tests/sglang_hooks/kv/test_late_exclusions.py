@@ -70,10 +70,10 @@ class Another(type(device_pool(16))):  # type: ignore[misc]
         (device_pool(16), ""),
         (latent_pool(16), ""),
         (device_pool(16, dtype=torch.float8_e4m3fnuz), "float8_e4m3fnuz"),
-        (device_pool(16, dtype=torch.float8_e4m3fn), "scales, are not known"),
+        (device_pool(16, dtype=torch.float8_e4m3fn), "are unknown"),
         (windowed_pool(16), ""),
-        (windowed_pool(16, swa_head_num=2), "kind SWAKVPool"),
-        (Another.__new__(Another), "kind Another"),
+        (windowed_pool(16, swa_head_num=2), "KV pool SWAKVPool"),
+        (Another.__new__(Another), "KV pool Another"),
     ],
 )
 @pytest.mark.parametrize("given", [False, True])
@@ -105,7 +105,7 @@ def _attention(**scales: Any) -> torch.nn.Module:
     [
         ({}, ""),
         ({"k_scale": torch.tensor(1.0), "k_scale_float": 1.0, "v_scale_float": 1.0}, ""),
-        ({"k_scale": torch.tensor(0.5)}, "layer 1 scales its fp8 KV by another k_scale"),
+        ({"k_scale": torch.tensor(0.5)}, "layer 1 has an fp8 KV cache with k_scale"),
         ({"v_scale": torch.tensor([1.0, 2.0])}, "v_scale"),
         ({"v_scale_float": 0.25}, "v_scale_float"),
         ({"k_scale_float": float("nan")}, "k_scale_float"),
@@ -126,7 +126,7 @@ def test_late_exclusions_fp8_kv_with_a_quantisers_scales_is_refused() -> None:
     """As SGLang's CPU backend with AMX keeps it, and FP4 everywhere."""
     pool = device_pool(16, dtype=torch.float8_e4m3fn)
     pool.quant_method = SimpleNamespace()
-    assert "fp8 KV with the scales of" in late_exclusions.unshareable(pool, _attention())
+    assert "fp8 KV with scales of" in late_exclusions.unshareable(pool, _attention())
 
 
 @pytest.mark.parametrize(("here", "others"), [(True, True), (True, False), (False, True), (False, False)])
@@ -160,10 +160,10 @@ def test_late_exclusions_rank_without_the_drafts_pool_detaches_all(
     [
         ((), "none", ""),
         ((device_pool(16, heads=2),), "sidecar", ""),
-        ((device_pool(16, dtype=torch.float8_e4m3fn),), "sidecar", "its draft model: fp8 KV"),
-        ((Another.__new__(Another),), "sidecar", "its draft model: a KV pool of kind Another"),
+        ((device_pool(16, dtype=torch.float8_e4m3fn),), "sidecar", "draft model: fp8 KV"),
+        ((Another.__new__(Another),), "sidecar", "draft model: KV pool Another"),
         ((device_pool(16), device_pool(16)), "sidecar", "2 draft models"),
-        ((device_pool(16),), "packed", "no pool of its own: SGLang keeps it as packed"),
+        ((device_pool(16),), "packed", "not in a separate pool: SGLang keeps it as packed"),
     ],
 )
 def test_late_exclusions_draft_is_announced_and_its_pool_judged(

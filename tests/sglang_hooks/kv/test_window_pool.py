@@ -333,10 +333,10 @@ def test_window_pool_reads_the_longest_window_from_disk(
     ("pool", "further", "model", "why"),
     [
         (windowed_pool(64), {"swa": 1}, {"sliding_window_size": None}, "windows of None tokens"),
-        (windowed_pool(64), {"swa": 1}, {"num_hidden_layers": 4}, "in a model of 4"),
-        (windowed_pool(64), {"swa": 1, "draft": 2}, {}, "besides KV of full attention: draft, swa"),
-        (device_pool(64), {"mamba": 1}, {}, "besides KV of full attention: mamba"),
-        (windowed_pool(64, swa_head_num=2), {"swa": 1}, {}, "besides KV of full attention"),
+        (windowed_pool(64), {"swa": 1}, {"num_hidden_layers": 4}, "in a model with 4"),
+        (windowed_pool(64), {"swa": 1, "draft": 2}, {}, "other than KV of full attention: draft, swa"),
+        (device_pool(64), {"mamba": 1}, {}, "other than KV of full attention: mamba"),
+        (windowed_pool(64, swa_head_num=2), {"swa": 1}, {}, "other than KV of full attention"),
     ],
 )
 def test_layer_groups_of_other_pools_are_refused(

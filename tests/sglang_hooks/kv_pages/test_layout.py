@@ -108,7 +108,7 @@ def test_page_geometry_of_fp8_is_of_one_engine_format_and_attention() -> None:
     with pytest.raises(LayoutError):
         spec()  # bytes of no format
     plain = host_pages(host_pool(device_pool(16), "page_first"))
-    with pytest.raises(LayoutError, match="host pool of bfloat16"):
+    with pytest.raises(LayoutError, match="host pool of dtype bfloat16"):
         page_geometry(
             plain, page_tokens=64, heads=HEADS, layers=LAYERS, config={}, quantised="fp8_e4m3", attention="x"
         )

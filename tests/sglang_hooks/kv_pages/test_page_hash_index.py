@@ -137,7 +137,7 @@ def test_page_hash_index_ends_before_foreign_medium() -> None:
 
 def test_page_hash_index_unaligned_sizes_are_refused() -> None:
     for sizes in ((1, 64), (24, 64), (48, 64), (64, 40)):
-        with pytest.raises(ValueError, match="pages of"):
+        with pytest.raises(ValueError, match="page sizes"):
             PageHashIndex(*sizes)
 
 

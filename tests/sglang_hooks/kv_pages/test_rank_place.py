@@ -57,7 +57,7 @@ def test_rank_place_is_that_of_sglangs_storage(
 @pytest.mark.parametrize(
     ("size", "groups", "more", "why"),
     [
-        (4, 1, {"tp_size": 2}, "4 ranks, of which 2"),
+        (4, 1, {"tp_size": 2}, "4 ranks, but only 2"),
         (4, 2, {"tp_size": 2}, "data parallel attention"),
         (2, 1, {"attn_cp_size": 2}, "context parallelism"),
     ],
@@ -75,7 +75,7 @@ def test_require_stage_of_another_first_layer_is_refused(monkeypatch: pytest.Mon
     in_world(monkeypatch, 2)
     place = rank_place(storage_config(pp_size=2, pp_rank=1), 7)
     require_stage(place, SimpleNamespace(start_layer=3))
-    with pytest.raises(LayoutError, match="layer 4, not 3"):
+    with pytest.raises(LayoutError, match="layer 4, expected 3"):
         require_stage(place, SimpleNamespace(start_layer=4))
 
 

@@ -324,7 +324,7 @@ def test_tower_identity_of_unvalidated_family_is_refused(
         validated_families=validated_families("float32"),
     )
     monkeypatch.setattr(mm_identifiers, "engine_model", lambda: described)
-    with pytest.raises(CheckpointError, match="no test compares") as caught:
+    with pytest.raises(CheckpointError, match="has not been tested") as caught:
         mm_identifiers._tower_identity(None)
     assert caught.value.reason == "unproven_family"
 

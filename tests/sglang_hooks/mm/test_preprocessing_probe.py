@@ -132,6 +132,6 @@ def test_preprocessing_difference_of_sglang_llava_is_reported(tmp_path: Path) ->
 
 
 def test_preprocessing_difference_of_unknown_processor_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="cannot be compared") as caught:
+    with pytest.raises(CheckpointError, match="cannot compare") as caught:
         preprocessing_difference(SimpleNamespace(_processor=None, mm_tokens=None), model(tmp_path, QWEN))
     assert caught.value.reason == "preprocessing"

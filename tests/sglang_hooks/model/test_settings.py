@@ -98,10 +98,10 @@ def test_misplaced_missing_and_doubled_fields_are_named(tables: FieldTables, pla
     name, reason = next(iter(getattr(tables, place).items()))
     rest = {key: value for key, value in getattr(tables, place).items() if key != name}
     holed = _with(tables, place, rest)
-    assert misplaced(holed, every) == {name: "in none of the tables"}
+    assert misplaced(holed, every) == {name: "not in any table"}
     other = "harmless" if place != "harmless" else "refused"
     doubled = _with(tables, other, {**getattr(tables, other), name: reason})
-    assert misplaced(doubled, every) == {name: "in several tables"}
+    assert misplaced(doubled, every) == {name: "in more than one table"}
 
 
 def _with(tables: FieldTables, place: str, table: dict[str, str]) -> FieldTables:
@@ -110,7 +110,7 @@ def _with(tables: FieldTables, place: str, table: dict[str, str]) -> FieldTables
 
 
 def test_grouped_name_in_two_groups_is_value_error() -> None:
-    with pytest.raises(ValueError, match="twice stands in two"):
+    with pytest.raises(ValueError, match="twice is listed in two"):
         grouped({"one reason": "once twice", "another": "twice"})
 
 

@@ -247,7 +247,7 @@ def test_daemon_size_beyond_host_memory_is_explained(start_daemon: Start) -> Non
     process = start_daemon("--size", "4096TiB", wait=False)
     _, log = process.communicate(timeout=10)
     assert process.returncode == 2
-    assert "store.size_bytes: 4294967296 MiB wanted" in log
+    assert "store.size_bytes: the store needs 4294967296 MiB" in log
     assert "--size" in log
 
 
@@ -257,7 +257,7 @@ def test_daemon_auto_started_too_large_takes_half_of_memory_left(store_config: S
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
         assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 2, rel=0.2)
-        assert "takes half of that" in autostart.log_path(config.socket).read_text()
+        assert "uses half of what is left" in autostart.log_path(config.socket).read_text()
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())
@@ -269,7 +269,7 @@ def test_daemon_without_size_takes_a_quarter_and_logs_it(store_config: StoreConf
     store = PoolStore(config, autostart=True, connect_timeout_s=20, idle_exit_s=0.2)
     try:
         assert store.stat(deadline_s=5).capacity_bytes == pytest.approx(left_bytes / 4, rel=0.2)
-        assert "size_bytes is not set: a quarter" in autostart.log_path(config.socket).read_text()
+        assert "size_bytes is not set, using a quarter" in autostart.log_path(config.socket).read_text()
     finally:
         store.close()
     eventually(lambda: not config.socket.exists())
@@ -301,7 +301,7 @@ def test_daemon_wrong_arguments_exit_with_2(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit) as ended:
         daemon.main(["--size", "none"])
     assert ended.value.code == 2
-    assert "argument --size: 'none' is no size: write 64GiB" in capsys.readouterr().err
+    assert "argument --size: 'none' is not a size: write 64GiB" in capsys.readouterr().err
 
 
 def _started_under(limit: str, config: StoreConfig) -> subprocess.Popen[bytes]:

@@ -143,7 +143,7 @@ def test_metrics_endpoint_taken_port_leaves_the_store_serving(start_daemon: Star
         fill(connect(), "a", b"x")
         daemon.terminate()
         _, log = daemon.communicate(timeout=10)
-    assert re.search(r"store\.metrics: cannot listen at \d+: Address already in use.*free port", log)
+    assert re.search(r"store\.metrics: cannot listen on \d+: Address already in use.*free port", log)
     assert daemon.returncode == 0
 
 

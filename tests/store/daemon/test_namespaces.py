@@ -46,9 +46,12 @@ def toml(tmp_path: Path, text: str) -> dict[str, str]:
         ("shares = 0.5", "store.namespaces.chat.shares"),
         ("share = 0.5\nceiling = 0.4", "namespaces.chat: share 0.5 is above ceiling 0.4: lower it"),
         ("pinned = true", "namespaces.chat: pinned entries could fill the store: set ceiling below 1"),
-        ("share = 0.6\n[store.namespaces.b]\nshare = 0.5", "add up to 1.1: at most 1"),
-        ("share = 0.6\n[store.namespaces.b]\npinned = true\nceiling = 0.5", "add up to 1.1: at most 1"),
-        ('apps = ["b"]\n[store.namespaces.b]', "app 'b' is in two of them: leave it in one"),
+        ("share = 0.6\n[store.namespaces.b]\nshare = 0.5", "add up to 1.1: the maximum is 1"),
+        (
+            "share = 0.6\n[store.namespaces.b]\npinned = true\nceiling = 0.5",
+            "add up to 1.1: the maximum is 1",
+        ),
+        ('apps = ["b"]\n[store.namespaces.b]', "app 'b' is in two namespaces: list it in one"),
     ],
 )
 def test_load_wrong_namespace_names_field_and_remedy(tmp_path: Path, text: str, said: str) -> None:

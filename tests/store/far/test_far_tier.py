@@ -198,10 +198,10 @@ def test_far_tier_daemon_without_far_asks_nothing(host: Hosts) -> None:
 @pytest.mark.parametrize(
     ("far", "secret", "message"),
     [
-        ("gopher://x", "own", "store.far.*Known here: file://"),
-        ("file:///no/such/folder", "own", "is no folder"),
-        ("valkey://", "own", "names no host|valkey://host:6379"),
-        ("file:///tmp", "default", "store.secret_file.*secret of its own"),
+        ("gopher://x", "own", "store.far.*Supported: file://"),
+        ("file:///no/such/folder", "own", "is not a folder"),
+        ("valkey://", "own", "contains no host|valkey://host:6379"),
+        ("file:///tmp", "default", "store.secret_file.*its own random secret"),
     ],
 )
 def test_open_far_url_that_cannot_be_used_is_an_error_naming_the_remedy(

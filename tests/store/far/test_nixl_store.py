@@ -162,16 +162,16 @@ def test_far_tier_member_that_ends_costs_near_nothing_and_is_found_again(
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("nixl://", "it names no members"),
-        ("nixl://10.0.0.5:8760", "fewer than two members"),
-        ("nixl://10.0.0.5+10.0.0.5:8760", "one twice"),
-        ("nixl://10.0.0.5+10.0.0.6/path", "it names no members"),
-        ("nixl://10.0.0.5+10.0.0.6:port", "'10.0.0.6:port' is no HOST:PORT"),
-        ("nixl://10.0.0.5+10.0.0.6:70000", "is no HOST:PORT"),
+        ("nixl://", "it must contain hosts"),
+        ("nixl://10.0.0.5:8760", "at least two different hosts"),
+        ("nixl://10.0.0.5+10.0.0.5:8760", "at least two different hosts"),
+        ("nixl://10.0.0.5+10.0.0.6/path", "it must contain hosts"),
+        ("nixl://10.0.0.5+10.0.0.6:port", "'10.0.0.6:port' is not HOST:PORT"),
+        ("nixl://10.0.0.5+10.0.0.6:70000", "is not HOST:PORT"),
         ("nixl://10.0.0.5+10.0.0.6?segment=many", "'segment'"),
         ("nixl://10.0.0.5+10.0.0.6?segment=1MiB", "'segment': .*greater than or equal to 67108864"),
         ("nixl://10.0.0.5+10.0.0.6?segments=1GiB", "'segments'"),
-        ("nixl://10.0.0.5+10.0.0.6?own=10.0.0.7", "own.*is none of them"),
+        ("nixl://10.0.0.5+10.0.0.6?own=10.0.0.7", "own.*is not one of the hosts"),
     ],
 )
 def test_open_far_bad_members_are_an_error_naming_the_remedy(url: str, problem: str, tmp_path: Path) -> None:

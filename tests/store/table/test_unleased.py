@@ -124,7 +124,7 @@ def test_read_unleased_target_of_another_size_is_an_error(connect: Connect, serv
     serve_in_thread()
     store = connect()
     keep(store, 1)
-    with pytest.raises(ValueError, match="target of 100"):
+    with pytest.raises(ValueError, match="target has 100"):
         get_payload_into(store, key(1), memoryview(bytearray(100)), deadline_s=5)
 
 

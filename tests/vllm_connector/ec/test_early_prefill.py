@@ -334,7 +334,7 @@ def test_early_prefill_disabled_chunked_media_ends_before_image(
 @pytest.mark.parametrize(
     ("section", "field", "value", "reason"),
     [
-        ("ec_manager_config", "encoder_cache_manager_cls", "their.Manager", "names an encoder cache manager"),
+        ("ec_manager_config", "encoder_cache_manager_cls", "their.Manager", "sets an encoder cache manager"),
         ("model_config", "is_encoder_decoder", True, "encoder-decoder"),
         ("scheduler_config", "enable_chunked_prefill", False, "chunked prefill is off"),
         ("", "num_prefill_lookahead_tokens", 1, "draft model"),

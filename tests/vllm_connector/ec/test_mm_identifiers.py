@@ -341,7 +341,7 @@ def test_mm_identifiers_unvalidated_family_warns_once(
         [name] = names({"image": sample_image(1)})["image"]
         assert final(one, name).startswith("local-")
     warning.assert_called_once()
-    assert "no test compares vllm's embeddings of 'qwen2_audio'" in str(warning.call_args)
+    assert "not been tested with vllm's embeddings of 'qwen2_audio'" in str(warning.call_args)
 
 
 def test_identifier_while_weights_are_read_waits_once(

@@ -262,7 +262,7 @@ def test_layout_of_576_wide_latents_round_trips() -> None:
 
 def test_derive_latents_without_permutation_are_refused() -> None:
     write = latent_write_op(mla_layer(LatentBackend(loses=1), RANK, ROTARY))
-    with pytest.raises(LayoutError, match="no permutation"):
+    with pytest.raises(LayoutError, match="does not permute"):
         derive(torch.zeros(3, 1, 16, RANK + ROTARY), 1, 16, RANK + ROTARY, write, 1)
 
 
@@ -357,6 +357,6 @@ def test_write_op_layer_without_operation_is_refused() -> None:
 
 def test_latent_write_op_of_another_layer_is_refused() -> None:
     """Models that bring a class of their own pad latents, or split them otherwise."""
-    with pytest.raises(LayoutError, match="SimpleNamespace has no page layout") as error:
+    with pytest.raises(LayoutError, match="layout of SimpleNamespace") as error:
         latent_write_op(SimpleNamespace(impl=LatentBackend()))
     assert error.value.reason == "attention_kind"

@@ -297,7 +297,7 @@ def test_page_events_store_that_tells_no_evictions_is_in_no_event(caplog: pytest
     blind: Any = SimpleNamespace(store=object())
     found = page_events.page_events(SimpleNamespace(kv_events_config=settings), blind, SimpleNamespace())  # type: ignore[arg-type]
     assert found is None
-    assert "tells no evictions" in caplog.text
+    assert "does not report evictions" in caplog.text
 
 
 def test_page_events_look_at_all_pages_in_a_few_seconds(

@@ -75,7 +75,7 @@ def test_page_kinds_of_fp8_are_bytes() -> None:
 
 def test_page_kinds_of_engine_without_kv_are_refused() -> None:
     """As one of several connectors of an engine that runs its encoder only."""
-    with pytest.raises(LayoutError, match="keeps no KV"):
+    with pytest.raises(LayoutError, match="has no KV"):
         page_kinds(config(), planned(), 64)
 
 

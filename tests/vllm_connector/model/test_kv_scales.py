@@ -90,5 +90,5 @@ def test_kv_scales_of_no_checkpoint_are_refused(tmp_path: Path) -> None:
         model_config=SimpleNamespace(model=str(tmp_path), revision=None, dtype=torch.bfloat16),
         load_config=SimpleNamespace(download_dir=None),
     )
-    with pytest.raises(LayoutError, match="cannot be read"):
+    with pytest.raises(LayoutError, match="cannot read"):
         checkpoint_scales(config)

@@ -91,8 +91,8 @@ def test_leave_out_without_the_setting_changes_nothing() -> None:
     ("extra", "fields", "field", "message"),
     [
         ({"engine.tower": "service"}, {}, "--cornplug-tower service", "--cornplug-encoder http://HOST:8750"),
-        (EXTRA, {"mm_encoder_only": True}, "--cornplug-tower service", "runs its tower"),
-        (EXTRA, {"ec_role": "ec_producer"}, "--cornplug-tower service", "runs its tower"),
+        (EXTRA, {"mm_encoder_only": True}, "--cornplug-tower service", "runs only its tower"),
+        (EXTRA, {"ec_role": "ec_producer"}, "--cornplug-tower service", "runs only its tower"),
         (EXTRA, {"media_io_kwargs": {"image": {"image_mode": "L"}}}, "--media-io-kwargs", "decodes"),
     ],
 )
@@ -111,7 +111,7 @@ def test_check_model_of_another_family_error_names_family_and_remedy() -> None:
         ec_transfer_config=args.ec_transfer_config,
         model_config=SimpleNamespace(hf_config=SimpleNamespace(model_type="gemma3")),
     )
-    with pytest.raises(ConfigError, match=r"'gemma3'.*Leave out --cornplug-tower"):
+    with pytest.raises(ConfigError, match=r"'gemma3'.*Remove --cornplug-tower"):
         check_model(config)
     config.model_config.hf_config.model_type = "llava"
     check_model(config)

@@ -200,7 +200,9 @@ def test_parse_image_is_decoded_as_this_vllm_does(
         assert service.asked[-1].decoding == rule
     # A service of an older release decodes as vLLM 0.32, whatever it is asked for.
     service.changes["decoding"] = None
-    with pytest.raises(ServiceUnavailable, match=r"vllm-0.32 does, not as vllm-0.33; update cornplug"):
+    with pytest.raises(
+        ServiceUnavailable, match=r"with vllm-0.32, but this server needs vllm-0.33; update cornplug"
+    ):
         parsed(tracker())
     monkeypatch.setattr(VersionRange, "installed", lambda self: "0.32.0")
     parsed(tracker())
@@ -307,9 +309,9 @@ def test_rows_that_are_not_proved_to_be_the_engines_are_never_used(
 
 def test_parse_image_refuses_what_only_an_engine_with_a_tower_does(make: Make) -> None:
     make(**{"engine.images_per_prompt": 1})
-    with pytest.raises(VLLMValidationError, match="send the image again"):
+    with pytest.raises(VLLMValidationError, match="send the image together"):
         parsed(tracker(), None, uuid="known")
-    with pytest.raises(VLLMValidationError, match="by vLLM's defaults"):
+    with pytest.raises(VLLMValidationError, match="with vLLM's defaults"):
         parsed(tracker(media_io_kwargs={"image": {"image_mode": "L"}}))
     two = tracker()
     two.create_parser().parse_image(DATA_URL)
@@ -333,6 +335,6 @@ def test_check_of_another_tower_ends_the_start_and_of_no_service_does_not(
 
 def test_parse_image_of_an_unidentified_checkpoint_asks_no_service(make: Make, service: Service) -> None:
     make(tower=None)
-    with pytest.raises(ServiceUnavailable, match="not been identified"):
+    with pytest.raises(ServiceUnavailable, match="not identified"):
         parsed(tracker())
     assert not service.asked

@@ -18,14 +18,14 @@ from cornplug.encoder_service.preprocess.sandbox import ipc, jail
 from cornplug.errors import EncoderRefused, MediaError
 
 START_S: Final = 60.0
-"""Longest time in which a process may start."""
+"""Maximum time to start a process."""
 _POLL_S: Final = 0.1
-"""How often a thread that waits for an answer checks whether the request still waits."""
+"""Interval at which a thread that waits for a result checks whether the request still waits."""
 _PASSED_ON: Final = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-"""Environment of the process: no setting of cornplug, and no key."""
+"""Environment variables of the process. They contain no setting of cornplug and no key."""
 _KEPT_HEAP: Final = str(16 << 20)
-"""Bytes that glibc keeps for the process's next medium. By default it returns buffers to the kernel at once,
-which hands them out zeroed: 900 page faults for a JPEG of 1.2 megapixels."""
+"""Bytes that glibc keeps for the next medium of the process. By default it returns buffers to the kernel,
+which zeroes them again: 900 page faults for a JPEG of 1.2 megapixels."""
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ OnKilled = Callable[[str], None]
 
 
 class DecoderProcess:
-    """For one thread at a time. Any thread may call `stop`."""
+    """Handle of a decoding process. For one thread at a time; any thread may call `stop`."""
 
     def __init__(self, *, max_bytes: int, on_killed: OnKilled) -> None:
         self._max_bytes = max_bytes
@@ -46,7 +46,7 @@ class DecoderProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the running process; None without one."""
+        """Process id of the running process, None without a process."""
         return self._process.pid if self._process is not None else None
 
     @property
@@ -55,7 +55,7 @@ class DecoderProcess:
         return self._was_started and self._process is None
 
     def start(self) -> None:
-        """Start a process unless one runs. Raises EncoderRefused("internal") where none starts."""
+        """Start a process unless one runs. Raises EncoderRefused("internal") if it does not start."""
         if self._process is not None and self._process.poll() is None:
             return
         self._discard()
@@ -68,7 +68,7 @@ class DecoderProcess:
         with child_end:
             self._process = subprocess.Popen(
                 [
-                    # -P: the packages of this process, whatever lies in the working directory.
+                    # -P: use the packages of this process, not modules in the working directory.
                     *(sys.executable, "-P", "-m", "cornplug.encoder_service.preprocess.sandbox.process"),
                     *(str(self._max_bytes), str(child_end.fileno())),
                 ],
@@ -80,7 +80,7 @@ class DecoderProcess:
             ready, _ = ipc.receive(service_end, ipc.DecoderReady)
         except (OSError, msgspec.MsgspecError) as e:
             self._discard()
-            raise EncoderRefused(f"no decoding process starts: {e}", reason="internal") from e
+            raise EncoderRefused(f"the decoding process does not start: {e}", reason="internal") from e
         _report(ready.bars)
 
     def begin(
@@ -92,9 +92,9 @@ class DecoderProcess:
         limit_s: float,
         wanted: Callable[[], bool],
     ) -> AssignedJob:
-        """Send it a job; it is killed after `limit_s`, or at `end_s` by the monotonic clock.
+        """Send a job to the process, which is killed after `limit_s`, or at `end_s` on the monotonic clock.
 
-        Raises as `start`.
+        Raises as `start` does.
         """
         for fresh in (False, True):
             self.start()
@@ -104,7 +104,7 @@ class DecoderProcess:
                 ipc.send(self._sock, job, memory)
                 return AssignedJob(self, end_s, limit_s, wanted)
             except OSError:
-                self._discard()  # it died while it was idle: once more, with a new one
+                self._discard()  # The process died while idle. Retry once with a new process.
                 if fresh:
                     raise
             finally:
@@ -112,19 +112,19 @@ class DecoderProcess:
         raise AssertionError("unreachable")
 
     def stop(self) -> None:
-        """End the process in any state, and start no other."""
+        """End the process in any state, and start no further process."""
         self._stopped = True
         process = self._process
         if process is not None and process.poll() is None:
             process.kill()
 
     def close(self) -> None:
-        """`stop`, once no thread uses it any more."""
+        """Stop the process. Call it when no thread uses the process any more."""
         self.stop()
         self._discard()
 
     def kill(self, why: str) -> None:
-        """End the process in the middle of a job."""
+        """End the process during a job."""
         self._on_killed("stopping" if self._stopped else why)
         self._discard()
 
@@ -139,7 +139,7 @@ class DecoderProcess:
 
 
 class AssignedJob:
-    """A job that a process works on."""
+    """Job that a process is working on."""
 
     def __init__(
         self, process: DecoderProcess, end_s: float, limit_s: float, wanted: Callable[[], bool]
@@ -150,11 +150,11 @@ class AssignedJob:
         self._wanted = wanted
 
     def kill(self) -> None:
-        """Kill the process, whose answers cannot be trusted; a new one takes the next job."""
+        """Kill the process, whose results cannot be trusted. A new process takes the next job."""
         self._process.kill("crashed")
 
     def tell(self, message: ipc.DecodeGo | ipc.DecodeStop) -> None:
-        """Send a decision. Raises MediaError("crashed") where the process has ended."""
+        """Send a decision. Raises MediaError("crashed") if the process has ended."""
         assert self._process._sock is not None
         try:
             ipc.send(self._process._sock, message)
@@ -162,10 +162,10 @@ class AssignedJob:
             raise self._crashed() from None
 
     def answer(self) -> tuple[ipc.MediumOpened | ipc.MediumDecoded, int | None]:
-        """The next message, and the descriptor of its result, which the caller closes.
+        """Return the next message and the descriptor of its result, which the caller closes.
 
-        Raises MediaError: as the decoder did, "too_slow", "too_much_memory", "crashed"; and
-        EncoderRefused("too_late") where the request's own deadline was the shorter one, or the request was
+        Raises MediaError: as the decoder did, "too_slow", "too_much_memory", "crashed". Raises
+        EncoderRefused("too_late") if the request's own deadline passed first, or if the request was
         cancelled.
         """
         message, fd = self._receive()
@@ -184,7 +184,7 @@ class AssignedJob:
                 self._late()
             if not self._wanted():
                 self._process.kill("gone")
-                raise EncoderRefused("its request was cancelled", reason="too_late")
+                raise EncoderRefused("the request was cancelled", reason="too_late")
             sock.settimeout(min(left, _POLL_S))
             try:
                 return ipc.receive(sock, ipc.MediumOpened | ipc.MediumDecoded | ipc.DecodeFailed)
@@ -196,26 +196,26 @@ class AssignedJob:
     def _late(self) -> None:
         if self._end_s < self._limit_end_s:
             self._process.kill("too_late")
-            raise EncoderRefused("not decoded inside the deadline", reason="too_late")
+            raise EncoderRefused("the medium was not decoded before the deadline", reason="too_late")
         self._process.kill("too_slow")
-        raise MediaError("it takes too long to decode: send a smaller one", reason="too_slow")
+        raise MediaError("the medium takes too long to decode; send a smaller one", reason="too_slow")
 
     def _crashed(self) -> MediaError | EncoderRefused:
         stopping = self._process._stopped
         self._process.kill("crashed")
         if stopping:
             return EncoderRefused("the service is stopping", reason="overloaded")
-        return MediaError("its decoder ended in the middle of it", reason="crashed")
+        return MediaError("the decoder crashed on this medium", reason="crashed")
 
 
 @lru_cache(maxsize=1)
 def _report(bars: tuple[str, ...]) -> None:
-    """Log what confines the decoding processes: once, as each has the same."""
+    """Log what confines the decoding processes. Logged once, because it is the same for all."""
     absent = [bar for bar in jail.BARS if bar not in bars]
     if absent:
         log.warning(
-            "decoding processes run without %s, which this kernel or container does not offer: a hostile "
-            "file that takes a decoder over may reach what this user can. In force: memory limit%s",
+            "decoding processes run without %s, which this kernel or container does not support. A file that "
+            "exploits a decoder can access everything that this user can. Active: memory limit%s",
             ", ".join(absent),
             "".join(f", {bar}" for bar in bars),
         )
@@ -225,7 +225,7 @@ def _report(bars: tuple[str, ...]) -> None:
 
 def _environment() -> dict[str, str]:
     passed = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
-    # One thread a process: there are as many processes as cores.
+    # One thread per process, because there are as many processes as cores.
     single = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     kept = {"MALLOC_MMAP_THRESHOLD_": _KEPT_HEAP, "MALLOC_TRIM_THRESHOLD_": _KEPT_HEAP}
     return {**passed, **single, **kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}

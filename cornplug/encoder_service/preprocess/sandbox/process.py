@@ -57,7 +57,10 @@ class DecoderLoop:
             except MediaError as e:
                 ipc.send(self._sock, ipc.DecodeFailed(e.reason, str(e)[:1000]))
             except MemoryError:
-                ipc.send(self._sock, ipc.DecodeFailed("too_much_memory", "decoding it takes too much memory"))
+                ipc.send(
+                    self._sock,
+                    ipc.DecodeFailed("too_much_memory", "decoding the medium takes too much memory"),
+                )
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 

@@ -1,4 +1,4 @@
-"""A `MediumDecoder` that decodes one medium in another process, and checks everything the process answers."""
+"""A `MediumDecoder` that decodes one medium in another process, and validates all of its results."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cornplug.errors import MediaError
 
 
 class SandboxedDecoder:
-    """Decodes one medium. Its process is killed after `limit_s`, at `end_s` (by the monotonic clock), and
-    once `wanted` is false."""
+    """Decoder for one medium. Its process is killed after `limit_s`, at `end_s` on the monotonic clock, or
+    when `wanted` becomes false."""
 
     def __init__(
         self, process: DecoderProcess, *, limit_s: float, end_s: float, wanted: Callable[[], bool]
@@ -49,7 +49,7 @@ class SandboxedDecoder:
         if not 0 < opened.width * opened.height <= max_pixels:
             raise _reject(assigned)
         _decide(assigned, lambda: on_header(MediumHeader.of_image(opened.width, opened.height)))
-        # Some formats hold an image of other sides than their header says.
+        # In some formats the image's sides differ from those in the header.
         shape, pixels = _read_result(
             assigned, lambda s: len(s) == 3 and s[2] == 3 and s[0] * s[1] <= max_pixels
         )
@@ -171,4 +171,4 @@ def _read_result(
 
 def _reject(assigned: AssignedJob) -> MediaError:
     assigned.kill()
-    return MediaError("its decoder sent an invalid answer", reason="crashed")
+    return MediaError("the decoder sent an invalid result", reason="crashed")
