@@ -322,12 +322,13 @@ def load(overrides: Mapping[str, Any] | None = None, *, environ: Mapping[str, st
         return Config.model_validate(values)
     except ValidationError as e:
         first = e.errors()[0]
+        problem = first["msg"].removeprefix("Value error, ")
         field = ".".join(str(p) for p in first["loc"])
         # Error messages must not contain a key, nor a value that may contain one.
         said = "key" not in field and not isinstance(first.get("input"), (dict, QosConfig))
         raise ConfigError(
             field,
-            f"{first['msg']} (got {first.get('input')!r})" if said else first["msg"],
+            f"{problem} (got {first.get('input')!r})" if said else problem,
             "Set it in the file named by CORNPLUG_CONFIG, in the environment variable "
             f"CORNPLUG_{field.upper().replace('.', '_')}, or with the engine's --cornplug-* flag.",
         ) from None

@@ -165,7 +165,9 @@ def _type(field: FieldInfo) -> str:
     inner = [one for one in getattr(annotation, "__args__", ()) if hasattr(one, "__metadata__")]
     if type(None) in getattr(annotation, "__args__", ()) and inner:
         text = f"{inner[0].__origin__.__name__} | None"
-    names = {"Path": "path", "SecretStr": "text", "str": "text", "tuple[str, ...]": "list of text"}
+    if text.startswith("tuple["):
+        return "list of text"
+    names = {"Path": "path", "SecretStr": "text", "str": "text"}
     if text.startswith("dict["):
         return "table"
     if text.startswith("Literal["):

@@ -186,7 +186,7 @@ class SglangParts:
             return MediumSource(
                 model=model.served.name,
                 modality="image",
-                decoding="sglang-0.5.23",
+                decoding=f"sglang-{_RELEASE}",
                 app=SGLANG,
                 parts=[medium_bytes("image", item.url)],
                 salt=item.cornplug_salt,

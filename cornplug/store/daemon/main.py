@@ -102,7 +102,8 @@ def store_parser(defaults: config.StoreConfig) -> argparse.ArgumentParser:
         action="append",
         metavar="URL",
         help="far store through which hosts share entries: file:///FOLDER, s3://BUCKET/PREFIX, "
-        "valkey://HOST:6379/0; can be repeated (default: the setting store.far)",
+        "valkey://HOST:6379/0, mooncake://MASTER:50051 or nixl://HOST:8760+HOST:8760; can be repeated "
+        "(default: the setting store.far)",
     )
     parser.add_argument(
         "--secret-file",
