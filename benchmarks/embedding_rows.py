@@ -32,9 +32,8 @@ from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
 from cornplug.store.base import Store
 from cornplug.store.client import PoolStore
 from cornplug.store.payload import put_payload
-from cornplug.vllm_connector.ec.arrivals import Arrivals
-from cornplug.vllm_connector.ec.metadata import CornplugECMetadata
-from cornplug.vllm_connector.ec.row_memory import RowMemory
+from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, RowMemory
+from cornplug.vllm_connector.ec.scheduler import Arrivals
 from cornplug.vllm_connector.ec.worker import ECWorker
 from devkit.engines import StoreProcess
 

@@ -26,10 +26,16 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import runtime_dir
-from cornplug.settings.byte_size import ByteSize
-from cornplug.settings.qos_settings import ClassConfig, QosConfig
-from cornplug.settings.settings_section import Section, comma_separated
-from cornplug.settings.store_settings import STORE_PROTOCOL, NamespaceConfig, StoreConfig
+from cornplug.settings.store_settings import (
+    STORE_PROTOCOL,
+    ByteSize,
+    ClassConfig,
+    NamespaceConfig,
+    QosConfig,
+    Section,
+    StoreConfig,
+    comma_separated,
+)
 
 __all__ = [
     "STORE_PROTOCOL",

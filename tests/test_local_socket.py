@@ -29,8 +29,15 @@ from cornplug.local_socket import (
     take_frame,
 )
 from cornplug.store import messages as store_messages
-from cornplug.store.base import PayloadLocation, PurgeCount, PurgeRule, Reservation, WriterPart
-from cornplug.store.leases import NO_PLACE, place
+from cornplug.store.base import (
+    NO_PLACE,
+    PayloadLocation,
+    PurgeCount,
+    PurgeRule,
+    Reservation,
+    WriterPart,
+    place,
+)
 from cornplug.store.stats.store_stats import NamespaceStat, StoreStat
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "frames.json").read_text())

@@ -10,9 +10,8 @@ from cornplug.planner.inputs.schema import Application
 if TYPE_CHECKING:
     import openai
 
-    from cornplug.apps.client.class_routes import Addresses
     from cornplug.apps.client.engine_choice import MissPrice
-    from cornplug.apps.client.routed_call import CallRouter
+    from cornplug.apps.client.routed_call import Addresses, CallRouter
 
 
 class RoutedApplication(Application):
@@ -65,7 +64,7 @@ class RoutedApplication(Application):
         price: MissPrice | None,
     ) -> CallRouter:
         from cornplug.apps.client import openai_clients
-        from cornplug.apps.client.class_routes import routes_of
+        from cornplug.apps.client.routed_call import routes_of
 
         found = routes_of(self.name, [one.name for one in self.requests], routes, request)
         return openai_clients.router_of(found, price, retry_s)

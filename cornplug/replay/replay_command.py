@@ -18,7 +18,7 @@ from cornplug.replay.scores import ReplayScore, replay
 from cornplug.replay.store_replay import StoreReplay
 from cornplug.replay.trace import TraceRequest, distinct_bytes
 from cornplug.replay.trace_readers import FORMATS, TokenCost, read_trace
-from cornplug.settings.byte_size import bytes_of
+from cornplug.settings.store_settings import bytes_of
 
 STORE: Final = "cornplug"
 _GIB: Final = 1 << 30

@@ -1,25 +1,64 @@
-"""Settings for the host's store: `[store]`."""
+"""Settings that several processes share: the host's store (`[store]`) and classes of service (`[qos]`)."""
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import re
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from cornplug.private_paths import cache_dir, runtime_dir
-from cornplug.settings.byte_size import ByteSize
-from cornplug.settings.settings_section import Section, comma_separated
 
+_UNITS: Final = {
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+    "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40,
+}  # fmt: skip
 STORE_PROTOCOL: Final = 6
 """Version of the protocol between clients and the store.
 
 The default name of the socket contains it, so that each release uses its own store during a rolling upgrade.
 """
-
-
 DEFAULT_NAMESPACE: Final = "default"
 """Namespace of every app that is not listed in another namespace."""
+
+
+def bytes_of(text: str) -> int:
+    """Parse "4GiB", "512 MiB", "1.5GB" or "1048576" into bytes. Raises ValueError for any other text."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B|)\s*", text.upper())
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size_bytes < 1:
+        raise ValueError(f"{text!r} is not a size: write 64GiB, 512MiB or a number of bytes")
+    return size_bytes
+
+
+def parse_size(text: str) -> int:
+    """Parse a size for argparse, which adds the name of the flag to the error."""
+    try:
+        return bytes_of(text)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(str(e)) from None
+
+
+def _read(value: object) -> object:
+    return bytes_of(value) if isinstance(value, str) else value
+
+
+ByteSize = Annotated[int, BeforeValidator(_read)]
+"""Number of bytes, for settings. Text can have a unit."""
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def comma_separated(value: object) -> object:
+    """Split a string at commas, for values of flags and variables. Any other value is returned unchanged."""
+    if not isinstance(value, str):
+        return value
+    return tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 class NamespaceConfig(Section):
@@ -159,3 +198,81 @@ class StoreConfig(Section):
         if twice:
             raise ValueError(f"namespaces: app {twice[0]!r} is in two namespaces: list it in one")
         return self
+
+
+class ClassConfig(Section):
+    """One class of service. See `cornplug.qos` for an example."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Fraction of the tower's time that the class is guaranteed."""
+    priority: int = 0
+    """Order in which classes get the tower's time beyond their shares, highest first."""
+    deadline_s: float | None = Field(default=None, gt=0)
+    """Deadline of requests that do not set one. None: `encoder.deadline_s`."""
+    max_deadline_s: float | None = Field(default=None, gt=0)
+    """Upper limit for the deadline of a request. None: `encoder.max_deadline_s`."""
+    api_keys: tuple[str, ...] = ()
+    """API keys of this class, in plain text or as "sha256:" followed by 64 hex digits. Only the digest is
+    kept."""
+    tenants: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,48}$")], tuple[str, ...]] = Field(
+        default_factory=dict
+    )
+    """API keys of each tenant in this class, written like `api_keys`. The tenant's name is the salt of its
+    entries, so they are shared only within the tenant."""
+    apps: tuple[str, ...] = ()
+    """Apps whose requests belong to this class if they have no key."""
+
+    @field_validator("api_keys")
+    @classmethod
+    def _digested(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_digest_of_key(key) for key in keys)
+
+    @field_validator("tenants")
+    @classmethod
+    def _digested_too(cls, tenants: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+        return {tenant: tuple(_digest_of_key(key) for key in keys) for tenant, keys in tenants.items()}
+
+    def bound_keys(self) -> tuple[tuple[str, str | None], ...]:
+        """Return (digest, tenant) for every key of this class."""
+        bound = ((key, tenant) for tenant, keys in self.tenants.items() for key in keys)
+        return (*((key, None) for key in self.api_keys), *bound)
+
+
+class QosConfig(Section):
+    """Classes of service, by name, and the name of the default class."""
+
+    default: str = "default"
+    """Class of requests that match no other class."""
+    classes: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")], ClassConfig] = Field(
+        default_factory=dict
+    )
+    """The classes, by name."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        total = sum(one.share for one in self.classes.values())
+        if total > 1 + 1e-9:
+            raise ValueError(f"the shares of all classes add up to {total:g}: reduce them to at most 1")
+        if self.default != "default" and self.default not in self.classes:
+            raise ValueError(
+                f"default: class {self.default!r} does not exist: add [qos.classes.{self.default}]"
+            )
+        if self.default in self.classes and self.classes[self.default].bound_keys():
+            raise ValueError("api_keys: the default class is for requests without a key: remove its keys")
+        apps = [app for c in self.classes.values() for app in set(c.apps)]
+        keys = [key for c in self.classes.values() for key in {*c.api_keys}]
+        keys += [key for c in self.classes.values() for each in c.tenants.values() for key in set(each)]
+        for what, named in (("apps", apps), ("api_keys", keys)):
+            if len(named) != len(set(named)):
+                raise ValueError(f"{what}: a value is listed twice: list it once")
+        return self
+
+
+def _digest_of_key(key: str) -> str:
+    if key.startswith("sha256:"):
+        if re.fullmatch(r"sha256:[0-9a-f]{64}", key) is None:
+            raise ValueError('"sha256:" must be followed by 64 lower-case hex digits, as from sha256sum')
+        return key
+    if not key:
+        raise ValueError("an empty key would admit every client")
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()

@@ -2,20 +2,31 @@
 
 While no daemon is running, every call raises `StoreUnavailable("store_down")` immediately, and a background
 thread tries to connect (`daemon_link.py`).
-"""
+
+`find_in_table` reads an entry from the store's table in shared memory, without a message to the daemon and
+without a lease. `SoughtKeys` remembers absent keys that this process has looked up in far stores."""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import secrets
+import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from cornplug.config import StoreConfig
 from cornplug.errors import StoreUnavailable
 from cornplug.store import messages
+from cornplug.store.arena import MappedArena
 from cornplug.store.autostart import IDLE_EXIT_S
 from cornplug.store.base import (
+    PLACE,
+    Leases,
     PayloadLocation,
     PurgeCount,
     PurgeRule,
@@ -27,13 +38,10 @@ from cornplug.store.base import (
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
-from cornplug.store.far.sought_keys import SoughtKeys
-from cornplug.store.leases import PLACE, Leases
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
 from cornplug.store.stats.store_stats import StoreStat
-from cornplug.store.table import unleased
-from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED
-from cornplug.store.table.unleased import TableEntry
+from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
+from cornplug.store.table.use_notes import ClientNotes
 from cornplug.store.validation import (
     check_app,
     check_cost,
@@ -45,7 +53,83 @@ from cornplug.store.validation import (
     check_ttl,
 )
 
+SOUGHT_S: Final = 1.0
+"""Time for which a key is not asked for again."""
+OPEN_S: Final = 0.5
+"""Time after which a ticket is not waited for. A far store has to answer within 0.25 s, and a later ticket
+may have replaced the answered one in the table."""
+_MOST: Final = 1 << 14
+_NEVER: Final = (-math.inf, 0)
 _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
+
+
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """An `UnleasedEntry` of one connection."""
+
+    record: EntryRecord
+    payload: memoryview
+    table: MappedEntryTable
+    notes: ClientNotes
+
+    @property
+    def meta(self) -> bytes:
+        return self.record.meta
+
+    def confirm(self) -> bool:
+        if not self.table.still(self.record):
+            return False
+        self.notes.hit(self.record.number)
+        return True
+
+
+def find_in_table(
+    key: bytes, arena: MappedArena, table: MappedEntryTable, notes: ClientNotes | None
+) -> TableEntry | Unfound:
+    """As `UnleasedReads.find_unleased`. Raises StoreUnavailable once the daemon has ended well."""
+    if notes is None:
+        return Unfound.UNKNOWN
+    number = table.find(key)
+    if number == 0:
+        notes.miss()
+        return Unfound.ABSENT
+    record = table.read(number)
+    if record is None or record.offset + record.size > arena.capacity_bytes:
+        return Unfound.UNKNOWN
+    return TableEntry(record, arena.bytes_at(record.offset, record.size), table, notes)
+
+
+class SoughtKeys:
+    """Thread-safe; the newest keys only. A burst of equal requests sends one question, with one ticket."""
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
+
+    def begin(self, keys: Sequence[bytes], now_s: float) -> tuple[list[bytes], int]:
+        """Return the keys to ask for now, and the ticket to wait for.
+
+        If a key is new, the ticket is new too: the daemon answers it after all earlier questions. If none is,
+        it is the ticket of the latest question for one of the keys, or 0 if that was `OPEN_S` ago.
+        """
+        if os.getpid() != self._process:
+            # In a forked child, a thread of the parent may have held the lock.
+            self._process, self._lock = os.getpid(), threading.Lock()
+        with self._lock:
+            asked = [self._asked.get(key, _NEVER) for key in keys]
+            new = [key for key, (asked_s, _) in zip(keys, asked, strict=True) if now_s - asked_s >= SOUGHT_S]
+            if not new:
+                asked_s, ticket = max(asked, default=_NEVER)
+                return [], ticket if now_s - asked_s < OPEN_S else 0
+            # Forked processes have their `random` in common.
+            ticket = 1 + secrets.randbits(63)
+            for key in new:
+                self._asked[key] = now_s, ticket
+                self._asked.move_to_end(key)
+            while len(self._asked) > _MOST:
+                self._asked.popitem(last=False)
+            return new, ticket
 
 
 class PoolStore:
@@ -179,7 +263,7 @@ class PoolStore:
         """As `UnleasedReads.find_unleased`, for `payload.py`."""
         check_keys([key])
         connection = self._link.reachable()
-        return unleased.find(key, connection.arena, connection.table, connection.notes)
+        return find_in_table(key, connection.arena, connection.table, connection.notes)
 
     def lease(self, keys: Sequence[bytes], *, ttl_s: float, deadline_s: float) -> Leases:
         check_keys(keys)

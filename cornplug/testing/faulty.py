@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import (
+    Leases,
     MappedStore,
     PayloadLocation,
     PeekableStore,
@@ -15,7 +16,6 @@ from cornplug.store.base import (
     Store,
     WriterPart,
 )
-from cornplug.store.leases import Leases
 from cornplug.store.stats.store_stats import StoreStat
 
 

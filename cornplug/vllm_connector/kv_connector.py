@@ -19,21 +19,20 @@ from cornplug.engine_common.rank_pages import RankPages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, log_store_size
 from cornplug.errors import ConfigError, LayoutError
 from cornplug.metrics import Tally
-from cornplug.store.leases import NO_LEASES
+from cornplug.store.base import NO_LEASES
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.engine_alarm import IdleRest
 from cornplug.vllm_connector.fence import called_again, fenced
 from cornplug.vllm_connector.kv import idle_steps, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
-from cornplug.vllm_connector.kv.idle_rest import IdleRest
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
 from cornplug.vllm_connector.kv.worker import KVWorker
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
-from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker
+from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker, StateWorker
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
-from cornplug.vllm_connector.kv_groups.state_worker import StateWorker
-from cornplug.vllm_connector.model.kv_scales import Scales, checkpoint_scales, of_layers
+from cornplug.vllm_connector.model.cache_specs import Scales, checkpoint_scales, scales_of_layers
 from cornplug.vllm_connector.runtime import runtime
 from cornplug.vllm_connector.stats import KVProm, KVStats, drained_kv
 
@@ -103,7 +102,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
             if kind.geometry.state:
                 workers.append(StateWorker(pages, timeout_s, beside=beside, share=share))
             else:
-                known = of_layers(scales, kind.layer_names)
+                known = scales_of_layers(scales, kind.layer_names)
                 worker = KVWorker(pages, kind.block_size, timeout_s, beside=beside, share=share, scales=known)
                 workers.append(worker)
         return GroupsWorker(workers, [kind.layer_names for kind in kinds]) if len(kinds) > 1 else workers[0]

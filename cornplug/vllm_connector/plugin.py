@@ -62,7 +62,7 @@ def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
         cpu_cores,
         idle_steps,
         in_process,
-        keys_ahead,
+        page_keys,
         provenance,
         repeated_ids,
         resets,
@@ -70,7 +70,7 @@ def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transfers, weight_updates
     from cornplug.vllm_connector.no_tower import left_out_weights, served_images
 
-    kv = cpu_cores, idle_steps, in_process, keys_ahead, provenance, repeated_ids, resets
+    kv = cpu_cores, idle_steps, in_process, page_keys, provenance, repeated_ids, resets
     ec = encoder_only, mm_identifiers
     no_tower = left_out_weights, served_images
     weights = loaded_weights, reloads, weight_transfers, weight_updates

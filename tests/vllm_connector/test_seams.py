@@ -26,7 +26,7 @@ from cornplug.vllm_connector.kv import (
     cpu_cores,
     idle_steps,
     in_process,
-    keys_ahead,
+    page_keys,
     provenance,
     repeated_ids,
     resets,
@@ -36,7 +36,7 @@ from cornplug.vllm_connector.model import loaded_weights, reloads, weight_transf
 from cornplug.vllm_connector.no_tower import left_out_weights, retry_after, served_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (cpu_cores, idle_steps, keys_ahead, provenance, repeated_ids, resets, in_process)
+KV = (cpu_cores, idle_steps, page_keys, provenance, repeated_ids, resets, in_process)
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (loaded_weights, reloads, weight_transfers, weight_updates)
 NO_TOWER = (left_out_weights, served_images, retry_after)

@@ -5,6 +5,7 @@
 
 A batch is formed when a lane is free for it, as late as possible. The jobs of a batch that fails are run
 again one by one; the jobs of a replica that dies are run once more on another.
+`RequestReplies` counts each reply before its caller sees it.
 """
 
 from __future__ import annotations
@@ -22,23 +23,68 @@ import torch
 
 from cornplug.codec import PayloadKind
 from cornplug.encoder_service.execution.executor import BatchExecutor, BatchResult, EncodeBatch
-from cornplug.encoder_service.execution.replies import Origin, RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.models.registry import LoadedModel
 from cornplug.encoder_service.scheduling.admission import EncodeAdmission
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob
+from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.towers.base import TowerItem
 from cornplug.encoder_service.towers.tower_turn import PassAbandoned
+from cornplug.encoder_service.wire.messages import EncodeRefusal, EncodeReply, WireTensor
 from cornplug.encoder_service.wire.status_codes import A_FAULT
 from cornplug.encoder_service.wire.tensors import to_wire
 from cornplug.errors import ReplicaLost
 
+Origin = Literal["computed", "coalesced", "cached"]
+Reason = Literal["unknown_model", "bad_input", "overloaded", "over_share", "too_late", "internal"]
 _POLL_S: Final = 0.05
 """Interval at which a lane whose executor is down looks for another executor."""
 _MAX_PUBLISHERS: Final = 4
-
 log = logging.getLogger(__name__)
+
+
+class RequestReplies:
+    """Answers pending requests, and tells metrics and admission how long they took. Thread-safe."""
+
+    def __init__(self, admission: EncodeAdmission, observer: RequestObserver) -> None:
+        self._admission = admission
+        self._observer = observer
+
+    def answer(
+        self, pending: PendingRequest, origin: Origin, *, stored: bool, tensor: WireTensor | None
+    ) -> EncodeReply:
+        """Send one request its embedding; the answer that was sent."""
+        seconds = time.monotonic() - pending.received_s
+        request = pending.request
+        reply = EncodeReply(
+            id=request.id,
+            key=request.key,
+            origin=origin,
+            stored=stored,
+            tensor=tensor,
+            service_time_s=seconds,
+        )
+        # Counted before the caller hears of it, so that it finds itself in the next scrape.
+        self._admission.answered(pending, seconds)
+        self._observer.answered(pending, origin, stored=stored, seconds=seconds)
+        pending.answer(reply)
+        return reply
+
+    def refuse(
+        self, pending: PendingRequest, reason: Reason, message: str, retry_after_s: float | None = None
+    ) -> None:
+        """Tell one request why it gets no embedding; nothing where it has an answer."""
+        if pending.future.done():
+            return
+        self._observer.refused(pending, reason)
+        pending.answer(
+            EncodeRefusal(id=pending.request.id, reason=reason, message=message, retry_after_s=retry_after_s)
+        )
+
+    def refuse_late(self, pending: PendingRequest) -> None:
+        """Tell one request that its deadline passed before a tower began with it."""
+        self._admission.answered(pending, time.monotonic() - pending.received_s)
+        self.refuse(pending, "too_late", f"the work did not start within {pending.request.deadline_s:g} s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,8 @@ import msgspec
 
 from cornplug import identity
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload
+from cornplug.encoder_service.execution.dispatcher import BatchDispatcher, JobPayload, RequestReplies
 from cornplug.encoder_service.execution.executor import BatchExecutor, InProcessExecutor
-from cornplug.encoder_service.execution.replies import RequestReplies
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.execution.weight_reload import WeightReloader
 from cornplug.encoder_service.models.registry import LoadedModel, ModelRegistry

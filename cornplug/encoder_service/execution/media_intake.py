@@ -1,21 +1,30 @@
 """Media that come as bytes: refused early, queued fairly, bounded in bytes, decoded in the sandbox.
 
 `/v1/encode` and SGLang's route share it.
+
+A medium is queued by an estimate of its decoding cost. The first bytes of an image contain its number of
+pixels. Other media are estimated by their length, and `Batcher.raise_cost` corrects the estimate when the
+header has been read. The estimate only affects the order of the queue.
 """
 
 from __future__ import annotations
 
 import asyncio
+import io
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from typing import Final
+
+from PIL import Image
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
 from cornplug.encoder_service.execution.encoder import EncoderCore
+from cornplug.encoder_service.media.image import BROKEN
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare
-from cornplug.encoder_service.preprocess.decode_cost import guessed_cost
+from cornplug.encoder_service.preprocess.decode_lanes import work_of
 from cornplug.encoder_service.preprocess.preparer import (
     MediaPreparer,
     MediumSource,
@@ -23,10 +32,34 @@ from cornplug.encoder_service.preprocess.preparer import (
     PreprocessedMedium,
 )
 from cornplug.encoder_service.preprocess.preprocessor import PreprocessContext
+from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal
 from cornplug.encoder_service.wire.messages import EncodeReply, EncodeRequest
 from cornplug.errors import EncoderRefused
 from cornplug.qos import QosCaller, ServiceClass
+
+_FORMATS: Final = ("BMP", "GIF", "JPEG", "PNG")
+"""Formats whose header Pillow reads in Python and within the first bytes: no decoder runs."""
+_HEAD_BYTES: Final = 64 << 10
+_WORK_A_BYTE: Final[Mapping[Modality, float]] = {"image": 8.0, "video": 50.0, "audio": 3.0}
+"""Pixels or samples a byte of a usual file."""
+
+
+def guessed_cost(modality: Modality, parts: Sequence[bytes]) -> int:
+    """Cost in the units of `DecodeLanes.submit`; `parts` are the medium, or a video's images."""
+    pixels = _pixels(parts[0]) if modality == "image" and parts else None
+    work = _WORK_A_BYTE[modality] * sum(map(len, parts)) if pixels is None else float(pixels)
+    return work_of(MediumHeader(held_bytes=0, work=work))
+
+
+def _pixels(data: bytes) -> int | None:
+    try:
+        with Image.open(io.BytesIO(data[:_HEAD_BYTES]), formats=_FORMATS) as image:
+            return image.width * image.height
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        return None
+    except BROKEN:
+        return None
 
 
 class MediaIntake:

@@ -15,7 +15,7 @@ import pydantic
 from fastapi import APIRouter, Request
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.audit import AuditLog
+from cornplug.encoder_service.access.policy import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http import openapi
 from cornplug.encoder_service.http.models import ModelList, ModelsRoute

@@ -3,8 +3,9 @@
     seconds until done = rest of the running batches + batches that the fair queue serves first + its own
     batch
 
-`BatchLatencyModel` prices batches, `WeightedFairQueue` orders the queue. Every request is admitted before its
-tower was measured, and while the service is idle: a wrong measurement cannot keep a service empty.
+`BatchLatencyModel` prices batches, `ArrivalRate` measures the load of each class, and `WeightedFairQueue`
+orders the queue. Every request is admitted before its tower was measured, and while the service is idle: a
+wrong measurement cannot keep a service empty.
 """
 
 from __future__ import annotations
@@ -16,13 +17,28 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 from weakref import WeakKeyDictionary, ref
 
-from cornplug.encoder_service.scheduling.arrival_rate import ArrivalRate
-from cornplug.encoder_service.scheduling.backlog import Backlog, RunningBatch, ServiceLoad
 from cornplug.encoder_service.scheduling.batch_former import QueuedJob
-from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.latency_model import BatchLatencyModel
+from cornplug.encoder_service.scheduling.batcher import (
+    Backlog,
+    Batcher,
+    EncodeJob,
+    PendingRequest,
+    RunningBatch,
+    ServiceLoad,
+)
 from cornplug.qos import ServiceClass
 
+_FORGET: Final = 0.9
+"""Weight of the past at each new batch, so that about ten batches count."""
+_WARM_UP: Final = 2
+"""Number of first batches, which allocate and compile. They count only until there are later batches."""
+_SURPRISE: Final = 3.0
+"""A batch slower than this many times its prediction, and than this many usual batches, counts as this many:
+an
+outlier moves little, a tower that has become slow is followed within a few batches."""
+_FORGET_S: Final = 2.0
+_MIN_AGE_S: Final = 0.05
+"""Minimum time over which a rate is measured."""
 _HEADROOM: Final = 1.5
 _MIN_HEADROOM: Final = 1.05
 _MAX_HEADROOM: Final = 2.0
@@ -38,6 +54,98 @@ class waits for the batch."""
 _REMEMBER_S: Final = 10.0
 """Time for which a deadline counts as recent."""
 _UNMEASURED_S: Final = 1.0
+
+
+@dataclass(slots=True)
+class BatchLatencyModel:
+    """Latency of one tower's batches: seconds = fixed + per token * tokens. Not thread-safe.
+
+    Both terms are fitted by least squares with exponential forgetting."""
+
+    fixed_s: float = 0.0
+    token_s: float = 0.0
+    """Seconds per token."""
+    batches: int = 0
+    _n: float = 0.0
+    _x: float = 0.0
+    _y: float = 0.0
+    _xx: float = 0.0
+    _xy: float = 0.0
+
+    @property
+    def measured(self) -> bool:
+        return self.batches > 0
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Learn from a batch of `tokens` that took `seconds`."""
+        if tokens <= 0:
+            return
+        self.batches += 1
+        if self.batches <= _WARM_UP + 1:
+            self._n = self._x = self._y = self._xx = self._xy = 0.0
+        else:
+            seconds = min(seconds, _SURPRISE * max(self.seconds(tokens), self._y / self._n))
+        self._n = _FORGET * self._n + 1
+        self._x = _FORGET * self._x + tokens
+        self._y = _FORGET * self._y + seconds
+        self._xx = _FORGET * self._xx + tokens * tokens
+        self._xy = _FORGET * self._xy + tokens * seconds
+        self._fit()
+
+    def seconds(self, tokens: float) -> float:
+        """Return the predicted seconds of a batch with this number of tokens, 0 before the first
+        observation."""
+        return self.fixed_s + self.token_s * tokens
+
+    def tokens_within(self, seconds: float) -> float:
+        """Most tokens of a batch that ends within `seconds`; inf before the first observation.
+
+        Never so few that the fixed cost is over a fifth of the batch.
+        """
+        if self.token_s <= 0:
+            return float("inf")
+        return max(4 * self.fixed_s, seconds - self.fixed_s) / self.token_s
+
+    def _fit(self) -> None:
+        spread = self._n * self._xx - self._x * self._x
+        # Batches of one size tell a sum and not its parts: all of it goes to the tokens.
+        self.token_s = self._xy / self._xx
+        self.fixed_s = 0.0
+        if spread > 1e-3 * self._x * self._x:
+            slope = (self._n * self._xy - self._x * self._y) / spread
+            start = (self._y - slope * self._x) / self._n
+            if slope < 0:
+                self.fixed_s, self.token_s = self._y / self._n, 0.0
+            elif start >= 0:
+                self.fixed_s, self.token_s = start, slope
+
+
+class ArrivalRate:
+    """Tokens per second of admitted requests by class, as an exponentially weighted mean. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._began_s: float | None = None
+        self._counted: dict[ServiceClass, tuple[float, float]] = {}
+        """By class: tokens, decayed to the time at which they were last counted, and that time."""
+
+    def count(self, qos: ServiceClass, tokens: int, now_s: float) -> None:
+        """Count an admitted request."""
+        if self._began_s is None:
+            self._began_s = now_s
+        self._counted[qos] = self._faded(qos, now_s) + tokens, now_s
+
+    def tokens_a_second(self, now_s: float) -> dict[ServiceClass, float]:
+        """Return the rate of each class that has sent a request."""
+        if self._began_s is None:
+            return {}
+        age_s = max(_MIN_AGE_S, now_s - self._began_s)
+        # The weights of so short a past sum to less: normalise, or a young rate would be too small.
+        weight_s = _FORGET_S * -math.expm1(-age_s / _FORGET_S)
+        return {qos: self._faded(qos, now_s) / weight_s for qos in self._counted}
+
+    def _faded(self, qos: ServiceClass, now_s: float) -> float:
+        tokens, then_s = self._counted.get(qos, (0.0, now_s))
+        return tokens * math.exp((then_s - now_s) / _FORGET_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,24 +4,38 @@
                                                                  └─ filled with the tower's tensors only
 The state dict holds only the tensors that the tower's fingerprint counts. A tower that needs another one is
 refused, so that none changes a row without changing the key.
+
+`DecoderRecorder` replaces the decoder. It ends the forward pass and returns the decoder's input:
+
+    whole model's forward ──> token embeddings ──medium's rows put in──> decoder
+                                   (a mark)                                 └─ raises DecoderReached(rows)
+The rows of a medium are therefore read where the decoder would read them, whatever the family's code does
+with them before. Token embeddings are a mark that no tower computes, so positions without it are the
+medium's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.checkpoints.families.generic import NESTED, is_of_other
-from cornplug.encoder_service.towers.decoder_recorder import DecoderRecorder, RemovedPart
 from cornplug.errors import CheckpointError
 
+LEVELS: Final = "deepstack_visual_embeds"
+"""Argument of decoders that add outputs of several layers of the tower to their own first layers' outputs."""
+
+
+_PLACES: Final = frozenset({"attention_mask", "position_ids"})
+"""Arguments that say where rows are, and not what they hold."""
 REFUSALS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
     RuntimeError, StrictDataclassError, TypeError, ValueError,
@@ -32,6 +46,100 @@ _LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, t
 _NAMED: Final = 5
 _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
 """Of the tensors' names of the model that `NESTED` describes."""
+
+
+class DecoderReached(Exception):
+    """Ends a model's pass where its decoder would begin."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        super().__init__("the decoder was reached")
+        self.rows = rows
+        """(rows, width) of the medium, in the prompt's order; the levels of deepstack beside them."""
+
+
+class TokenMark(nn.Module):
+    """Token embeddings that consist of the least finite value of their dtype."""
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._width = width
+        self.dtype = dtype
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """As of an embedding with any number of tokens; takes no memory."""
+        return self._made(1).expand(1 << 24, self._width)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The mark at each token, shape (*ids.shape, width)."""
+        return self._made(*ids.shape, self._width, device=ids.device)
+
+    def _made(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
+        return torch.full(shape, torch.finfo(self.dtype).min, dtype=self.dtype, device=device)
+
+
+class DecoderRecorder(nn.Module):
+    """In place of a decoder: raises `DecoderReached` when it is called.
+
+    Raises CheckpointError("unknown_family") where the decoder takes more of a medium than rows in the prompt
+    and, at the same places, levels of deepstack.
+    """
+
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embed_tokens = TokenMark(width, dtype)
+
+    def get_input_embeddings(self) -> nn.Module:
+        """The mark."""
+        return self.embed_tokens
+
+    def get_decoder(self) -> nn.Module:
+        """Itself."""
+        return self
+
+    def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
+        """None: what a decoder looks up for its tokens by itself."""
+
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
+        if inputs_embeds is None or inputs_embeds.shape[0] != 1:
+            raise CheckpointError("the decoder does not accept embeddings", reason="unknown_family")
+        levels, places = kwargs.pop(LEVELS, None) or (), kwargs.pop("visual_pos_masks", None)
+        more = [name for name, value in kwargs.items() if name not in _PLACES and any(_numbers(value))]
+        if more:
+            raise CheckpointError(
+                f"the decoder also needs {', '.join(more)} of a medium, not only its rows",
+                reason="unknown_family",
+            )
+        marked = (inputs_embeds[0] == torch.finfo(inputs_embeds.dtype).min).all(-1)
+        if not bool(marked.any()) or bool(marked.all()):
+            raise CheckpointError(
+                "rows of media cannot be distinguished from embeddings of tokens", reason="unknown_family"
+            )
+        rows = inputs_embeds[0, ~marked]
+        if levels and not (
+            all(level.shape == rows.shape for level in levels)
+            and isinstance(places, torch.Tensor)
+            and torch.equal(places.reshape(-1), ~marked)
+        ):
+            raise CheckpointError("the deepstack levels do not match the rows", reason="unknown_family")
+        raise DecoderReached(torch.cat([rows, *(level.to(rows.dtype) for level in levels)], dim=-1))
+
+
+class RemovedPart(nn.Module):
+    """In place of a part that this tower does without. Calling it is an error."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> None:
+        raise CheckpointError("this tower needs a part of another modality", reason="unknown_family")
+
+
+def _numbers(value: Any) -> Iterator[bool]:
+    """True for each floating tensor in a value."""
+    if isinstance(value, torch.Tensor):
+        yield value.is_floating_point()
+    elif isinstance(value, Mapping):
+        yield from (found for part in value.values() for found in _numbers(part))
+    elif isinstance(value, list | tuple):
+        yield from (found for part in value for found in _numbers(part))
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:

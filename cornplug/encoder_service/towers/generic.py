@@ -23,8 +23,7 @@ from cornplug.checkpoints.checkpoint import Checkpoint
 from cornplug.checkpoints.families import Modality
 from cornplug.encoder_service.towers import decoderless, input_checks
 from cornplug.encoder_service.towers.base import TowerInput, TowerItem
-from cornplug.encoder_service.towers.decoder_recorder import LEVELS, DecoderReached
-from cornplug.encoder_service.towers.decoderless import DESCRIBE
+from cornplug.encoder_service.towers.decoderless import DESCRIBE, LEVELS, DecoderReached
 from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 

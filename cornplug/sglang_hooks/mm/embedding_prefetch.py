@@ -42,8 +42,7 @@ from cornplug.metrics import Tally
 from cornplug.sglang_hooks.compat import logger
 from cornplug.sglang_hooks.mm import placeholder_tokens
 from cornplug.store.base import Tier
-from cornplug.store.payload import put_payload
-from cornplug.store.recall import recalled
+from cornplug.store.payload import put_payload, recalled
 
 _SOURCE: Final = "cornplug_source"
 waited: Final[ContextVar[bool]] = ContextVar("cornplug_waited", default=False)

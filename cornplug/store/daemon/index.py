@@ -8,38 +8,91 @@ one connection.
     placement                    where entries lie, and room for new ones (`placement.py`)
     open entries                 entries being written (`reservations.py`)
     watchers                     the table that clients read, the disk (`entry_watchers.py`)
+    LeaseLimits                  bytes that the leases of each client keep in place
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
 from cornplug.errors import CodecError
 from cornplug.settings.store_settings import NamespaceConfig
-from cornplug.store.base import PROMOTED, PayloadLocation, Reservation, ReserveRefusal, WriterPart
+from cornplug.store.base import (
+    NO_PLACE,
+    PROMOTED,
+    Leases,
+    PayloadLocation,
+    Reservation,
+    ReserveRefusal,
+    WriterPart,
+    place,
+)
 from cornplug.store.daemon.allocator import align_up
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
-from cornplug.store.daemon.lease_limits import LeaseGroup, LeaseLimits
-from cornplug.store.daemon.placement import EntryPlacement, Grow, StoredEntry
+from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
 from cornplug.store.daemon.sightings import Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
-from cornplug.store.leases import NO_PLACE, Leases, place
 from cornplug.store.stats.store_stats import StoreStat
 from cornplug.store.table.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
+E = TypeVar("E", bound=EvictableEntry)
 LEASE_BYTES: Final = 128
 """Least size of a lease in an answer, without its meta."""
 SWEEP: Final = 1024
 """Most expired leases and reservations that one call ends: about 2 ms."""
-
 _log = logging.getLogger("cornplug.store")
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGroup(Generic[E]):
+    """Leases of one call: they end together."""
+
+    owner: int
+    entries: list[E]
+    expires: int
+
+
+class LeaseLimits(Generic[E]):
+    """Counts for one index. An `owner` is one connection."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._held: dict[int, dict[E, int]] = {}
+        self._bytes: Counter[int] = Counter()
+
+    def take(self, owner: int, entry: E) -> bool:
+        """Count one more, if this owner may have a lease on this entry. The first one it always may."""
+        held = self._held.get(owner)
+        if held is None:
+            held = self._held[owner] = {}
+        count = held.get(entry, 0)
+        if not count:
+            if held and self._bytes[owner] + entry.room > self._most_bytes:
+                return False
+            self._bytes[owner] += entry.room
+        held[entry] = count + 1
+        return True
+
+    def drop(self, owner: int, entry: E) -> None:
+        """It has one fewer."""
+        held = self._held[owner]
+        count = held[entry] - 1
+        if count:
+            held[entry] = count
+            return
+        del held[entry]
+        self._bytes[owner] -= entry.room
+        if not held:
+            del self._held[owner], self._bytes[owner]
 
 
 class StoreIndex:

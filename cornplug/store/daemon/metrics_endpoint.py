@@ -16,8 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from cornplug.metrics import STORE_METRICS
 from cornplug.settings.store_settings import metrics_address
-from cornplug.store.daemon.store_counters import AGE_BUCKETS_S
-from cornplug.store.daemon.store_telemetry import ANSWER_BUCKETS_S, Samples, StoreSnapshot
+from cornplug.store.daemon.store_counters import AGE_BUCKETS_S, ANSWER_BUCKETS_S, Samples, StoreSnapshot
 from cornplug.store.stats.store_stats import DiskStat, FarStat
 
 MEMORY: Final = "memory"

@@ -11,17 +11,19 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from cornplug.errors import ProtocolError
+from cornplug.local_socket import foreign_user
 from cornplug.settings.store_settings import NamespaceConfig
 from cornplug.store import messages
 from cornplug.store.arena import SharedArena
@@ -31,11 +33,10 @@ from cornplug.store.daemon.arena_growth import ArenaGrowth
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
-from cornplug.store.daemon.session import ClientFault, ClientSession
-from cornplug.store.daemon.store_telemetry import StoreTelemetry
+from cornplug.store.daemon.store_counters import StoreTelemetry
 from cornplug.store.table.entry_table_layout import TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.table.use_notes import UseNotes
+from cornplug.store.table.use_notes import NO_PAGE, UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk
     from cornplug.store.far.open_far import OpenedFar
 
+
+_CHUNK_BYTES: Final = 256 << 10
 HELLO_WITHIN_S: Final = 5.0
 _TICK_S: Final = 0.5
 _TURN_S: Final = 2e-3
@@ -50,8 +53,85 @@ _TURN_S: Final = 2e-3
 _FAULT_CHARS: Final = 300
 _REQUEST_FAULTS: Final = (ValueError, OverflowError, RecursionError, MemoryError, msgspec.MsgspecError)
 """All errors that decoding and checking of hostile bytes can raise."""
-
 _log = logging.getLogger("cornplug.store")
+
+
+class ClientFault(Exception):
+    """This client must go; the message says why."""
+
+
+class ClientSession:
+    """Socket and buffers of one client. `owner` is the connection's number in the index.
+
+    Raises ClientFault if the connection cannot continue, because the client is gone or sends bytes that are
+    not frames. This does not affect other clients."""
+
+    def __init__(self, sock: socket.socket, owner: int, *, since_s: float) -> None:
+        self.sock = sock
+        self.owner = owner
+        self.since_s = since_s
+        self.welcomed = False
+        self.notes_page = NO_PAGE
+        self._received = bytearray()
+        self._unsent = b""
+
+    @property
+    def stuck(self) -> bool:
+        """The client does not read its answers: nothing more is read from it until it does."""
+        return bool(self._unsent)
+
+    def check_peer(self) -> None:
+        """Raises ClientFault when another user is on the other end."""
+        if (uid := foreign_user(self.sock)) is not None:
+            raise ClientFault(f"user {uid} is not user {os.getuid()}")
+
+    def read(self) -> None:
+        """Read the bytes that have come. Raises ClientFault at the end."""
+        try:
+            data = self.sock.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise ClientFault(f"connection lost: {e.strerror}") from e
+        if not data:
+            raise ClientFault("closed")
+        self._received += data
+
+    def next(self) -> bytes | None:
+        """The body of the next whole frame, None while there is none, or while the client does not
+        take its answers. Raises ClientFault for bytes that are no frames."""
+        if self.stuck:
+            return None
+        try:
+            return messages.take_frame(self._received)
+        except ProtocolError as e:
+            raise ClientFault(f"no frames: {e}") from e
+
+    def send(self, reply: messages.Reply, *, number: int | None = None, fds: Sequence[int] = ()) -> None:
+        """Send, and keep bytes that the socket does not take for `flush`. Raises ClientFault at its end."""
+        try:
+            data = messages.frame(reply, number)
+        except ValueError as e:
+            data = messages.frame(messages.RequestFault(str(e)), number)
+        try:
+            sent = self.sock.send(data) if not fds else socket.send_fds(self.sock, [data], fds)
+        except BlockingIOError:
+            sent = 0
+        except OSError as e:
+            raise ClientFault(f"connection lost: {e.strerror}") from e
+        self._unsent = data[sent:]
+
+    def flush(self) -> None:
+        """Send more of the kept bytes. Raises ClientFault when the client is gone."""
+        try:
+            self._unsent = self._unsent[self.sock.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError as e:
+            raise ClientFault(f"connection lost: {e.strerror}") from e
+
+    def close(self) -> None:
+        self.sock.close()
 
 
 class StoreServer:

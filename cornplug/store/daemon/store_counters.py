@@ -1,27 +1,50 @@
 """Counts of one store, by namespace, since it began: reads, reservations, removals, ages of evicted entries.
 
-Pure and cheap: an increment or two for each call of the index. Read by `stat`, and by `/metrics`
-(`metrics_endpoint.py`) from copies.
+Pure and cheap: an increment or two for each call of the index. `stat` reads the counts. `/metrics`
+(`metrics_endpoint.py`) reads copies of them, with the latency of the daemon's replies.
 """
 
 from __future__ import annotations
 
 import heapq
+import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
+import msgspec
+
+from cornplug.store import messages
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.daemon.eviction_policy import E, EvictionPolicy
-from cornplug.store.stats.store_stats import OTHER_APPS, NamespaceStat
+from cornplug.store.stats.store_stats import OTHER_APPS, NamespaceStat, StoreStat
 from cornplug.store.table.use_notes import NotedReads
+
+if TYPE_CHECKING:
+    from cornplug.store.daemon.index import StoreIndex
+
 
 STAT_APPS: Final = 256
 GIVEN: Final = "given"
 """The answer to a reservation that got room; the others are values of `ReserveRefusal`."""
 RemovalCause = Literal["evicted", "expired", "deleted", "purged"]
 AGE_BUCKETS_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
+ANSWER_BUCKETS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1.0)
+REQUESTS: Final[Mapping[type[msgspec.Struct], str]] = {
+    messages.ContainsRequest: "contains",
+    messages.TakeLeases: "lease",
+    messages.ReserveRequest: "reserve",
+    messages.CommitRequest: "commit",
+    messages.ReleaseRequest: "release",
+    messages.DeleteRequest: "delete",
+    messages.StatRequest: "stat",
+    messages.PurgeRequest: "purge",
+}
+"""Kind of a request -> its name in metrics."""
+Samples = tuple[tuple[int, ...], float]
+"""As `TimeHistogram.copy` gives them."""
 
 
 class CountedEntry(Protocol):
@@ -152,3 +175,46 @@ class AppBytes:
         if len(self._bytes) > STAT_APPS:
             largest[OTHER_APPS] = sum(self._bytes.values()) - sum(largest.values())
         return largest
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSnapshot:
+    """Copies: the loop that made them changes none of them."""
+
+    stat: StoreStat
+    memory_bytes: int
+    clients: int
+    ages: Mapping[str, Samples]
+    """Namespace -> ages of its evicted entries."""
+    answers: Mapping[str, Samples]
+    """Request -> seconds of the loop that each answer took."""
+
+
+class StoreTelemetry:
+    """Used by the daemon's loop alone. `show` gets a snapshot at each tick; None: none is made."""
+
+    def __init__(self, index: StoreIndex, clients: Sized) -> None:
+        self.show: Callable[[StoreSnapshot], None] | None = None
+        self._index, self._clients = index, clients
+        self._answers = {kind: TimeHistogram(ANSWER_BUCKETS_S) for kind in REQUESTS}
+
+    def answered(self, request: messages.Request, began_s: float) -> None:
+        """Count the answer to a request that was taken up at `began_s` of time.perf_counter."""
+        times = self._answers.get(type(request))
+        if times is not None:
+            times.note(time.perf_counter() - began_s)
+
+    def tick(self) -> None:
+        """Show the figures of now."""
+        if self.show is not None:
+            self.show(self.snapshot())
+
+    def snapshot(self) -> StoreSnapshot:
+        """The figures of now."""
+        return StoreSnapshot(
+            self._index.stat(),
+            self._index.placement.end_bytes,
+            len(self._clients),
+            {name: one.ages.copy() for name, one in self._index.counters.spaces.items()},
+            {REQUESTS[kind]: times.copy() for kind, times in self._answers.items()},
+        )

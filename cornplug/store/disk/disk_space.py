@@ -7,23 +7,27 @@ The segment that is dropped is the one with the fewest guaranteed bytes, and amo
 are guaranteed if their namespace is pinned, or would otherwise have less than its share of the disk.
 Guaranteed records move to the new segment before others.
 
-Pure: no I/O. The daemon's loop alone uses it.
+`DiskCounters` counts the disk tier's reads and writes since the daemon started. Pure: no I/O. Only the
+daemon's loop uses this module.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Final
 
 from cornplug.store.disk.record_format import ALIGN_BYTES
+from cornplug.store.stats.store_stats import DiskNamespaceStat, DiskStat
 
 MOST_SEGMENT_BYTES: Final = 256 << 20
 _LEAST_SEGMENTS: Final = 8
 MOST_RECORDS: Final = 1 << 20
 """Records beyond which the oldest segment is dropped too: the daemon keeps about 300 bytes for each."""
+UNUSED: Final = "evicted"
+"""The cause of a removal with its segment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,3 +304,44 @@ class DiskSpace:
 
 def _down(size_bytes: int) -> int:
     return max(size_bytes // ALIGN_BYTES, 1) * ALIGN_BYTES
+
+
+class DiskCounters:
+    """Used by the loop alone. Apps belong to namespaces by `name_of`."""
+
+    def __init__(self, space: DiskSpace, name_of: Callable[[str], str]) -> None:
+        self.writes: Counter[str] = Counter()
+        """Outcome -> entries."""
+        self.reads: Counter[str] = Counter()
+        self._space, self._name_of = space, name_of
+        self._hits: Counter[str] = Counter()
+        self._removals: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def hit(self, record: DiskRecord) -> None:
+        """An entry was read into memory."""
+        self.reads["read"] += 1
+        self._hits[self._name_of(record.app)] += 1
+
+    def removed(self, record: DiskRecord, cause: str) -> None:
+        """An entry is no longer on disk."""
+        self._removals[self._name_of(record.app)][cause] += 1
+
+    def stat(self, *, queued: int, scanning: bool) -> DiskStat:
+        """Copies of the counts, beside the sizes of now."""
+        space = self._space
+        entries: Counter[str] = Counter()
+        used: Counter[str] = Counter()
+        for app, count in space.entries_by_app.items():
+            entries[self._name_of(app)] += count
+            used[self._name_of(app)] += space.bytes_by_app[app]
+        names = sorted({*entries, *self._hits, *self._removals})
+        return DiskStat(
+            capacity_bytes=space.size_bytes, used_bytes=space.used_bytes, entries=len(space), queued=queued,
+            scanning=scanning, writes=dict(self.writes), reads=dict(self.reads),
+            namespaces={
+                name: DiskNamespaceStat(
+                    used[name], entries[name], self._hits[name], dict(self._removals.get(name, ()))
+                )
+                for name in names
+            },
+        )  # fmt: skip

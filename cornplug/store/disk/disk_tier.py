@@ -22,13 +22,18 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from cornplug.store.base import PurgeRule
-from cornplug.store.disk.disk_counters import UNUSED, DiskCounters
 from cornplug.store.disk.disk_scan import DiskScan, purge_names
-from cornplug.store.disk.disk_space import DiskBounds, DiskRecord, DiskSpace, DroppedSegment
+from cornplug.store.disk.disk_space import (
+    UNUSED,
+    DiskBounds,
+    DiskCounters,
+    DiskRecord,
+    DiskSpace,
+    DroppedSegment,
+)
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.promotions import Promotions
-from cornplug.store.disk.record_format import SALT_BYTES, RecordHeader
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import SALT_BYTES, RecordDamaged, RecordHeader
 from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
 from cornplug.store.disk.tier_protocols import (
     DiskMarks,

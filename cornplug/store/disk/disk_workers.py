@@ -20,7 +20,7 @@ from collections.abc import Callable
 from queue import PriorityQueue
 from typing import Final, TypeVar
 
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 
 _READERS: Final = 2
 _END_S: Final = 5.0

@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal
-from cornplug.store.disk.disk_counters import DiskCounters
-from cornplug.store.disk.disk_space import DiskRecord, DiskSpace
+from cornplug.store.disk.disk_space import DiskCounters, DiskRecord, DiskSpace
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.segment_files import SegmentFiles
 from cornplug.store.disk.tier_protocols import TIER_OWNER, NamespaceRules, RoomMemory, TieredIndex
 

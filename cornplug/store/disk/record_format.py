@@ -1,4 +1,4 @@
-"""The bytes of a record on disk: a header in clear, then the sealed entry. Pure: no I/O, no keys.
+"""Format of a disk record, and its encryption: a plain header, then the sealed entry. No I/O.
 
     magic "CPDR" | u16 version | u16 state | u64 payload bytes | u32 header bytes of the entry ("meta") |
     u16 app bytes | f64 seconds of recomputation | f64 time of writing (Unix) | 32-byte key | 16-byte salt |
@@ -11,13 +11,20 @@ that another secret has made. `state` is the only field that is ever written aga
 entry is deleted.
 
 Each sealed piece is its AES-256-GCM ciphertext and 16 bytes of tag, with the header (state 0) as associated
-data and its number as nonce, under a key that only this record has (`record_seal.py`). Chunks have
+data and its number as nonce, under a key that only this record has. Chunks have
 CHUNK_BYTES of payload, so that a part of a payload can be read and verified alone.
+
+A record outlives the process that wrote it, and other users may be able to change it. The seal binds it to
+the sharing domain's secret. Each record has its own key, HKDF-SHA256(secret, salt of the record, domain name
+| entry's key), so nonces can be numbers, and no two records of one entry share a key and a nonce. Only a
+store with a disk needs the package "cryptography", which is imported at the first use.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,6 +47,10 @@ _MOST_META_BYTES: Final = 1 << 24
 
 Authenticate = Callable[[bytes], bytes]
 """The tag of a header's bytes."""
+_RECORD_DOMAIN: Final = b"cornplug disk record 1"
+_HEADER_DOMAIN: Final = b"cornplug disk header 1"
+_KEY_BYTES: Final = 32
+_META_NUMBER: Final = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,3 +121,72 @@ def decode_record_header(data: bytes, authenticate: Authenticate) -> RecordHeade
     if not math.isfinite(cost_s) or not math.isfinite(written_s):
         return None
     return RecordHeader(key, app, payload_bytes, meta_bytes, cost_s, written_s, salt, dead=state != 0)
+
+
+class RecordDamaged(Exception):
+    """Sealed bytes are not those that this secret has sealed."""
+
+
+def new_salt() -> bytes:
+    """A new record's salt."""
+    return secrets.token_bytes(SALT_BYTES)
+
+
+class RecordSealer:
+    """Keys of one secret. Its calls may come from any thread."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._header_key = derive_key(secret, salt=None, info=_HEADER_DOMAIN)
+
+    def header_tag(self, body: bytes) -> bytes:
+        """The tag of a record's header."""
+        return hashlib.blake2b(body, key=self._header_key, digest_size=TAG_BYTES).digest()
+
+    def cipher(self, key: bytes, salt: bytes, header: bytes) -> RecordCipher:
+        """The cipher of one record; `header` are its bytes with state 0."""
+        return RecordCipher(derive_key(self._secret, salt=salt, info=_RECORD_DOMAIN + key), header)
+
+
+class RecordCipher:
+    """Seals and opens the pieces of one record. Long calls run without the interpreter's lock."""
+
+    def __init__(self, key: bytes, header: bytes) -> None:
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._cipher, self._header, self._damaged = AESGCM(key), header, InvalidTag
+
+    def seal_meta(self, meta: bytes) -> bytes:
+        """The sealed header of the entry."""
+        return self._cipher.encrypt(_nonce(_META_NUMBER), meta, self._header)
+
+    def open_meta(self, sealed: bytes | memoryview) -> bytes:
+        """Raises RecordDamaged."""
+        try:
+            return self._cipher.decrypt(_nonce(_META_NUMBER), sealed, self._header)
+        except self._damaged as e:
+            raise RecordDamaged from e
+
+    def seal_chunk(self, number: int, payload: memoryview, into: memoryview) -> None:
+        """Seal a chunk of the payload; `into` has TAG_BYTES more."""
+        self._cipher.encrypt_into(_nonce(1 + number), payload, self._header, into)
+
+    def open_chunk(self, number: int, sealed: memoryview, into: memoryview) -> None:
+        """Open a chunk into the payload's room. Raises RecordDamaged; the room then has any bytes."""
+        try:
+            self._cipher.decrypt_into(_nonce(1 + number), sealed, self._header, into)
+        except self._damaged as e:
+            raise RecordDamaged from e
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(12, "little")
+
+
+def derive_key(secret: bytes, *, salt: bytes | None, info: bytes) -> bytes:
+    """A key of the secret for one purpose, which `info` names."""
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+    return HKDF(SHA256(), _KEY_BYTES, salt, info).derive(secret)

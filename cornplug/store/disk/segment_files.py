@@ -30,11 +30,13 @@ from cornplug.store.disk.record_format import (
     MAGIC,
     STATE_AT,
     TAG_BYTES,
+    RecordDamaged,
     RecordHeader,
+    RecordSealer,
     decode_record_header,
     encode_record_header,
+    new_salt,
 )
-from cornplug.store.disk.record_seal import RecordDamaged, RecordSealer, new_salt
 
 _NAME: Final = re.compile(r"segment-(\d{8})")
 _LOCK: Final = "lock"

@@ -21,21 +21,25 @@ written again.
 from __future__ import annotations
 
 import functools
+import logging
 import secrets
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.far.call_health import CallHealth
 from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
-from cornplug.store.far.recent_keys import RecentKeys
 from cornplug.store.stats.store_stats import FarStat
 
+_KIND_S: Final = 1.0
+"""The deadline that is passed to the breaker, which keeps its counts by deadline. Each kind of call has its
+own breaker, so one value serves all."""
+_log = logging.getLogger("cornplug.store")
 ABSENT_S: Final = 1.0
 """How long an answer "absent" is remembered."""
 CONFIRM_S: Final = 60.0
@@ -48,10 +52,76 @@ _WRITING: Final = 2
 _DELETED_AT_ONCE: Final = 64
 """Records that one call deletes."""
 _END_S: Final = 0.2
-
 T = TypeVar("T")
 Write = Callable[[FarStore, bool], tuple[str, int]]
 """Seals an entry and puts it there, over another record if told so: the outcome and the record's bytes."""
+
+
+class RecentKeys:
+    """Each key is recent for `seconds`, and the `most` newest ones only. Not thread-safe."""
+
+    def __init__(self, *, seconds: float, most: int) -> None:
+        self._seconds, self._most = seconds, most
+        self._until_s: OrderedDict[bytes, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._until_s)
+
+    def holds(self, key: bytes, now_s: float) -> bool:
+        """Whether a key is recent."""
+        return self._until_s.get(key, now_s) > now_s
+
+    def note(self, keys: Iterable[bytes], now_s: float) -> None:
+        """These keys are recent from now on."""
+        for key in keys:
+            self._until_s[key] = now_s + self._seconds
+            self._until_s.move_to_end(key)
+        while self._until_s and (
+            len(self._until_s) > self._most or next(iter(self._until_s.values())) <= now_s
+        ):
+            self._until_s.popitem(last=False)
+
+    def forget(self, key: bytes) -> None:
+        """A key is recent no longer."""
+        self._until_s.pop(key, None)
+
+
+class CallHealth:
+    """Health of the reads, writes or deletions of one far store. Used by the daemon's loop alone.
+
+    Reads, writes and deletions fail separately: a store that is full, or that refuses this host's writes,
+    still answers reads.
+
+    Args:
+        label: Name of the far store in log lines.
+        failing: What the log says when calls begin to fail.
+        working: What the log says when calls succeed again.
+    """
+
+    def __init__(self, label: str, *, failing: str, working: str) -> None:
+        self._label, self._failing, self._working = label, failing, working
+        self._breaker = CircuitBreaker()
+        self.state: bool | None = None
+        """Whether the last call succeeded; None before the first call."""
+
+    def succeeded(self) -> bool:
+        """Note a call that succeeded. Returns whether it is the first one after a failure."""
+        self._breaker.answered(_KIND_S)
+        was, self.state = self.state, True
+        if was is False:
+            _log.info("far store %s %s again", self._label, self._working)
+        return was is False
+
+    def failed(self, why: str) -> None:
+        """Note a call that failed, or that is late."""
+        if self.state is not False:
+            _log.warning("far store %s %s: %s", self._label, self._failing, why)
+        self.state = False
+        self._breaker.missed(_KIND_S, time.monotonic())
+
+    def refuses(self, now_s: float) -> bool:
+        """Whether calls must still pause after a failure."""
+        return self._breaker.refuses(_KIND_S, now_s)
 
 
 @dataclass(slots=True)

@@ -23,8 +23,15 @@ from typing import Final
 
 import msgspec
 
-from cornplug.store.disk.record_format import CHUNK_BYTES, SALT_BYTES, TAG_BYTES
-from cornplug.store.disk.record_seal import RecordCipher, RecordDamaged, derive_key, new_salt
+from cornplug.store.disk.record_format import (
+    CHUNK_BYTES,
+    SALT_BYTES,
+    TAG_BYTES,
+    RecordCipher,
+    RecordDamaged,
+    derive_key,
+    new_salt,
+)
 
 _NAME_DOMAIN: Final = b"cornplug far name 1"
 _RECORD_DOMAIN: Final = b"cornplug far record 1"

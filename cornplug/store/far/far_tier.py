@@ -19,7 +19,7 @@ from typing import Final
 
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
-from cornplug.store.disk.record_seal import RecordDamaged
+from cornplug.store.disk.record_format import RecordDamaged
 from cornplug.store.disk.tier_protocols import (
     FAR_OWNER,
     DiskMarks,

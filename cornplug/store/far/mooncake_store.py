@@ -15,7 +15,7 @@ from cornplug.errors import ConfigError
 from cornplug.store.far.client_process import ProcessFarStore
 from cornplug.store.far.far_store import label_of
 from cornplug.store.far.mooncake_client import MOST_BYTES, ClientSettings
-from cornplug.store.far.url_fields import fields_of
+from cornplug.store.far.open_far import fields_of
 
 _SETTING: Final = "store.far"
 _PORT: Final = 50051

@@ -26,8 +26,7 @@ import msgspec
 
 from cornplug.store.far.client_process import Answer, Question, client_settings, serve
 from cornplug.store.far.member_channel import MemberChannel
-from cornplug.store.far.nixl_agent import NixlAgent
-from cornplug.store.far.record_ring import RecordRing
+from cornplug.store.far.nixl_agent import NixlAgent, RecordRing
 
 MOST_BYTES: Final = 32 << 20
 _ANSWER_S: Final = 0.2

@@ -1,4 +1,4 @@
-"""Far stores, as the settings name them. A package is imported only for a URL that needs it."""
+"""Opens the far stores of the settings' URLs. A package is imported only for a URL that needs it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
-from urllib.parse import urlsplit
+from typing import Final, TypeVar
+from urllib.parse import parse_qsl, urlsplit
+
+from pydantic import BaseModel, ValidationError
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import is_own_secret, read_secret
 from cornplug.store.far.far_store import FarStore, label_of
 
+Fields = TypeVar("Fields", bound=BaseModel)
 _SETTING: Final = "store.far"
 _SEALING: Final = "store.far_secret_files"
 _VALKEY: Final = ("valkey_store", "open_valkey_url", "far-valkey")
@@ -26,6 +29,17 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
 """Scheme of a URL -> module, function and the extra that brings its package."""
 _OF_MEMBERS: Final = frozenset({"nixl"})
 """Hosts that prove to each other that they have the domain's secret."""
+
+
+def fields_of(url: str, kind: type[Fields]) -> Fields:
+    """The fields of a URL. Raises ValueError, which names the first one that is wrong."""
+    query = urlsplit(url).query
+    given = dict(parse_qsl(query, strict_parsing=bool(query)))
+    try:
+        return kind.model_validate(given)
+    except ValidationError as e:
+        first = e.errors()[0]
+        raise ValueError(f"{first['loc'][0]!r}: {first['msg']}") from e
 
 
 @dataclass(frozen=True, slots=True)

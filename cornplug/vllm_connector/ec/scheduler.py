@@ -9,6 +9,8 @@ or the service has no effect. While the service computes it, only the item's own
 tokens before the item prefilled (`early_prefill`). The store is read on the engine's own thread. It replies
 in 0.1 ms, and switching to a thread and back would take longer, because vLLM's busy loop holds the
 interpreter's lock.
+
+`Arrivals` keeps received embeddings for the workers.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
 from cornplug.errors import CodecError, CornplugError, StoreError
 from cornplug.metrics import Tally
-from cornplug.vllm_connector.ec.arrivals import Arrivals
+from cornplug.store.payload import get_payload, get_payload_into
 from cornplug.vllm_connector.ec.early_prefill import EarlyPrefill
-from cornplug.vllm_connector.ec.encoder_requests import EncoderRequests
-from cornplug.vllm_connector.ec.lost_embeddings import LostEmbeddings
-from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
+from cornplug.vllm_connector.ec.encoder_only import LostEmbeddings
+from cornplug.vllm_connector.ec.encoder_requests import EncoderRequests, PendingEmbedding
+from cornplug.vllm_connector.ec.metadata import (
+    ArrivedEmbedding,
+    CornplugECMetadata,
+    CornplugECWorkerMetadata,
+    RowMemory,
+    RowPlace,
+    row_memory,
+)
 from cornplug.vllm_connector.ec.mm_identifiers import is_stale, key_of
-from cornplug.vllm_connector.ec.pending_embedding import PendingEmbedding
-from cornplug.vllm_connector.ec.row_memory import row_memory
 from cornplug.vllm_connector.ec.video_digest import unshared_reason
 from cornplug.vllm_connector.engine_alarm import ALARM
 from cornplug.vllm_connector.model.model_config import embedding_width
@@ -45,12 +52,86 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
+
 _MAX_WAITING_BYTES = 1 << 30
 """Maximum bytes of requested and arrived embeddings. Beyond it, new requests wait."""
 _IDLE_WAIT_S = 0.005
 """Maximum delay that this adds before an idle engine notices a new request."""
 _IDLE_STEP_S = 0.020
 """Maximum time between two steps of an engine whose requests all wait for the service."""
+
+
+class Arrivals:
+    """Received embeddings of one engine core. Used by its thread. An embedding is in the memory that the
+    workers map. If that is full or not available, its bytes are sent in the metadata of a step."""
+
+    def __init__(self, runtime: EngineRuntime, memory: RowMemory | None) -> None:
+        self._store, self._deadline_s = runtime.store, runtime.deadline_s
+        self._memory = memory
+
+    @property
+    def address(self) -> str:
+        """Address of the memory for the workers, or "" once all have mapped it."""
+        return "" if self._memory is None else self._memory.address
+
+    def read(self, identifier: str, expected: ExpectedEmbedding, size_bytes: int) -> ArrivedEmbedding | None:
+        """Return a verified copy of an entry of `size_bytes`, or None if the store does not have it in
+        memory. A read from disk is then started.
+
+        Raises StoreError, and CodecError with another reason than "wrong_shape" for a damaged entry.
+        """
+        # A read from disk takes longer. The service, which is requested in the meantime, waits for it.
+        how = {"deadline_s": self._deadline_s, "recall_s": 0.0}
+        room = None if self._memory is None else self._memory.room(size_bytes)
+        if self._memory is None or room is None:
+            found = get_payload(self._store, expected.key, **how)
+            if found is None:
+                return None
+            header, data = found
+            expected.check(header.dtype, header.shape, len(data))
+            return ArrivedEmbedding(identifier, header.dtype, header.shape, data)
+        arrived = None
+        try:
+            into = get_payload_into(self._store, expected.key, self._memory.view(room), **how)
+            if into is not None:
+                expected.check(into.dtype, into.shape, size_bytes)
+                arrived = ArrivedEmbedding(identifier, into.dtype, into.shape, room)
+        except ValueError as e:
+            raise CodecError(str(e), reason="wrong_shape") from e
+        finally:
+            if arrived is None:
+                self._memory.free(room)
+        return arrived
+
+    def hold(self, data: bytes) -> bytearray | RowPlace:
+        """Return the place of rows that arrived by value, or a copy of them if the memory is full."""
+        if self._memory is None or (room := self._memory.room(len(data))) is None:
+            return bytearray(data)
+        self._memory.view(room)[:] = data
+        return room
+
+    def send(self, arrived: ArrivedEmbedding) -> None:
+        """Record that the workers are notified of it in this step."""
+        if self._memory is not None and isinstance(arrived.data, RowPlace):
+            self._memory.send(arrived.data)
+
+    def drop(self, arrived: ArrivedEmbedding | None) -> None:
+        """Drop an embedding of which no worker is notified."""
+        if self._memory is not None and arrived is not None and isinstance(arrived.data, RowPlace):
+            self._memory.free(arrived.data)
+
+    def acknowledged(self, acks: CornplugECWorkerMetadata) -> None:
+        """Record that workers have mapped the memory, or have copied their rows."""
+        if self._memory is not None:
+            for rank in acks.mapped:
+                self._memory.note_mapped(rank)
+            for rank, offset in acks.copied_rows:
+                self._memory.note_copied(rank, offset)
+
+    def close(self) -> None:
+        """Release the memory."""
+        if self._memory is not None:
+            self._memory.close()
 
 
 class ECScheduler:

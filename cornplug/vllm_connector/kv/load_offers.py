@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
-from cornplug.engine_common.page_envelope import whole_pages
+from cornplug.engine_common.rank_pages import whole_pages
 from cornplug.engine_common.runtime import KV_PAGE, EngineRuntime, miss
 from cornplug.kv_page import PageGeometry, pages_between
 from cornplug.metrics import Tally
-from cornplug.store.leases import NO_LEASES, Leases
-from cornplug.store.recall import MOST_SOUGHT
+from cornplug.store.base import NO_LEASES, Leases
+from cornplug.store.payload import MOST_SOUGHT
 from cornplug.vllm_connector.kv.costs import LoadCosts
 from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.metadata import PageLoad

@@ -11,8 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from cornplug.store.base import PayloadLocation
-from cornplug.store.leases import Leases
+from cornplug.store.base import Leases, PayloadLocation
 
 
 class PageWrite(msgspec.Struct, frozen=True):

@@ -17,8 +17,7 @@ import numpy as np
 
 from cornplug.engine_common.runtime import EngineRuntime
 from cornplug.errors import CornplugError
-from cornplug.store.base import KEY_BYTES, PROMOTED, PayloadLocation, Reservation
-from cornplug.store.leases import Leases
+from cornplug.store.base import KEY_BYTES, PROMOTED, Leases, PayloadLocation, Reservation
 
 _here: Final = threading.local()
 

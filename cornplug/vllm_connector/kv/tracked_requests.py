@@ -15,7 +15,7 @@ from cornplug.errors import CornplugError
 from cornplug.kv_page import PageGeometry
 from cornplug.metrics import Tally
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.kv import keys_ahead, provenance
+from cornplug.vllm_connector.kv import page_keys, provenance
 from cornplug.vllm_connector.kv.page_keys import PageKeys
 from cornplug.vllm_connector.kv.page_recalls import FarQuestion, PageRecall
 from cornplug.vllm_connector.kv.provenance import OtherLoads, OwnTokens
@@ -152,7 +152,7 @@ class TrackedRequests:
         self._current[1].first_wait()
         if runtime.config.engine.save != "never":
             # All keys of a prompt are needed in this case, whether or not the store has its pages.
-            keys_ahead.make_by(self)
+            page_keys.make_by(self)
         self.unusable = ""
         """Reason why a rank cannot copy KV."""
 
@@ -327,7 +327,7 @@ class TrackedRequests:
         request, reason = tracked.request, self._why_not(tracked.request)
         if not reason:
             try:
-                ahead = keys_ahead.made_for(request)
+                ahead = page_keys.made_for(request)
                 current = ahead is not None and ahead.epoch == self._current[0]
                 tracked.keys = ahead if current else self._keys(request)
             except CornplugError as e:

@@ -20,8 +20,7 @@ import torch
 from cornplug.codec import segment_checksums
 from cornplug.engine_common.rank_pages import RankPages
 from cornplug.errors import CodecError, CornplugError, LayoutError, StoreUnavailable
-from cornplug.store.base import Lease
-from cornplug.store.leases import Leases
+from cornplug.store.base import Lease, Leases
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.kv.metadata import CornplugKVWorkerMetadata, PageLoad, PageSave
 from cornplug.vllm_connector.kv.move_reports import MoveReports, OngoingSave, SavedPage, pages_of, take

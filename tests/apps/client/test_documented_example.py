@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cornplug.apps.client.harmless_fields import CHAT, COMPLETIONS, fields_of
+from cornplug.apps.client.stream_continuation import CHAT, COMPLETIONS, fields_of
 
 from .callers import APP
 from .fake_engine import TOLD, engines

@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.multimodal.processors import base_processor
 
 from cornplug.config import Config, load
-from cornplug.sglang_hooks import hook_selection
+from cornplug.sglang_hooks import hook_registry
 from cornplug.sglang_hooks.mm import cpu_preprocessing
 from cornplug.sglang_hooks.mm.cpu_preprocessing import wanted
 
@@ -107,4 +107,4 @@ def test_cpu_preprocessing_is_default_beside_encoder_service_of_another_host(sho
 
 
 def test_cpu_preprocessing_has_its_own_part_of_hooks() -> None:
-    assert hook_selection.hooks({"cpu_images"}) == cpu_preprocessing.HOOKS
+    assert hook_registry.hooks({"cpu_images"}) == cpu_preprocessing.HOOKS

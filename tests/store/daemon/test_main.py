@@ -229,7 +229,7 @@ def test_server_client_of_another_user_is_refused(
     serve_in_thread()
     uid = os.getuid()
     with monkeypatch.context() as patch:
-        patch.setattr("cornplug.store.daemon.session.os.getuid", lambda: uid + 1)
+        patch.setattr("cornplug.store.daemon.server.os.getuid", lambda: uid + 1)
         with _raw(store_config, hello=False) as raw:
             assert raw.recv(1) == b""
 

@@ -16,9 +16,14 @@ from cornplug.errors import CodecError, StoreUnavailable
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import put_payload
 from cornplug.testing import FaultyStore
-from cornplug.vllm_connector.ec.arrivals import Arrivals
-from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata, CornplugECWorkerMetadata
-from cornplug.vllm_connector.ec.row_memory import RowMemory, RowPlace
+from cornplug.vllm_connector.ec.metadata import (
+    ArrivedEmbedding,
+    CornplugECMetadata,
+    CornplugECWorkerMetadata,
+    RowMemory,
+    RowPlace,
+)
+from cornplug.vllm_connector.ec.scheduler import Arrivals
 from cornplug.vllm_connector.ec.worker import ECWorker
 
 from ..rig import runtime

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cornplug.vllm_connector.ec.mapped_rows import CpuCopies, MappedRows
-from cornplug.vllm_connector.ec.row_memory import RowMemory, RowPlace
+from cornplug.vllm_connector.ec.metadata import RowMemory, RowPlace
+from cornplug.vllm_connector.ec.worker import CpuCopies, MappedRows
 from cornplug.vllm_connector.kv_copies import registered_memory
 from devkit.engines import wait_until
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from cornplug.store.daemon.allocator import ALIGN
-from cornplug.vllm_connector.ec import row_memory as module
-from cornplug.vllm_connector.ec.row_memory import RowMemory, RowPlace, mapped, row_memory
+from cornplug.vllm_connector.ec import metadata as module
+from cornplug.vllm_connector.ec.metadata import RowMemory, RowPlace, mapped, row_memory
 
 MIB = 1 << 20
 
@@ -107,7 +107,7 @@ def test_row_memory_in_another_process_holds_the_rows(memory: RowMemory) -> None
     at = place(memory, 5)
     memory.view(at)[:] = b"rows!"
     code = (
-        "import sys; from cornplug.vllm_connector.ec.row_memory import mapped; "
+        "import sys; from cornplug.vllm_connector.ec.metadata import mapped; "
         f"print(bytes(mapped(sys.argv[1])[{at.offset}:{at.offset + 5}]).decode())"
     )
     done = subprocess.run([sys.executable, "-c", code, address], capture_output=True, text=True, check=False)

@@ -27,8 +27,8 @@ from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import get_payload
 from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import ec_connector
+from cornplug.vllm_connector.ec.encoder_requests import MediaInputs
 from cornplug.vllm_connector.ec.metadata import ArrivedEmbedding, CornplugECMetadata
-from cornplug.vllm_connector.ec.processor_outputs import MediaInputs
 from cornplug.vllm_connector.ec.worker import ECWorker
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 

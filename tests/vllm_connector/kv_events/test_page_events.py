@@ -20,7 +20,7 @@ from cornplug.testing import FaultyStore
 from cornplug.vllm_connector import kv_events
 from cornplug.vllm_connector.kv import idle_saves
 from cornplug.vllm_connector.kv_events import page_events
-from cornplug.vllm_connector.kv_events.block_spans import BlockSpans
+from cornplug.vllm_connector.kv_events.page_events import BlockSpans
 
 from ..kv.core_rig import Clock
 from .conftest import Announcing
