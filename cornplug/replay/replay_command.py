@@ -12,12 +12,10 @@ from rich.table import Table
 
 from cornplug import config
 from cornplug.errors import ConfigError
-from cornplug.replay.offline_optimum import OfflineOptimum, offline_optimum
-from cornplug.replay.reference_policies import REFERENCES
+from cornplug.replay.reference_policies import REFERENCES, OfflineOptimum, offline_optimum
 from cornplug.replay.scores import ReplayScore, replay
 from cornplug.replay.store_replay import StoreReplay
-from cornplug.replay.trace import TraceRequest, distinct_bytes
-from cornplug.replay.trace_readers import FORMATS, TokenCost, read_trace
+from cornplug.replay.trace_readers import FORMATS, TokenCost, TraceRequest, distinct_bytes, read_trace
 from cornplug.settings.store_settings import bytes_of
 
 STORE: Final = "cornplug"

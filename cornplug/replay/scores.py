@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cornplug.replay.trace import TraceRequest
+from cornplug.replay.trace_readers import TraceRequest
 
 
 class ReplayedCache(Protocol):

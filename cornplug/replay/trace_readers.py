@@ -1,4 +1,4 @@
-"""Readers of four formats of traces.
+"""Traces of requests, and readers of four formats.
 
     cornplug     JSONL that a running store writes (`store.access_log`): `cornplug/store/daemon/access_log.py`
     mooncake     JSONL {"timestamp": ms, "input_length", "output_length", "hash_ids"}, blocks of 512 tokens
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import gzip
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, cast
@@ -23,7 +23,6 @@ from typing import IO, Final, cast
 import msgspec
 
 from cornplug.errors import ConfigError
-from cornplug.replay.trace import TraceAccess, TraceRequest
 from cornplug.store.daemon.access_log import LoggedCall
 
 FORMATS: Final = ("cornplug", "mooncake", "qwen", "oracle")
@@ -31,6 +30,33 @@ MOONCAKE_TOKENS: Final = 512
 QWEN_TOKENS: Final = 16
 _ORACLE: Final = struct.Struct("<IQIq")
 _KEY_MASK: Final = (1 << 64) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TraceAccess:
+    """One entry that a request needs."""
+
+    key: int
+    """Below 2**64."""
+    size_bytes: int
+    cost_s: float
+    """Seconds that its recomputation takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request, with the entries that it looks up, and writes if they are missing."""
+
+    time_s: float
+    app: str
+    accesses: tuple[TraceAccess, ...]
+    is_prefix: bool
+    """Each entry continues the one before it, as KV pages do: without that one it saves nothing."""
+
+
+def distinct_bytes(requests: Iterable[TraceRequest]) -> int:
+    """Bytes of all entries of a trace, each once."""
+    return sum({access.key: access.size_bytes for one in requests for access in one.accesses}.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from cornplug.store.connection import CircuitBreaker
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
 from cornplug.store.stats.store_stats import OTHER_APPS
-from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table import TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import NO_PAGE
 from cornplug.store.write_fences import WriteFences

@@ -11,8 +11,7 @@ from transformers.activations import ACT2FN
 from transformers.models.internvl.modeling_internvl import InternVLVisionEmbeddings, InternVLVisionLayer
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
@@ -27,7 +26,7 @@ class InternVl:
         config.vision_config.use_mask_token = False
         with torch.device("meta"):
             layers = _Layers(config)
-        weight_loader.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
         return TileTower(layers, AnyTiles(), dtype=dtype, device=device)
 
     @staticmethod
@@ -37,7 +36,7 @@ class InternVl:
             linears = _NormAndLinears(
                 config.vision_config.hidden_size * _fold(config) ** 2, config.text_config.hidden_size
             )
-        weight_loader.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
         return InternVlProjector(linears, activation=ACT2FN[config.projector_hidden_act])
 
 

@@ -18,8 +18,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llava_next.modeling_llava_next import unpad_image
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import vit, weight_loader
-from cornplug.encoder_service.towers.base import TowerItem
+from cornplug.encoder_service.towers import vit
+from cornplug.encoder_service.towers.base import TowerItem, fill_weights
 from cornplug.encoder_service.towers.tiles import AnyTiles, PinpointTiling, TileTower, TilingRule
 
 L = TypeVar("L", bound="_Linears")
@@ -172,5 +172,5 @@ def _linears(
             config.text_config.hidden_size,
             config.multimodal_projector_bias,
         )
-    weight_loader.fill(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
+    fill_weights(linears, checkpoint.locate("projector"), dtype=dtype, device=device)
     return linears, ACT2FN[config.projector_hidden_act]

@@ -21,8 +21,7 @@ from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
 from transformers.vision_utils import get_vision_position_ids, get_vision_window_index
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.qwen2_vl import Qwen2VlMerger
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
@@ -42,7 +41,7 @@ class Qwen25Vl:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Qwen25Blocks(config)
-        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2_5_VLVisionRotaryEmbedding(config).to(device)
         return Qwen25VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -54,7 +53,7 @@ class Qwen25Vl:
             merger = Qwen2_5_VLPatchMerger(
                 dim=config.out_hidden_size, context_dim=config.hidden_size, spatial_merge_size=merge
             )
-        weight_loader.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Qwen2VlMerger(merger, hidden_size=config.out_hidden_size, merge=merge)
 
 

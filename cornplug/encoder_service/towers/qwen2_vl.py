@@ -21,8 +21,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import (
 from transformers.vision_utils import get_vision_position_ids
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
     RotaryTable,
@@ -41,7 +40,7 @@ class Qwen2Vl:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Qwen2Blocks(config)
-        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen2VLVisionRotaryEmbedding(config).to(device)
         return Qwen2VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -54,7 +53,7 @@ class Qwen2Vl:
                 context_dim=config.embed_dim,
                 spatial_merge_size=config.spatial_merge_size,
             )
-        weight_loader.fill(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(merger, checkpoint.locate("projector"), dtype=dtype, device=device)
         return Qwen2VlMerger(merger, hidden_size=config.hidden_size, merge=config.spatial_merge_size)
 
 

@@ -24,8 +24,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.qwen_patches import (
     PatchInputs,
     RotaryTable,
@@ -44,7 +43,7 @@ class Qwen3Vl:
         config = _vision_config(checkpoint)
         with torch.device("meta"):
             blocks = _Qwen3Blocks(config)
-        weight_loader.fill(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(blocks, checkpoint.locate("tower"), dtype=dtype, device=device)
         rotary = Qwen3VLVisionRotaryEmbedding(config).to(device)
         return Qwen3VlTower(blocks, rotary, config, dtype=dtype, device=device)
 
@@ -54,7 +53,7 @@ class Qwen3Vl:
         with torch.device("meta"):
             mergers = _Mergers(config)
         located = {_merger_name(name): where for name, where in checkpoint.locate("projector").items()}
-        weight_loader.fill(mergers, located, dtype=dtype, device=device)
+        fill_weights(mergers, located, dtype=dtype, device=device)
         return Qwen3VlMergers(mergers, config)
 
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import input_checks, weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers import input_checks
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.log_mel import ChunkedLogMel, LogMelFeatures
 from cornplug.encoder_service.towers.whisper import WhisperEncoder, WhisperShape
 from cornplug.errors import CheckpointError
@@ -42,7 +42,7 @@ class Ultravox:
         out = checkpoint.shapes("projector").get("linear_2.weight", (0,))[0]
         with torch.device("meta"):
             module = _Projector(spec, out)
-        weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return StackingProjector(module, int(spec["stack_factor"]))
 
     @staticmethod

@@ -12,7 +12,7 @@ from transformers.models.clip.modeling_clip import CLIPEncoderLayer, CLIPVisionE
 from transformers.models.siglip.modeling_siglip import SiglipEncoderLayer, SiglipVisionEmbeddings
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import weight_loader
+from cornplug.encoder_service.towers.base import fill_weights
 
 VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 
@@ -61,8 +61,8 @@ class VitLayers(nn.Module):
 
 
 def fill(layers: VitLayers, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-    """Load the tower's weights into layers made on the meta device. Raises as `weight_loader.fill`."""
-    weight_loader.fill(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
+    """Load the tower's weights into layers made on the meta device. Raises as `fill_weights`."""
+    fill_weights(layers, checkpoint.locate("tower"), dtype=dtype, device=device)
     # Not a weight, so on the meta device still.
     layers.embeddings.position_ids = torch.arange(layers.positions, device=device)[None]
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from cornplug.checkpoints.checkpoint import Checkpoint
-from cornplug.encoder_service.towers import input_checks, varlen_attention, weight_loader
-from cornplug.encoder_service.towers.base import TowerInput, TowerItem
+from cornplug.encoder_service.towers import input_checks, varlen_attention
+from cornplug.encoder_service.towers.base import TowerInput, TowerItem, fill_weights
 from cornplug.encoder_service.towers.log_mel import LogMelFeatures, PaddedLogMel
 from cornplug.errors import CheckpointError
 
@@ -69,7 +69,7 @@ class WhisperEncoder(nn.Module):
     def load(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> WhisperEncoder:
         with torch.device("meta"):
             encoder = cls(WhisperShape.of(checkpoint))
-        weight_loader.fill(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
+        fill_weights(encoder, checkpoint.locate("tower"), dtype=dtype, device=device)
         return encoder
 
     def rows(self, mel: torch.Tensor, count: int) -> torch.Tensor:
@@ -134,7 +134,7 @@ class Qwen2Audio:
         hidden = checkpoint.shapes("projector").get("linear.bias", (0,))[0]
         with torch.device("meta"):
             module = nn.ModuleDict({"linear": nn.Linear(WhisperShape.of(checkpoint).d_model, hidden)})
-        weight_loader.fill(module, checkpoint.locate("projector"), dtype=dtype, device=device)
+        fill_weights(module, checkpoint.locate("projector"), dtype=dtype, device=device)
         return LinearProjector(module)
 
     @staticmethod

@@ -36,17 +36,19 @@ from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
 from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
 from cornplug.sglang_hooks.kv_pages.layout import (
+    RankPlace,
     attention_backends,
     host_pages,
     page_geometry,
     quantised_format,
     rank_heads,
+    rank_place,
+    require_stage,
     verify,
 )
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_copies import copy_threads
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.kv_pages.rank_place import RankPlace, rank_place, require_stage
 from cornplug.sglang_hooks.kv_pages.reader import PageReader
 from cornplug.sglang_hooks.kv_pages.writer import PageWriter, part_of
 from cornplug.store.base import WriterPart

@@ -24,10 +24,9 @@ import torch
 from cornplug.encoder_service.wire.tensors import dtype_name
 from cornplug.engine_common import engine_state, weights_guard
 from cornplug.engine_common.embedding_fetch import ExpectedEmbedding
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher, TowerClock
 from cornplug.engine_common.load_policy import FetchRule
 from cornplug.engine_common.runtime import EMBEDDING, EngineRuntime
-from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.errors import CodecError, CornplugError
 from cornplug.metrics import Tally
 from cornplug.sglang_hooks import activation, compat

@@ -37,8 +37,7 @@ from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow, StoredEntry
 from cornplug.store.daemon.purges import PurgeJobs
-from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry
-from cornplug.store.daemon.sightings import Sightings
+from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry, Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.stats.store_stats import StoreStat
 from cornplug.store.table.use_notes import NotedReads

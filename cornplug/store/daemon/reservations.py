@@ -12,6 +12,8 @@ writers has committed, if too late, or has given up or gone and `quarantine_s` p
 from __future__ import annotations
 
 import heapq
+import secrets
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -20,12 +22,58 @@ from cornplug import codec
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
+_BUCKETS: Final = 1 << 16
+_WAYS: Final = 4
+"""Sightings of one bucket; 262,144 in all, in 2 MiB."""
+_TAG_BITS: Final = 16
+_MAX_TAG: Final = (1 << _TAG_BITS) - 1
+_MAX_FINGERPRINT: Final = (1 << 64 - _TAG_BITS) - 1
 RESERVATION_S: Final = 30.0
 """How long a reservation keeps others from writing its key (Mooncake's time as well)."""
 RECLAIM_S: Final = 60.0
 """How long an ended one keeps its room from others while its writer, alive, says nothing: it may be stopped
 in the middle of a copy. If the copy goes on later, it can damage only entries that have the room by then.
 Their readers notice by the checksums, count a miss and delete the entries."""
+
+
+class Sightings:
+    """Keys that requests named, although they were not stored, so that the store recognises a second request.
+
+    One request names a key once, or once for each part of a group. This is the doorkeeper of TinyLFU
+    (Einziger et al., 2017), as a table of fixed size: buckets of four sightings, exact except for their
+    48-bit fingerprints. The newest sighting of a bucket replaces the least recently named one, so a flood of
+    keys makes the store forget, but costs no memory."""
+
+    def __init__(self) -> None:
+        self._table = array("Q", bytes(8 * _BUCKETS * _WAYS))
+        # Clients choose keys: without a salt they could choose the buckets as well.
+        self._salt = secrets.token_bytes(16)
+
+    def again(self, key: bytes, part: WriterPart | None) -> bool:
+        """Whether an earlier request named this key; this one is a sighting too.
+
+        The parts of one group name the same keys for the same request, in any order: such a part is a second
+        sighting if this very part, or a writer outside the group, was there before.
+        """
+        tag = 0 if part is None else 1 + hash((self._salt, part.group)) % _MAX_TAG
+        first = self._sight(hash((self._salt, key)), tag)
+        if part is None or (first is not None and first != tag):
+            return first is not None
+        mine = self._sight(hash((self._salt, key, part.index)), tag)
+        return first is not None and mine is not None
+
+    def _sight(self, hashed: int, tag: int) -> int | None:
+        """The tag of the first sighting, which stays; None where this one is the first."""
+        start = (hashed & (_BUCKETS - 1)) * _WAYS
+        fingerprint = hashed >> _TAG_BITS & _MAX_FINGERPRINT
+        bucket = self._table[start : start + _WAYS].tolist()
+        for i, word in enumerate(bucket):
+            if word >> _TAG_BITS == fingerprint:
+                del bucket[i]
+                self._table[start : start + _WAYS] = array("Q", [word, *bucket])
+                return word & _MAX_TAG
+        self._table[start : start + _WAYS] = array("Q", [fingerprint << _TAG_BITS | tag, *bucket[:-1]])
+        return None
 
 
 @dataclass(slots=True, eq=False)

@@ -34,7 +34,7 @@ from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.store_counters import StoreTelemetry
-from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table import TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import NO_PAGE, UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl

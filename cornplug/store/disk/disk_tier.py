@@ -4,7 +4,7 @@
     recalled        ──> memory, by readers (`promotions.py`)
     evicted                                                    the table shows it as on disk only
     deleted, purged, expired                                   the record is ended too
-    restart         ──> scan of headers (`disk_scan.py`)       the table shows what it finds
+    restart         ──> scan of headers (`segment_files.py`)   the table shows what it finds
 
 The daemon's loop alone calls it, and waits for nothing in it. Nothing holds an entry that is being written:
 one that is evicted meanwhile gets no record.
@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from cornplug.store.base import PurgeRule
-from cornplug.store.disk.disk_scan import DiskScan, purge_names
 from cornplug.store.disk.disk_space import (
     UNUSED,
     DiskBounds,
@@ -34,7 +33,7 @@ from cornplug.store.disk.disk_space import (
 from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.disk.promotions import Promotions
 from cornplug.store.disk.record_format import SALT_BYTES, RecordDamaged, RecordHeader
-from cornplug.store.disk.segment_files import FoundRecord, SegmentFiles
+from cornplug.store.disk.segment_files import DiskScan, FoundRecord, SegmentFiles, purge_names
 from cornplug.store.disk.tier_protocols import (
     DiskMarks,
     NamespaceRules,

@@ -1,4 +1,4 @@
-"""The daemon's side of the table of entries (`cornplug/store/table/entry_table_layout.py`)."""
+"""The daemon's side of the table of entries (`cornplug/store/table/entry_table.py`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import xxhash
 
 from cornplug.store.base import PayloadLocation
 from cornplug.store.sealed_memory import sealed_memory
-from cornplug.store.table.entry_table_layout import (
+from cornplug.store.table.entry_table import (
     BUCKETS,
     FAR_ANSWERS,
     HAS_DISK,

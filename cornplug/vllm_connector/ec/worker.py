@@ -15,10 +15,9 @@ import numpy as np
 import torch
 from vllm.v1.kv_offload.cpu.host_register import host_register, host_unregister
 
-from cornplug.engine_common.embedding_publisher import EmbeddingPublisher
+from cornplug.engine_common.embedding_publisher import EmbeddingPublisher, TowerClock
 from cornplug.engine_common.load_policy import FadedRate
 from cornplug.engine_common.runtime import EngineRuntime
-from cornplug.engine_common.tower_clock import TowerClock
 from cornplug.vllm_connector.ec.metadata import CornplugECMetadata, CornplugECWorkerMetadata, RowPlace, mapped
 from cornplug.vllm_connector.ec.mm_identifiers import key_of
 from cornplug.vllm_connector.kv_copies.registered_memory import RegisteredMemory

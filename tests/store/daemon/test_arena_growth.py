@@ -21,12 +21,11 @@ from cornplug.codec import PayloadKind
 from cornplug.config import StoreConfig
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store import arena, payload
-from cornplug.store.arena import SharedArena, fitting_size
+from cornplug.store.arena import MemoryBound, SharedArena, fitting_size, host_memory
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon import arena_growth
 from cornplug.store.daemon.server import StoreServer
-from cornplug.store.host_memory import MemoryBound, host_memory
 from cornplug.store.memory import MemoryStore
 from cornplug.store.payload import put_payload
 from cornplug.testing.store import fill, key, lease, reserve

@@ -14,8 +14,7 @@ from cornplug.store.base import Tier
 from cornplug.store.far import far_questions
 from cornplug.store.far.far_questions import FarQuestions
 from cornplug.store.payload import recalled
-from cornplug.store.table.entry_table import MappedEntryTable
-from cornplug.store.table.entry_table_layout import TICKETS, TableShape
+from cornplug.store.table.entry_table import TICKETS, MappedEntryTable, TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import DEADLINE_S, key
 from devkit.far_servers import RedisServer

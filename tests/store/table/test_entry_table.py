@@ -15,8 +15,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PayloadLocation
-from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
-from cornplug.store.table.entry_table_layout import MAX_META_BYTES, SERVING, TAGS, WORD_BYTES, TableShape
+from cornplug.store.table.entry_table import (
+    ABSENT,
+    MAX_META_BYTES,
+    PRESENT,
+    SERVING,
+    TAGS,
+    UNLISTED,
+    WORD_BYTES,
+    EntryRecord,
+    MappedEntryTable,
+    TableShape,
+)
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import key
 

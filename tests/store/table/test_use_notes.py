@@ -11,7 +11,7 @@ import pytest
 from cornplug.store.base import Reservation
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.table.entry_table_layout import TableShape
+from cornplug.store.table.entry_table import TableShape
 from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.store.table.use_notes import (
     MOST_COUNTED,
