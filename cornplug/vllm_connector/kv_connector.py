@@ -23,7 +23,7 @@ from cornplug.store.base import NO_LEASES
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.engine_alarm import IdleRest
 from cornplug.vllm_connector.fence import called_again, fenced
-from cornplug.vllm_connector.kv import idle_steps, resets
+from cornplug.vllm_connector.kv import cpu_use, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
 from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
@@ -123,7 +123,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         # Both model runners call this first in each step.
         moves = kv_connector_metadata
         assert isinstance(moves, CornplugKVMetadata)
-        idle_steps.began(computes=moves.computes)
+        cpu_use.began(computes=moves.computes)
         if self._worker is not None:
             self._worker.begin_step(computes=moves.computes)
             if moves.given_up:

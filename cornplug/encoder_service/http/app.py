@@ -32,12 +32,12 @@ from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import dashboard, openapi
 from cornplug.encoder_service.http.access_control import AccessControlMiddleware, json_only
 from cornplug.encoder_service.http.body_limits import BodyGuard, body_budget
-from cornplug.encoder_service.http.body_parsing import BodyParser
 from cornplug.encoder_service.http.dashboard import StatusReport
 from cornplug.encoder_service.http.drain import CLOSED, DrainMiddleware, DrainState
 from cornplug.encoder_service.http.encode import EncodeRoute
 from cornplug.encoder_service.http.engines import EngineRoute
 from cornplug.encoder_service.http.models import ModelList, ModelsRoute, Status, reload_router
+from cornplug.encoder_service.http.requests import BodyParser
 from cornplug.encoder_service.http.responses import EncodeAnswer, FailedMedium, refused
 from cornplug.encoder_service.preprocess.preparer import MediaPreparer
 from cornplug.encoder_service.preprocess.preprocessor import MediumLimits

@@ -25,8 +25,7 @@ from cornplug.encoder_service.access.policy import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses
-from cornplug.encoder_service.http.body_parsing import BodyParser
-from cornplug.encoder_service.http.requests import ParsedRequest, RequestMedium
+from cornplug.encoder_service.http.requests import BodyParser, ParsedRequest, RequestMedium
 from cornplug.encoder_service.http.responses import EncodedMedium, FailedMedium, Outcome
 from cornplug.encoder_service.http.url_fetcher import UrlFetcher
 from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBudget

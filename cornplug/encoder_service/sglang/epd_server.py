@@ -57,7 +57,7 @@ from cornplug.errors import EncoderRefused, MediaError
 from cornplug.qos import APP_HEADER, QosCaller
 
 if TYPE_CHECKING:
-    from cornplug.encoder_service.http.body_parsing import BodyParser
+    from cornplug.encoder_service.http.requests import BodyParser
 
 _RELEASE: Final = "0.5.23"
 """Release of SGLang whose protocol this server follows."""

@@ -8,7 +8,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
-from cornplug.vllm_connector.no_tower import retry_after
+from cornplug.vllm_connector.no_tower import served_images
 
 
 def app() -> FastAPI:
@@ -17,7 +17,7 @@ def app() -> FastAPI:
     @made.get("/{status}/{pause}")
     async def answer(status: int, pause: float) -> JSONResponse:
         async def noted() -> None:
-            retry_after.note(pause)
+            served_images.note_retry_after(pause)
 
         # As vLLM's parser does: in a task of its own.
         await asyncio.gather(noted(), noted())
@@ -27,7 +27,7 @@ def app() -> FastAPI:
     async def plain() -> JSONResponse:
         return JSONResponse({}, status_code=503)
 
-    retry_after.WRAPS[0][2](lambda app: None, made)
+    served_images.RETRY_AFTER_WRAPS[0][2](lambda app: None, made)
     return made
 
 
@@ -44,4 +44,4 @@ def test_retry_after_is_in_503_answers_that_noted_a_pause() -> None:
 
 
 def test_note_outside_a_request_gives_the_pause_alone() -> None:
-    assert retry_after.note(None) == 1.0
+    assert served_images.note_retry_after(None) == 1.0

@@ -1,16 +1,35 @@
-"""Keeps steps without tokens from making vLLM's worker processes spin.
+"""Keeps the CPU use of vLLM's processes as low as without a connector.
 
 A worker polls shared memory continuously for one second after each message of its engine core. cornplug makes
 an engine run steps while it waits for the encoder service or copies KV, and each of these steps would restart
 that second. The worker would then use a core that the process it waits for, or another engine, needs. Here
 the second counts from the last step with tokens, as in an engine without cornplug.
+
+With any KV connector, an engine on a CPU reserves one more core in each worker, intended for NIXL's progress
+thread. On a host with two cores none is left to reserve. vLLM then computes on both cores and every other
+process interrupts its threads, which wait for each other at each operation. Here it reserves none for
+cornplug.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from typing import Any, Final
+
+from cornplug.vllm_connector.compat import KV_CONNECTOR
+
+
+def _reserve_as_stock(
+    original: Callable[..., None], manager: Any, config: Any, *args: Any, **kwargs: Any
+) -> None:
+    transfer = config.kv_transfer_config
+    if transfer is not None and transfer.kv_connector == KV_CONNECTOR:
+        config = copy.copy(config)
+        config.kv_transfer_config = None
+    original(manager, config, *args, **kwargs)
+
 
 _RECHECK_MS: Final = 50
 """Maximum time that a worker waits for a notification before it checks for a message."""
@@ -45,5 +64,6 @@ def _wait(
 
 
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
+    ("vllm.utils.ompmultiprocessing", "OMPProcessManager.__init__", _reserve_as_stock),
     ("vllm.distributed.device_communicators.shm_broadcast", "SpinCondition.wait", _wait),
 )
