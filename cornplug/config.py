@@ -26,7 +26,7 @@ from pydantic import Field, SecretStr, ValidationError, field_validator
 
 from cornplug.errors import ConfigError
 from cornplug.private_paths import runtime_dir
-from cornplug.settings.store_settings import (
+from cornplug.settings import (
     STORE_PROTOCOL,
     ByteSize,
     ClassConfig,

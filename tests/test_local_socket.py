@@ -38,7 +38,7 @@ from cornplug.store.base import (
     WriterPart,
     place,
 )
-from cornplug.store.stats.store_stats import NamespaceStat, StoreStat
+from cornplug.store.store_stats import NamespaceStat, StoreStat
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "frames.json").read_text())
 KEY, META, NONCE, PROOF = b"k" * 32, b"meta", b"n" * 32, b"p" * 32

@@ -31,7 +31,7 @@ from cornplug.config import EncoderConfig, load
 from cornplug.errors import ConfigError, StoreError
 from cornplug.private_paths import secret_problem
 from cornplug.processes import answers
-from cornplug.settings.store_settings import bytes_of
+from cornplug.settings import bytes_of
 from cornplug.sglang_hooks import compat as sglang_compat
 from cornplug.store.arena import MemoryBound, fitting_size
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint

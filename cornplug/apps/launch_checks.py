@@ -17,7 +17,7 @@ from cornplug.errors import ConfigError
 from cornplug.planner.inputs.cross_checks import application_errors, duplicates
 from cornplug.planner.inputs.input_error import InputError, Place, nearest
 from cornplug.planner.inputs.schema import Application, Component, PlanInput, RequestSpec, Route
-from cornplug.settings.store_settings import metrics_address
+from cornplug.settings import metrics_address
 from cornplug.store.daemon.main import store_parser
 
 ALLOWED: Final = ("--far", "--disk", "--disk-size", "--metrics", "--quarantine-s", "--clamp")

@@ -26,7 +26,7 @@ from cornplug.errors import CheckpointError, ConfigError, EncoderError, EncoderU
 from cornplug.private_paths import folder_problem, read_secret, secret_problem
 from cornplug.store.arena import fitting_size, host_memory
 from cornplug.store.backends import is_host_store, open_store
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 _ANSWER_S = 2.0
 

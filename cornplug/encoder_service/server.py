@@ -26,7 +26,7 @@ from starlette.types import ASGIApp
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from cornplug.config import Config, EncoderConfig, load
-from cornplug.encoder_service.access.policy import AuditLog, check_exposure
+from cornplug.encoder_service.access import AuditLog, check_exposure
 from cornplug.encoder_service.execution.encoder import MAX_BATCH_TOKENS, EncoderCore, EncoderLimits
 from cornplug.encoder_service.execution.result_cache import ResultCache
 from cornplug.encoder_service.http.app import create_app

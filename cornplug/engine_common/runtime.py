@@ -17,7 +17,7 @@ from cornplug.metrics import Tally
 from cornplug.private_paths import read_secret
 from cornplug.store.backends import open_store
 from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, Store, WriterPart
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 KV_PAGE: Final = "kv_page"
 EMBEDDING: Final = "embedding"

@@ -16,7 +16,7 @@ from cornplug.replay.reference_policies import REFERENCES, OfflineOptimum, offli
 from cornplug.replay.scores import ReplayScore, replay
 from cornplug.replay.store_replay import StoreReplay
 from cornplug.replay.trace_readers import FORMATS, TokenCost, TraceRequest, distinct_bytes, read_trace
-from cornplug.settings.store_settings import bytes_of
+from cornplug.settings import bytes_of
 
 STORE: Final = "cornplug"
 _GIB: Final = 1 << 30

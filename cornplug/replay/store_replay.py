@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Final
 
 from cornplug.replay.trace_readers import TraceAccess, TraceRequest
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import KEY_BYTES, Reservation
 from cornplug.store.daemon.index import StoreIndex
 

@@ -48,7 +48,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 KEY_BYTES = 32
 PROMOTED = 1 << 63

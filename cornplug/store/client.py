@@ -38,10 +38,10 @@ from cornplug.store.base import (
 )
 from cornplug.store.connection import DaemonConnection
 from cornplug.store.daemon_link import DaemonLink
+from cornplug.store.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
 from cornplug.store.posted import PostedCommit, PostedReserve, ReserveTerms
-from cornplug.store.stats.store_stats import StoreStat
-from cornplug.store.table.entry_table import ABSENT, PRESENT, UNLISTED, EntryRecord, MappedEntryTable
-from cornplug.store.table.use_notes import ClientNotes
+from cornplug.store.store_stats import StoreStat
+from cornplug.store.use_notes import ClientNotes
 from cornplug.store.validation import (
     check_app,
     check_cost,

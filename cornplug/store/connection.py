@@ -31,8 +31,8 @@ from cornplug.store import messages
 from cornplug.store.arena import MappedArena
 from cornplug.store.base import Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
-from cornplug.store.table.entry_table import MappedEntryTable
-from cornplug.store.table.use_notes import NO_PAGE, ClientNotes
+from cornplug.store.entry_table import MappedEntryTable
+from cornplug.store.use_notes import NO_PAGE, ClientNotes
 from cornplug.store.write_fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10

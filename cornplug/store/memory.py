@@ -14,11 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from cornplug.errors import StoreUnavailable
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 from cornplug.store.validation import (
     check_app,
     check_cost,

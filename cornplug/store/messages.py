@@ -23,7 +23,7 @@ from cornplug import local_socket
 from cornplug.config import STORE_PROTOCOL
 from cornplug.errors import ProtocolError
 from cornplug.store.base import KEY_BYTES, PurgeCount, PurgeRule, Reservation, WriterPart
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from cornplug.store.base import (
     Store,
     WriterPart,
 )
-from cornplug.store.stats.store_stats import StoreStat
+from cornplug.store.store_stats import StoreStat
 
 
 class FaultyStore:

@@ -24,12 +24,12 @@ from cornplug.store import messages
 from cornplug.store.base import Reservation, ReserveRefusal
 from cornplug.store.client import PoolStore
 from cornplug.store.connection import CircuitBreaker
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.index import SWEEP, StoreIndex
 from cornplug.store.daemon.placement import MAX_LOOKS
-from cornplug.store.stats.store_stats import OTHER_APPS
-from cornplug.store.table.entry_table import TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.table.use_notes import NO_PAGE
+from cornplug.store.entry_table import TableShape
+from cornplug.store.store_stats import OTHER_APPS
+from cornplug.store.use_notes import NO_PAGE
 from cornplug.store.write_fences import WriteFences
 from cornplug.testing.store import fill, key, lease, reserve
 

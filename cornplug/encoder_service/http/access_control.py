@@ -22,7 +22,7 @@ from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.policy import AuditLog
+from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.http.responses import FailedMedium, refused
 from cornplug.encoder_service.wire import engine_seal
 from cornplug.encoder_service.wire.engine_seal import SealChecker

@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect
 
 from cornplug import __version__
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.policy import AuditLog
+from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import dashboard, openapi

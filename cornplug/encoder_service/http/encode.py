@@ -21,7 +21,7 @@ from fastapi import Request, Response
 from starlette.requests import ClientDisconnect
 
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.policy import salt_of
+from cornplug.encoder_service.access import salt_of
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake
 from cornplug.encoder_service.http import requests, responses

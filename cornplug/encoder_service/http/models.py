@@ -19,7 +19,7 @@ from PIL import Image
 
 from cornplug.checkpoints.families import Modality
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.policy import AuditLog
+from cornplug.encoder_service.access import AuditLog
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.http import openapi
 from cornplug.encoder_service.http.requests import MODALITIES

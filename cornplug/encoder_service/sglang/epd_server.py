@@ -36,7 +36,7 @@ from fastapi.responses import JSONResponse
 
 from cornplug.checkpoints.validated_families import validated
 from cornplug.config import EncoderConfig
-from cornplug.encoder_service.access.policy import AuditLog, salt_of
+from cornplug.encoder_service.access import AuditLog, salt_of
 from cornplug.encoder_service.client.endpoints import url_name
 from cornplug.encoder_service.execution.encoder import EncoderCore
 from cornplug.encoder_service.execution.media_intake import MediaIntake

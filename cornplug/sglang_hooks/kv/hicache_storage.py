@@ -27,7 +27,6 @@ from cornplug.errors import ConfigError, CornplugError, LayoutError
 from cornplug.kv_page import PageGeometry, PageSize, RankSlice
 from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.compat import logger
-from cornplug.sglang_hooks.drafts.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv import page_hash_hooks
 from cornplug.sglang_hooks.kv.early_lookup import EarlyLookup
 from cornplug.sglang_hooks.kv.hicache_config import SECOND_SIGHT, compile_hash
@@ -35,6 +34,7 @@ from cornplug.sglang_hooks.kv.idle_backups import IdleBackups
 from cornplug.sglang_hooks.kv.storage_interface import FurtherPools
 from cornplug.sglang_hooks.kv.window_pool import layer_groups, open_windows
 from cornplug.sglang_hooks.kv_pages.costs import LoadPace
+from cornplug.sglang_hooks.kv_pages.draft_pages import DraftPages
 from cornplug.sglang_hooks.kv_pages.layout import (
     RankPlace,
     attention_backends,

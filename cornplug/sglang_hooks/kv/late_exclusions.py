@@ -99,7 +99,7 @@ def _draft_seen(scheduler: Any) -> str:
 
     Returns the reason why its KV cannot be shared, or "" if it can or if there is no draft.
     """
-    from cornplug.sglang_hooks.drafts import draft_pages
+    from cornplug.sglang_hooks.kv_pages import draft_pages
 
     drafts = scheduler.draft_worker
     runners = drafts._draft_model_runners() if drafts is not None else ()

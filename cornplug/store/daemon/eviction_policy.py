@@ -20,7 +20,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Final, Generic, Protocol, TypeVar
 
-from cornplug.settings.store_settings import DEFAULT_NAMESPACE, NamespaceConfig
+from cornplug.settings import DEFAULT_NAMESPACE, NamespaceConfig
 from cornplug.store.daemon.expiry_buckets import ExpiryBuckets
 
 _BELOW_CEILING: Final = 0.75

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Final, Generic, TypeVar
 
 from cornplug.errors import CodecError
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import (
     NO_PLACE,
     PROMOTED,
@@ -39,8 +39,8 @@ from cornplug.store.daemon.placement import EntryPlacement, EvictableEntry, Grow
 from cornplug.store.daemon.purges import PurgeJobs
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEntries, OpenEntry, Sightings
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
-from cornplug.store.stats.store_stats import StoreStat
-from cornplug.store.table.use_notes import NotedReads
+from cornplug.store.store_stats import StoreStat
+from cornplug.store.use_notes import NotedReads
 from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 E = TypeVar("E", bound=EvictableEntry)

@@ -25,7 +25,7 @@ from cornplug import config
 from cornplug.errors import ConfigError, SocketTaken
 from cornplug.local_socket import SocketClaim
 from cornplug.private_paths import read_secret
-from cornplug.settings.store_settings import parse_size
+from cornplug.settings import parse_size
 from cornplug.store.arena import SharedArena, fitting_size
 from cornplug.store.autostart import LOG_BYTES
 from cornplug.store.daemon.server import StoreServer

@@ -15,9 +15,9 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from cornplug.metrics import STORE_METRICS
-from cornplug.settings.store_settings import metrics_address
+from cornplug.settings import metrics_address
 from cornplug.store.daemon.store_counters import AGE_BUCKETS_S, ANSWER_BUCKETS_S, Samples, StoreSnapshot
-from cornplug.store.stats.store_stats import DiskStat, FarStat
+from cornplug.store.store_stats import DiskStat, FarStat
 
 MEMORY: Final = "memory"
 """Tier of entries in shared memory."""

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, ReserveRefusal
 from cornplug.store.daemon.allocator import ArenaAllocator
 from cornplug.store.daemon.eviction_policy import EvictionPolicy

@@ -24,19 +24,19 @@ import msgspec
 
 from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store import messages
 from cornplug.store.arena import SharedArena
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
 from cornplug.store.daemon.store_counters import StoreTelemetry
-from cornplug.store.table.entry_table import TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.table.use_notes import NO_PAGE, UseNotes
+from cornplug.store.entry_table import TableShape
+from cornplug.store.use_notes import NO_PAGE, UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
 from cornplug.store.write_fences import WriteFences
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cornplug.store.disk.record_format import ALIGN_BYTES
-from cornplug.store.stats.store_stats import DiskNamespaceStat, DiskStat
+from cornplug.store.store_stats import DiskNamespaceStat, DiskStat
 
 MOST_SEGMENT_BYTES: Final = 256 << 20
 _LEAST_SEGMENTS: Final = 8

@@ -41,7 +41,7 @@ from cornplug.store.disk.tier_protocols import (
     TieredEntry,
     TieredIndex,
 )
-from cornplug.store.stats.store_stats import DiskStat
+from cornplug.store.store_stats import DiskStat
 
 MOST_QUEUED: Final = 1 << 16
 """Entries that wait for their writing; of more the newest are not written until they are read."""

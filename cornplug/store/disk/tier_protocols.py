@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, Protocol
 
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.base import PayloadLocation, Reservation, ReserveRefusal
 
 TIER_OWNER: Final = 0

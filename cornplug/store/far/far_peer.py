@@ -34,7 +34,7 @@ from cornplug.store.disk.disk_workers import DiskFailure, DiskWorkers
 from cornplug.store.far.far_questions import FarQuestions, taken
 from cornplug.store.far.far_record import FarRecord, FarSealer
 from cornplug.store.far.far_store import ASK_S, MOVE_S, FarFailure, FarStore
-from cornplug.store.stats.store_stats import FarStat
+from cornplug.store.store_stats import FarStat
 
 _KIND_S: Final = 1.0
 """The deadline that is passed to the breaker, which keeps its counts by deadline. Each kind of call has its

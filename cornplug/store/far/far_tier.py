@@ -32,7 +32,7 @@ from cornplug.store.far.far_peer import FarPeer, Write
 from cornplug.store.far.far_record import FarRecord, FarSealer, RecordHead
 from cornplug.store.far.far_store import FarStore
 from cornplug.store.far.open_far import OpenedFar
-from cornplug.store.stats.store_stats import FarStat
+from cornplug.store.store_stats import FarStat
 
 MOST_SHOWN: Final = 1 << 15
 """Marks in the table; of more the oldest go."""

@@ -18,8 +18,8 @@ from cornplug.store.posted import Answered, Posted
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+    from cornplug.vllm_connector.kv.page_events import PageSpan
     from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
-    from cornplug.vllm_connector.kv_events.page_events import PageSpan
 
 
 class OpenSave(msgspec.Struct, eq=False):

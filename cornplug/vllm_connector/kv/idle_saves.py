@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import BlockHashWithGroupId, KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from cornplug.vllm_connector.kv_events.page_events import PageEvents, PageSpan
+    from cornplug.vllm_connector.kv.page_events import PageEvents, PageSpan
 
 _SETTLE_S: Final = 0.05
 """Time without a scheduled token before the first copy, because a pause between two requests is not

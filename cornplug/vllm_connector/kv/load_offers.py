@@ -24,7 +24,7 @@ from cornplug.vllm_connector.kv.resets import StoredBefore
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest
 
 if TYPE_CHECKING:
-    from cornplug.vllm_connector.kv_events.page_events import PageEvents
+    from cornplug.vllm_connector.kv.page_events import PageEvents
 
 _FIRST_PAGES: Final = 32
 """Number of pages in the first query of a lookup. Computing that many keys takes about as long as the

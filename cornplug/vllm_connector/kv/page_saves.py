@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.sched.output import SchedulerOutput
 
-    from cornplug.vllm_connector.kv_events.page_events import PageEvents
+    from cornplug.vllm_connector.kv.page_events import PageEvents
 
 
 class AskedPage(msgspec.Struct, eq=False):

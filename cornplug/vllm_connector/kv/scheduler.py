@@ -15,9 +15,9 @@ from cornplug.vllm_connector.kv.deferred_ops import DeferredStoreOps
 from cornplug.vllm_connector.kv.idle_saves import IdleSaves
 from cornplug.vllm_connector.kv.load_offers import LoadOffers
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
+from cornplug.vllm_connector.kv.page_events import page_events
 from cornplug.vllm_connector.kv.page_saves import PageSaves
 from cornplug.vllm_connector.kv.tracked_requests import TrackedRequest, TrackedRequests
-from cornplug.vllm_connector.kv_events.page_events import page_events
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -18,7 +18,7 @@ from cornplug.codec import PayloadKind
 from cornplug.config import load
 from cornplug.errors import ConfigError
 from cornplug.metrics import STORE_METRICS
-from cornplug.settings.store_settings import NamespaceConfig
+from cornplug.settings import NamespaceConfig
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.metrics_endpoint import MetricsEndpoint, open_endpoint
 from cornplug.store.daemon.server import StoreServer

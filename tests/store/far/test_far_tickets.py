@@ -11,11 +11,11 @@ from time_limits import TimeLimits
 
 from cornplug.store import messages, payload
 from cornplug.store.base import Tier
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.entry_table import TICKETS, MappedEntryTable, TableShape
 from cornplug.store.far import far_questions
 from cornplug.store.far.far_questions import FarQuestions
 from cornplug.store.payload import recalled
-from cornplug.store.table.entry_table import TICKETS, MappedEntryTable, TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import DEADLINE_S, key
 from devkit.far_servers import RedisServer
 

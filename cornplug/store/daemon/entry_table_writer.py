@@ -1,4 +1,4 @@
-"""The daemon's side of the table of entries (`cornplug/store/table/entry_table.py`)."""
+"""The daemon's side of the table of entries (`cornplug/store/entry_table.py`)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections import Counter
 import xxhash
 
 from cornplug.store.base import PayloadLocation
-from cornplug.store.sealed_memory import sealed_memory
-from cornplug.store.table.entry_table import (
+from cornplug.store.entry_table import (
     BUCKETS,
     FAR_ANSWERS,
     HAS_DISK,
@@ -28,6 +27,7 @@ from cornplug.store.table.entry_table import (
     TableShape,
     tag_of,
 )
+from cornplug.store.sealed_memory import sealed_memory
 
 
 class EntryTableWriter:

@@ -11,8 +11,8 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from cornplug.metrics import Tally
-from cornplug.sglang_hooks.drafts import draft_pages
 from cornplug.sglang_hooks.kv.hicache_storage import CornplugStorage
+from cornplug.sglang_hooks.kv_pages import draft_pages
 from cornplug.sglang_hooks.kv_pages.layout import host_pages
 
 from ..kv.test_hicache_storage import TOKENS, attach, name, process, store  # noqa: F401

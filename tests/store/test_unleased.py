@@ -18,10 +18,10 @@ from cornplug.store import payload as payloads
 from cornplug.store.client import PoolStore
 from cornplug.store.daemon.server import StoreServer
 from cornplug.store.payload import get_payload, get_payload_into, put_payload
-from cornplug.store.table.use_notes import NO_PAGE
+from cornplug.store.use_notes import NO_PAGE
 from cornplug.testing.store import key, present
 
-from ..conftest import eventually
+from .conftest import eventually
 
 Connect = Callable[..., PoolStore]
 Start = Callable[..., "subprocess.Popen[str]"]
@@ -89,7 +89,7 @@ def test_read_unleased_large_header_takes_a_lease(
 def test_read_unleased_client_without_a_page_takes_a_lease(
     connect: Connect, serve_in_thread: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cornplug.store.table.use_notes.UseNotes.open", lambda notes: NO_PAGE)
+    monkeypatch.setattr("cornplug.store.use_notes.UseNotes.open", lambda notes: NO_PAGE)
     serve_in_thread()
     store = connect()
     keep(store, 1)

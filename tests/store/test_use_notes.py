@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from cornplug.store.base import Reservation
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.entry_watchers import EntryWatchers
 from cornplug.store.daemon.index import StoreIndex
-from cornplug.store.table.entry_table import TableShape
-from cornplug.store.table.entry_table_writer import EntryTableWriter
-from cornplug.store.table.use_notes import (
+from cornplug.store.entry_table import TableShape
+from cornplug.store.use_notes import (
     MOST_COUNTED,
     NO_PAGE,
     PAGE_BYTES,

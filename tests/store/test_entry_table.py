@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cornplug.errors import StoreUnavailable
 from cornplug.store.base import PayloadLocation
-from cornplug.store.table.entry_table import (
+from cornplug.store.daemon.entry_table_writer import EntryTableWriter
+from cornplug.store.entry_table import (
     ABSENT,
     MAX_META_BYTES,
     PRESENT,
@@ -27,7 +28,6 @@ from cornplug.store.table.entry_table import (
     MappedEntryTable,
     TableShape,
 )
-from cornplug.store.table.entry_table_writer import EntryTableWriter
 from cornplug.testing.store import key
 
 SHAPE = TableShape(buckets=4, records=24)
