@@ -13,8 +13,7 @@ from rich.table import Table
 from cornplug import config
 from cornplug.errors import ConfigError
 from cornplug.replay.reference_policies import REFERENCES, OfflineOptimum, offline_optimum
-from cornplug.replay.scores import ReplayScore, replay
-from cornplug.replay.store_replay import StoreReplay
+from cornplug.replay.scores import ReplayScore, StoreReplay, replay
 from cornplug.replay.trace_readers import FORMATS, TokenCost, TraceRequest, distinct_bytes, read_trace
 from cornplug.settings import bytes_of
 

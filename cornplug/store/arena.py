@@ -4,6 +4,11 @@ It is a sealed memfd, not a file in /dev/shm. Containers have only 64 MiB of /de
 memfd cannot be truncated by a client, is freed when a daemon is killed, and has no name that another user
 could open. The daemon allocates pages *before* it returns reservations, and leaves enough memory for the
 host, so that writers never run out of memory.
+
+A table (`WriteFences`) shows which reservations can be written now. The daemon writes it, and clients map it
+read-only. A reservation has a slot, which contains its memory's generation as long as its writers may write.
+The store cannot revoke the mapping of a late writer, which may be another process than the one that reserved.
+`view` therefore checks the slot first, and a writer that passes the check has the quarantine to finish.
 """
 
 from __future__ import annotations
@@ -21,8 +26,13 @@ from typing import Final, NamedTuple
 
 from cornplug.errors import ConfigError, StoreUnavailable
 from cornplug.store.base import PayloadLocation
-from cornplug.store.write_fences import MappedFences
 
+_F_SEAL_FUTURE_WRITE: Final = 0x0010
+"""Linux 5.1; the standard library has no name for it."""
+SLOTS: Final = 1 << 16
+"""Maximum number of open reservations of all clients."""
+TABLE_BYTES: Final = 8 * SLOTS
+NO_SLOT: Final = -1
 _CGROUPS: Final = Path("/sys/fs/cgroup")
 _PROC: Final = Path("/proc")
 STEP_BYTES: Final = 8 << 20
@@ -31,6 +41,80 @@ _MFD_NOEXEC_SEAL: Final = 8
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _log = logging.getLogger("cornplug.store")
 _REMEDY: Final = "Reduce store.size_bytes (--size), or add memory to this host or container."
+
+
+def sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
+    """The descriptor and this process's writable map of `size_bytes` of zeros.
+
+    No process can cut it short under the others. Unless `others_write`, only this map can be written, whoever
+    has the descriptor; Linux before 5.1 cannot enforce that, and readers verify what they read on any.
+    Raises OSError where the kernel gives no such memory.
+    """
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size_bytes)
+    mapped = mmap.mmap(fd, size_bytes)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    if not others_write:
+        try:
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _F_SEAL_FUTURE_WRITE)
+        except OSError as e:
+            if e.errno != errno.EINVAL:
+                raise
+    return fd, mapped
+
+
+class WriteFences:
+    """The owner's side. Without `shared` the table is this process's own."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        if shared:
+            self.fd, mapped = sealed_memory("cornplug-fences", TABLE_BYTES, others_write=False)
+        else:
+            self.fd, mapped = -1, mmap.mmap(-1, TABLE_BYTES)
+        self._table = memoryview(mapped).cast("Q")
+        self._free: list[int] = []
+        self._used = 0
+
+    def open(self, generation: int) -> int:
+        """The slot that now says that this generation may be written; NO_SLOT when there is none."""
+        if self._free:
+            slot = self._free.pop()
+        elif self._used < SLOTS:
+            slot = self._used
+            self._used += 1
+        else:
+            return NO_SLOT
+        self._table[slot] = generation
+        return slot
+
+    def shut(self, slot: int) -> None:
+        """From now on no write begins there."""
+        self._table[slot] = 0
+        self._free.append(slot)
+
+    def holds(self, location: PayloadLocation) -> bool:
+        """Whether this location is reserved still, and may be written."""
+        return _holds(self._table, location)
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+
+
+class MappedFences:
+    """A client's side."""
+
+    def __init__(self, fd: int) -> None:
+        """Raises OSError or ValueError when that is no table."""
+        self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
+
+    def holds(self, location: PayloadLocation) -> bool:
+        """As `WriteFences.holds`."""
+        return _holds(self._table, location)
+
+
+def _holds(table: memoryview, location: PayloadLocation) -> bool:
+    return 0 <= location.fence < SLOTS and table[location.fence] == location.generation
 
 
 class MemoryBound(NamedTuple):

@@ -72,7 +72,7 @@ class PayloadLocation(msgspec.Struct, frozen=True, array_like=True):
     """Number that increases with every reservation in this arena (apart from the bit PROMOTED), so that it
     changes whenever memory is reused."""
     fence: int = -1
-    """Slot that shows whether `generation` can still be written, see `write_fences.py`."""
+    """Slot that shows whether `generation` can still be written, see `arena.WriteFences`."""
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):

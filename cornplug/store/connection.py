@@ -28,12 +28,11 @@ import msgspec
 from cornplug.errors import ConfigError, ProtocolError, StoreUnavailable
 from cornplug.local_socket import foreign_user
 from cornplug.store import messages
-from cornplug.store.arena import MappedArena
+from cornplug.store.arena import MappedArena, MappedFences
 from cornplug.store.base import Reservation
 from cornplug.store.circuit_breaker import CircuitBreaker
 from cornplug.store.entry_table import MappedEntryTable
 from cornplug.store.use_notes import NO_PAGE, ClientNotes
-from cornplug.store.write_fences import MappedFences
 
 _CHUNK_BYTES: Final = 256 << 10
 _WELCOME_FDS: Final = 4

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cornplug.errors import StoreUnavailable
 from cornplug.settings import NamespaceConfig
+from cornplug.store.arena import WriteFences
 from cornplug.store.base import Leases, PayloadLocation, Reservation, ReserveRefusal, WriterPart
 from cornplug.store.daemon.index import StoreIndex
 from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S
@@ -28,7 +29,6 @@ from cornplug.store.validation import (
     check_part,
     check_ttl,
 )
-from cornplug.store.write_fences import WriteFences
 
 
 class MemoryStore:

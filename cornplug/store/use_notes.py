@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cornplug.store.sealed_memory import sealed_memory
+from cornplug.store.arena import sealed_memory
 
 PAGES: Final = 4096
 """Clients that may note their reads at once; the others ask the daemon."""

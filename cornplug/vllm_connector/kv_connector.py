@@ -25,10 +25,9 @@ from cornplug.vllm_connector.engine_alarm import IdleRest
 from cornplug.vllm_connector.fence import called_again, fenced
 from cornplug.vllm_connector.kv import cpu_use, resets
 from cornplug.vllm_connector.kv.cache_geometry import in_page_order, rank_slice
-from cornplug.vllm_connector.kv.disabled_worker import DisabledKVWorker
 from cornplug.vllm_connector.kv.metadata import CornplugKVMetadata, CornplugKVWorkerMetadata, PageLoad
 from cornplug.vllm_connector.kv.scheduler import KVScheduler
-from cornplug.vllm_connector.kv.worker import KVWorker
+from cornplug.vllm_connector.kv.worker import DisabledKVWorker, KVWorker
 from cornplug.vllm_connector.kv_groups.groups_scheduler import GroupsScheduler
 from cornplug.vllm_connector.kv_groups.groups_worker import GroupsWorker, StateWorker
 from cornplug.vllm_connector.kv_groups.page_kinds import PageKind, page_kinds, whole_page
@@ -135,7 +134,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         self._end_copies()
 
     def _end_copies(self) -> None:
-        """End all copies before sleep frees the engine's memory (`kv/in_process.py`)."""
+        """End all copies before sleep frees the engine's memory (`kv/copies_in_flight.py`)."""
         if self._worker is not None:
             self._worker.drain()
 
@@ -279,7 +278,7 @@ class CornplugConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def _detach_load(self, request: Request) -> bool:
-        """Continue the load of a finished request without the request (`kv/repeated_ids.py`)."""
+        """Continue the load of a finished request without the request (`kv/copies_in_flight.py`)."""
         manager, half = self._kv_cache_manager, self._scheduler
         if half is None or manager is None or not half.detach_load(request):
             return False

@@ -58,11 +58,11 @@ def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     """vLLM's functions to wrap, with their wrappers."""
     from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
     from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
-    from cornplug.vllm_connector.kv import cpu_use, in_process, page_keys, provenance, repeated_ids, resets
+    from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
     from cornplug.vllm_connector.model import reloads, weight_updates
     from cornplug.vllm_connector.no_tower import left_out_weights, served_images
 
-    kv = cpu_use, in_process, page_keys, provenance, repeated_ids, resets
+    kv = cpu_use, copies_in_flight, page_keys, provenance, resets
     ec = encoder_only, mm_identifiers
     no_tower = left_out_weights, served_images
     weights = reloads, weight_updates

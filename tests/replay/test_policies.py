@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cornplug.replay.reference_policies import REFERENCES, LRUCache, offline_optimum
-from cornplug.replay.scores import replay
-from cornplug.replay.store_replay import StoreReplay
+from cornplug.replay.scores import StoreReplay, replay
 from cornplug.replay.trace_readers import TraceAccess, TraceRequest, distinct_bytes
 
 

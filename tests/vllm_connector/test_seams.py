@@ -23,13 +23,13 @@ from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugi
 from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
 from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
-from cornplug.vllm_connector.kv import cpu_use, in_process, page_keys, provenance, repeated_ids, resets
+from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
 from cornplug.vllm_connector.model import reloads, weight_updates
 from cornplug.vllm_connector.no_tower import left_out_weights, served_images
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
-KV = (cpu_use, page_keys, provenance, repeated_ids, resets, in_process)
+KV = (cpu_use, page_keys, provenance, resets, copies_in_flight)
 EC = (encoder_only, mm_identifiers)
 WEIGHTS = (reloads, weight_updates)
 NO_TOWER = (left_out_weights, served_images)

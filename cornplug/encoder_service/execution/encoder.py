@@ -29,7 +29,7 @@ from cornplug.encoder_service.preprocess.byte_budget import BudgetShare, ByteBud
 from cornplug.encoder_service.preprocess.decode_lanes import DecodeLanes, DecodeLimits
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Answer, Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
 from cornplug.encoder_service.telemetry.observer import RequestObserver
 from cornplug.encoder_service.telemetry.service_metrics import ServiceMetrics
 from cornplug.encoder_service.telemetry.tracing import OFF, RequestTracing

@@ -25,7 +25,7 @@ from cornplug.encoder_service.preprocess.sandbox.decoder_process import DecoderP
 from cornplug.encoder_service.preprocess.sandbox.decoders import MediumHeader
 from cornplug.encoder_service.scheduling.admission import AdmissionRefusal, EncodeAdmission
 from cornplug.encoder_service.scheduling.batcher import Batcher, EncodeJob, PendingRequest
-from cornplug.encoder_service.scheduling.queue_limit import QueueLimit
+from cornplug.encoder_service.scheduling.fair_queue import QueueLimit
 from cornplug.encoder_service.telemetry.service_metrics import Queue
 from cornplug.encoder_service.wire.messages import EncodeRequest
 from cornplug.errors import EncoderRefused

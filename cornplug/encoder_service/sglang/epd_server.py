@@ -114,7 +114,7 @@ class SglangParts:
     def verify_claims(self, part: wire.EncodePart, caller: QosCaller) -> wire.EncodePart:
         """The part with the verified salt of each image.
 
-        Raises EncoderRefused("forbidden_salt") for a salt without proof, as `policy.salt_of`.
+        Raises EncoderRefused("forbidden_salt") for a salt without proof, as `access.salt_of`.
         """
 
         def of(item: wire.MediaItem) -> wire.MediaItem:

@@ -7,6 +7,7 @@ from collections import Counter
 
 import xxhash
 
+from cornplug.store.arena import sealed_memory
 from cornplug.store.base import PayloadLocation
 from cornplug.store.entry_table import (
     BUCKETS,
@@ -27,7 +28,6 @@ from cornplug.store.entry_table import (
     TableShape,
     tag_of,
 )
-from cornplug.store.sealed_memory import sealed_memory
 
 
 class EntryTableWriter:

@@ -6,14 +6,13 @@ import mmap
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cornplug.store.arena import SharedArena
+from cornplug.store.arena import SharedArena, WriteFences
 from cornplug.store.base import PayloadLocation
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.entry_table_writer import EntryTableWriter
 from cornplug.store.daemon.placement import StoredEntry
 from cornplug.store.daemon.store_counters import RemovalCause
 from cornplug.store.store_stats import DiskStat, FarStat
-from cornplug.store.write_fences import WriteFences
 
 if TYPE_CHECKING:
     from cornplug.store.daemon.index import StoreIndex

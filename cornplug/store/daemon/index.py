@@ -22,6 +22,7 @@ from typing import Final, Generic, TypeVar
 
 from cornplug.errors import CodecError
 from cornplug.settings import NamespaceConfig
+from cornplug.store.arena import NO_SLOT, WriteFences
 from cornplug.store.base import (
     NO_PLACE,
     PROMOTED,
@@ -41,7 +42,6 @@ from cornplug.store.daemon.reservations import RECLAIM_S, RESERVATION_S, OpenEnt
 from cornplug.store.daemon.store_counters import AppBytes, RemovalCause, StoreCounters
 from cornplug.store.store_stats import StoreStat
 from cornplug.store.use_notes import NotedReads
-from cornplug.store.write_fences import NO_SLOT, WriteFences
 
 E = TypeVar("E", bound=EvictableEntry)
 LEASE_BYTES: Final = 128

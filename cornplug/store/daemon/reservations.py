@@ -6,7 +6,7 @@
 
 The store cannot take a mapping back from a writer. So an ended entry keeps its room until each of its
 writers has committed, if too late, or has given up or gone and `quarantine_s` passed, or until
-`reclaim_s` passed. Its key is free for others at once, and no write begins there (`write_fences.py`).
+`reclaim_s` passed. Its key is free for others at once, and no write begins there (`WriteFences`).
 """
 
 from __future__ import annotations

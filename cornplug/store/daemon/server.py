@@ -26,7 +26,7 @@ from cornplug.errors import ProtocolError
 from cornplug.local_socket import foreign_user
 from cornplug.settings import NamespaceConfig
 from cornplug.store import messages
-from cornplug.store.arena import SharedArena
+from cornplug.store.arena import SharedArena, WriteFences
 from cornplug.store.base import ReserveRefusal
 from cornplug.store.daemon.access_log import AccessLog
 from cornplug.store.daemon.arena_growth import ArenaGrowth
@@ -38,7 +38,6 @@ from cornplug.store.daemon.store_counters import StoreTelemetry
 from cornplug.store.entry_table import TableShape
 from cornplug.store.use_notes import NO_PAGE, UseNotes
 from cornplug.store.validation import check_app, check_cost, check_entries, check_meta, check_part, check_ttl
-from cornplug.store.write_fences import WriteFences
 
 if TYPE_CHECKING:
     from cornplug.store.disk.open_disk import OpenedDisk

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from vllm.distributed.ec_transfer.ec_connector.base import ECConnectorMetadata, ECConnectorWorkerMetadata
 
+from cornplug.store.arena import sealed_memory
 from cornplug.store.daemon.allocator import ArenaAllocator, align_up
-from cornplug.store.sealed_memory import sealed_memory
 from cornplug.vllm_connector import compat
 
 if TYPE_CHECKING:

@@ -1,5 +1,6 @@
 """Scheduling of KV copies, a slab at a time: on a thread if a CPU copies, or polled by the engine if a GPU
-copies."""
+copies.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ class KVMover:
 
     A job that is not urgent pauses at its next `yield` if an urgent job is queued, and when it has used the
     time budget of a step. The thread is a daemon thread, because a program's last copies run when it ends
-    (`kv/in_process.py`), after the threads of the standard library's pools have ended.
+    (`kv/copies_in_flight.py`), after the threads of the standard library's pools have ended.
     """
 
     def __init__(self, enter_thread: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:

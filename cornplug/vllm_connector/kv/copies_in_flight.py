@@ -1,7 +1,13 @@
-"""Support for an engine core in the same process as its caller (`VLLM_ENABLE_V1_MULTIPROCESSING=0`).
+"""Copies in flight when vLLM does not expect them: at its sleep, at its end, and for a reused request id.
 
-A core in a separate process keeps stepping until all copies have ended. This one runs no step after the
-program's last request, so copies may be in flight when it sleeps or when the program ends.
+An engine core in a separate process keeps stepping until all copies have ended. A core in the process of its
+caller (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) runs no step after the program's last request, so copies may be in
+flight when it sleeps or when the program ends.
+
+vLLM forgets a request when it ends, but keeps an aborted request until its blocks are loaded, and asserts
+that no request arrives with the same id in the meantime. A client that reuses request ids, which vLLM does
+not change with VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1, would stop the engine. Here the load keeps the
+blocks, and vLLM forgets the request.
 """
 
 from __future__ import annotations
@@ -14,6 +20,17 @@ from cornplug.vllm_connector import compat
 
 _LAST_SAVES_S: Final = 5.0
 """Maximum time for finishing saves when the program ends."""
+
+
+def _add_request(
+    original: Callable[..., Any], scheduler: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    held = scheduler.requests.get(request.request_id)
+    # With other connectors, the end of a load does not show whose load it was.
+    detach = getattr(scheduler.connector, "_detach_load", None)
+    if held is not None and held.is_finished() and detach is not None and detach(held):
+        scheduler._free_blocks(held)
+    return original(scheduler, request, *args, **kwargs)
 
 
 def _ours(connector: Any) -> Iterator[Any]:
@@ -55,4 +72,5 @@ def _end_saves(core: Any) -> None:
 WRAPS: tuple[tuple[str, str, Callable[..., Any]], ...] = (
     ("vllm.v1.worker.gpu_worker", "Worker.sleep", _sleep),
     ("vllm.v1.engine.core", "EngineCore.shutdown", _shutdown),
+    ("vllm.v1.core.sched.scheduler", "Scheduler.add_request", _add_request),
 )
