@@ -8,10 +8,10 @@ Variables   phi_v  rate of a variant                 x_j  replicas of a cell (in
 Objectives  `objectives.py`: dollars; or goodput, then dollars; or the least share, then both
 Constraints one function each. Every row is named, and a plan's reasons refer to these names
 
-Work may always use a cell of a tighter tier than it needs. Tiers are nested (a cell that stays under 0.2 s also
-stays under 0.5 s), so f needs no index for tiers: the cells of a tier must hold all work that requires this tier
-or a tighter one. By Gale's theorem for nested sets this is necessary and sufficient for such a flow to exist.
-`solution.py` then splits f by tier.
+Work may always use a cell of a tighter tier than it needs. Tiers are nested (a cell that stays under 0.2 s
+also stays under 0.5 s), so f needs no index for tiers: the cells of a tier must hold all work that requires
+this tier or a tighter one. By Gale's theorem for nested sets this is necessary and sufficient for such a flow
+to exist. `solution.py` then splits f by tier.
 """
 
 from __future__ import annotations
