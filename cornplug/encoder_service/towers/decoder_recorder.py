@@ -1,9 +1,11 @@
-"""What stands in a transformers model in place of its decoder: it ends the pass and hands over its input.
+"""Replacement of a transformers model's decoder, which ends the forward pass and captures the decoder's
+input.
 
     whole model's forward ──> token embeddings ──medium's rows put in──> decoder
                                    (a mark)                                 └─ raises DecoderReached(rows)
-So that the rows of a medium are read off where the decoder would read them, whatever the family's code does
-with them before. Token embeddings are a mark that no tower makes: positions without it are the medium's.
+
+The rows of a medium are captured where the decoder would read them, whatever the family's code does before.
+Token embeddings are a mark value that no tower produces, so positions without the mark are the medium's.
 """
 
 from __future__ import annotations
@@ -17,24 +19,26 @@ from torch import nn
 from cornplug.errors import CheckpointError
 
 LEVELS: Final = "deepstack_visual_embeds"
-"""Argument of decoders that add outputs of several layers of the tower to their own first layers' outputs."""
+"""Argument of decoders that add the outputs of several tower layers to the outputs of their own first
+layers."""
 
 
 _PLACES: Final = frozenset({"attention_mask", "position_ids"})
-"""Arguments that say where rows are, and not what they hold."""
+"""Arguments with positions of rows, not their contents."""
 
 
 class DecoderReached(Exception):
-    """Ends a model's pass where its decoder would begin."""
+    """Raised at the decoder's start to end the model's forward pass."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         super().__init__("the decoder was reached")
         self.rows = rows
-        """(rows, width) of the medium, in the prompt's order; the levels of deepstack beside them."""
+        """(rows, width) of the medium in the prompt's order, with the deepstack levels concatenated to each
+        row."""
 
 
 class TokenMark(nn.Module):
-    """Token embeddings that consist of the least finite value of their dtype."""
+    """Token embeddings in which every value is the smallest finite value of the dtype."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -43,11 +47,11 @@ class TokenMark(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """As of an embedding with any number of tokens; takes no memory."""
+        """Weight of an embedding with any number of tokens. It takes no memory."""
         return self._made(1).expand(1 << 24, self._width)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """The mark at each token, shape (*ids.shape, width)."""
+        """Return the mark for each token, shape (*ids.shape, width)."""
         return self._made(*ids.shape, self._width, device=ids.device)
 
     def _made(self, *shape: int, device: torch.device | None = None) -> torch.Tensor:
@@ -55,10 +59,10 @@ class TokenMark(nn.Module):
 
 
 class DecoderRecorder(nn.Module):
-    """In place of a decoder: raises `DecoderReached` when it is called.
+    """Replacement of a decoder that raises `DecoderReached` when it is called.
 
-    Raises CheckpointError("unknown_family") where the decoder takes more of a medium than rows in the prompt
-    and, at the same places, levels of deepstack.
+    Raises CheckpointError("unknown_family") if the decoder uses more of a medium than rows in the prompt and
+    deepstack levels at the same positions.
     """
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
@@ -66,15 +70,15 @@ class DecoderRecorder(nn.Module):
         self.embed_tokens = TokenMark(width, dtype)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The mark."""
+        """Return the mark."""
         return self.embed_tokens
 
     def get_decoder(self) -> nn.Module:
-        """Itself."""
+        """Return this module."""
         return self
 
     def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
-        """None: what a decoder looks up for its tokens by itself."""
+        """Return None. A decoder computes these inputs from its tokens."""
 
     def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> None:
         if inputs_embeds is None or inputs_embeds.shape[0] != 1:
@@ -102,14 +106,14 @@ class DecoderRecorder(nn.Module):
 
 
 class RemovedPart(nn.Module):
-    """In place of a part that this tower does without. Calling it is an error."""
+    """Replacement of a part that this tower does not need. Calling it is an error."""
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
         raise CheckpointError("this tower needs a part of another modality", reason="unknown_family")
 
 
 def _numbers(value: Any) -> Iterator[bool]:
-    """True for each floating tensor in a value."""
+    """Yield, for each tensor in a value, whether it is floating point."""
     if isinstance(value, torch.Tensor):
         yield value.is_floating_point()
     elif isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Fill a module from a checkpoint's safetensors, reading only the tensors it has.
+"""Loading of a module's weights from a checkpoint's safetensors. Only the module's own tensors are read.
 
-Modules are built on the meta device, so neither an LLM nor unused layers ever take memory.
+Modules are built on the meta device, so an LLM or unused layers never take memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ def fill(
     device: torch.device,
     unused: Callable[[str], bool] = lambda name: False,
 ) -> None:
-    """Load every parameter of `module` from the place that `Checkpoint.locate` found.
+    """Load every parameter of `module` from the locations that `Checkpoint.locate` found.
 
-    Args:
-        located: normalised name -> (file, name in the file).
-        unused: names of the checkpoint that this module does without (layers past the cut).
-
-    Raises CheckpointError with reason "bad_tensors" that names tensors which are missing, unused, or of
-    another shape or kind than the module's; "unreadable" for a bad file.
+    `located` maps normalised names to (file, name in the file). `unused` returns whether the module does not
+    need a tensor of the checkpoint (layers after the cut). Raises CheckpointError("bad_tensors") with the
+    names of tensors that are missing, unknown, or of another shape or kind than the module's, and
+    CheckpointError("unreadable") for a bad file.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())
