@@ -35,7 +35,8 @@ __all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", 
 
 
 class StoreContract(WritingContract, SightingContract):
-    """Inherit, set `capacity_bytes` to the store's and give the fixture `stage`."""
+    """Contract tests of a store. Inherit, set `capacity_bytes` to the store's capacity and define the fixture
+    `stage`."""
 
     capacity_bytes: ClassVar[int] = 1 << 20
 
@@ -132,7 +133,7 @@ class StoreContract(WritingContract, SightingContract):
         before = store.stat(deadline_s=DEADLINE_S)
         assert present(store, 0) == b"\1"
         after = store.stat(deadline_s=DEADLINE_S)
-        # Entries may be on their way to a disk, or to far stores.
+        # Entries may be written to a disk or to far stores at this time.
         same = msgspec.structs.replace(
             after, found=before.found, absent=before.absent, disk=before.disk, far=before.far
         )

@@ -1,4 +1,4 @@
-"""The part of the store's contract about room for keys that an earlier request named (`only_seen`)."""
+"""Contract tests of reservations for keys that an earlier request named (`only_seen`)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _GROUP = b"g" * 16
 def reserve_seen(
     store: Store, name: object, size_bytes: int = 64, part: WriterPart | None = None
 ) -> Reservation | ReserveRefusal:
-    """The answer to one request that wants room only for a key that another one named."""
+    """Return the result of reserving space only if another request has named the key."""
     entries = [(key(name), size_bytes)]
     return store.reserve(entries, app="test", part=part, deadline_s=DEADLINE_S, only_seen=True)[0]
 
 
 class SightingContract:
-    """Part of `StoreContract`."""
+    """Tests of `only_seen`, part of `StoreContract`."""
 
     capacity_bytes: ClassVar[int]
 

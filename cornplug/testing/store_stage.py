@@ -1,4 +1,4 @@
-"""The stage and the helpers of the store's contract and of other tests of stores."""
+"""Stage and helpers for contract tests and other tests of stores."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ DEADLINE_S = 5.0
 
 @dataclass(frozen=True)
 class StoreStage:
-    """The stage of a test: one store of `StoreContract.capacity_bytes`, with these times."""
+    """Environment of a test: one store of `StoreContract.capacity_bytes`, with these times."""
 
     connect: Callable[[], Store]
-    """A new connection to the one store; the stage closes it."""
+    """Return a new connection to the store. The stage closes it."""
     advance: Callable[[float], None]
-    """Let so many seconds pass for the store: by a clock, or by waiting."""
+    """Let a number of seconds pass for the store, by a clock or by waiting."""
     quarantine_s: float
     reservation_s: float
-    """When a reservation ends by itself."""
+    """Seconds after which a reservation expires."""
     reclaim_s: float
-    """When its room is given to others although its writer, alive, has said nothing."""
+    """Seconds after which its space is reused although its writer is connected but silent."""
     raw: Callable[[Store, PayloadLocation], memoryview]
-    """The bytes of a location, writable, past all checks of `view`, as a stray write would reach them."""
+    """Return a location's bytes, writable and without the checks of `view`, as a stray write would access
+    them."""
 
 
 def key(name: object) -> bytes:
-    """A key for a test."""
+    """Return a key for a test."""
     return hashlib.sha256(repr(name).encode()).digest()
 
 
@@ -48,7 +49,7 @@ def reserve_part(
 
 
 def write_part(store: Store, room: Reservation, payload: bytes, segments: int, mine: range) -> bool:
-    """Write and commit the segments `mine` of a payload; whether they are in."""
+    """Write and commit the segments `mine` of a payload, and return whether the commit succeeded."""
     step = len(payload) // segments
     view = store.view(room.location, writable=True)
     view[mine.start * step : mine.stop * step] = payload[mine.start * step : mine.stop * step]
@@ -58,7 +59,7 @@ def write_part(store: Store, room: Reservation, payload: bytes, segments: int, m
 
 
 def fill(store: Store, name: object, payload: bytes, app: str = "test") -> None:
-    """Reserve, write and commit one entry with meta b"meta"; fails the test if refused."""
+    """Reserve, write and commit an entry with meta b"meta". Fails the test if the reservation is refused."""
     room = reserve(store, name, len(payload), app)
     assert isinstance(room, Reservation), room
     store.view(room.location, writable=True)[:] = payload
