@@ -1,9 +1,9 @@
-"""Upper bounds of hits and saved seconds, for a trace, a size and a policy that knows the future.
+"""Upper bounds on hits and saved seconds of a trace at a given size, for a policy that knows the future.
 
-Equal sizes: Belady's MIN with bypass, which is exact for hits. Else the bound PFOO-L (Berger, Beckmann and
-Harchol-Balter, 2018): a stay of an entry between two of its uses takes its bytes times the accesses
-meanwhile. The most valuable stays share the cache's bytes times the trace's accesses, as if they could be
-packed without a gap.
+With equal sizes, Belady's MIN with bypass, which is exact for hits. Otherwise the bound PFOO-L (Berger,
+Beckmann and Harchol-Balter, 2018): keeping an entry between two uses takes its bytes times the accesses in
+between. The most valuable intervals share the cache's bytes times the trace's accesses, as if they could be
+packed without gaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cornplug.replay.trace import TraceAccess
 
 @dataclass(frozen=True, slots=True)
 class OfflineOptimum:
-    """At most so many hits, and at most so many seconds saved."""
+    """Upper bounds on hits and on saved seconds."""
 
     name: str
     hits: float
@@ -25,7 +25,7 @@ class OfflineOptimum:
 
 
 def offline_optimum(accesses: Sequence[TraceAccess], capacity_bytes: int) -> OfflineOptimum:
-    """The optimum of accesses that each may be served alone: prefixes can only save less."""
+    """Return the optimum for accesses that are independent of each other. Prefixes can only save less."""
     sizes = {access.size_bytes for access in accesses}
     costs = {access.cost_s for access in accesses}
     if len(sizes) == 1 and len(costs) <= 1:
@@ -39,7 +39,8 @@ def offline_optimum(accesses: Sequence[TraceAccess], capacity_bytes: int) -> Off
 
 
 def _belady(accesses: Sequence[TraceAccess], slots: int) -> int:
-    """Hits of MIN, which keeps the entries whose next use is nearest, and may keep the new one out."""
+    """Return the hits of MIN, which keeps the entries with the nearest next use and may bypass the new
+    entry."""
     never = len(accesses)
     following = [never] * len(accesses)
     last: dict[int, int] = {}
@@ -66,7 +67,7 @@ def _belady(accesses: Sequence[TraceAccess], slots: int) -> int:
 def _pfoo(
     accesses: Sequence[TraceAccess], capacity_bytes: int, value: Callable[[TraceAccess], float]
 ) -> float:
-    """The value of the best stays whose room, times accesses, is no more than there is."""
+    """Return the value of the best intervals whose bytes times accesses fit within the total."""
     last: dict[int, int] = {}
     stays: list[tuple[float, float, float]] = []
     for at, access in enumerate(accesses):

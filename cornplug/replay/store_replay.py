@@ -1,4 +1,4 @@
-"""A trace against the store's index: the code that a daemon runs, without memory, sockets or a clock."""
+"""Replay of a trace against the store's index: the daemon's own code, without memory, sockets or a clock."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from cornplug.store.daemon.index import StoreIndex
 
 _OWNER: Final = 1
 _BATCH: Final = 64
-"""Entries that an engine reserves before it commits them: pages of a step."""
+"""Number of entries that an engine reserves before it commits them: the pages of a step."""
 
 
 class StoreReplay:
-    """Requests as engines make them: a lease on the entries that are there, and room for the others."""
+    """Requests as engines send them: a lease on the entries that are present, and reservations for the
+    others."""
 
     def __init__(self, capacity_bytes: int, namespaces: Mapping[str, NamespaceConfig] | None = None) -> None:
         self._index = StoreIndex(
@@ -25,7 +26,7 @@ class StoreReplay:
         )
 
     def serve(self, request: TraceRequest) -> list[bool]:
-        """Whether each access finds its entry; the missing ones are written."""
+        """Return whether each access finds its entry, and write the missing entries."""
         keys = [_key(access) for access in request.accesses]
         mask = self._index.contains(keys)
         there = [key for key, is_there in zip(keys, mask, strict=True) if is_there]
@@ -47,7 +48,7 @@ class StoreReplay:
                 _OWNER, entries, app=request.app, now_s=request.time_s, cost_s=cost_s
             )
             reserved += [answer for answer in answers if isinstance(answer, Reservation)]
-        # As the daemon: of one message the tail first.
+        # As in the daemon, the tail of a message is committed first.
         for one in reversed(reserved):
             self._index.commit(_OWNER, one.token, b"")
 

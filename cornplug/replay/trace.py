@@ -1,4 +1,4 @@
-"""A trace: requests, each with the entries that it looks up and, where they are missing, writes."""
+"""Trace of requests, each with the entries that it looks up and, if they are missing, writes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ class TraceAccess:
     """One entry that a request needs."""
 
     key: int
-    """Below 2**64."""
+    """Less than 2**64."""
     size_bytes: int
     cost_s: float
-    """Seconds that its recomputation takes."""
+    """Seconds to recompute the entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class TraceRequest:
     app: str
     accesses: tuple[TraceAccess, ...]
     is_prefix: bool
-    """Each entry continues the one before it, as KV pages do: without that one it saves nothing."""
+    """Whether each entry continues the previous entry, as KV pages do, and saves nothing without it."""
 
 
 def distinct_bytes(requests: Iterable[TraceRequest]) -> int:
-    """Bytes of all entries of a trace, each once."""
+    """Return the bytes of all distinct entries of a trace."""
     return sum({access.key: access.size_bytes for one in requests for access in one.accesses}.values())
