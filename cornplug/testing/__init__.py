@@ -1,4 +1,4 @@
-"""For authors of a store: the contract tests that every store must pass, and a store with injected faults.
+"""Contract tests that every store must pass, and a store with injected faults, for authors of a store.
 
 Modules are imported lazily, because only `StoreContract` needs pytest.
 """

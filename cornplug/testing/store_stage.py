@@ -19,17 +19,17 @@ class StoreStage:
     """Environment of a test: one store of `StoreContract.capacity_bytes`, with these times."""
 
     connect: Callable[[], Store]
-    """Return a new connection to the store. The stage closes it."""
+    """Function that returns a new connection to the store. The stage closes it."""
     advance: Callable[[float], None]
-    """Let a number of seconds pass for the store, by a clock or by waiting."""
+    """Function that lets a number of seconds pass for the store, by a clock or by waiting."""
     quarantine_s: float
     reservation_s: float
     """Seconds after which a reservation expires."""
     reclaim_s: float
     """Seconds after which its space is reused although its writer is connected but silent."""
     raw: Callable[[Store, PayloadLocation], memoryview]
-    """Return a location's bytes, writable and without the checks of `view`, as a stray write would access
-    them."""
+    """Function that returns a location's bytes, writable and without the checks of `view`, as a stray write
+    would access them."""
 
 
 def key(name: object) -> bytes:

@@ -89,8 +89,8 @@ class BaseCheckpoint:
 
     part: Part
     name: Callable[[Json], str | None]
-    """Return the other checkpoint (folder or hub id) for config.json, or None if the part is in this
-    checkpoint."""
+    """Function that returns the other checkpoint (folder or hub id) for config.json, or None if the part is
+    in this checkpoint."""
     prefixes: tuple[str, ...]
     """Prefixes of the part's tensors in the other checkpoint. Other tensors are not read."""
     config_field: str
@@ -127,13 +127,17 @@ class ModelFamily:
     shares_features: bool
     """Whether the tower's output is cached before the projector, for use by other LLMs."""
     tower_spec: Callable[[Json], Spec]
-    """Return the settings in config.json that affect the tower up to the cut, except weights and dtype."""
+    """Function that returns the settings in config.json that affect the tower up to the cut, except weights
+    and dtype."""
     projector_spec: Callable[[Json], Spec]
-    """Return the settings in config.json that affect the projector, except weights and dtype."""
+    """Function that returns the settings in config.json that affect the projector, except weights and
+    dtype."""
     preprocess_spec: Callable[[Json], Spec]
-    """Return every field of the first modality's processor JSON that changes the tower's input."""
+    """Function that returns every field of the first modality's processor JSON that changes the tower's
+    input."""
     before_cut: Callable[[Json, str], bool]
-    """Return whether a normalised tower tensor can affect the tower's output, given config.json."""
+    """Function that returns whether a normalised tower tensor can affect the tower's output, given
+    config.json."""
     processor_defaults: Mapping[Modality, Json] = field(default_factory=dict)
     """Arguments that the model's processor class sets in addition to the modality's processor JSON:
     transformers' `ProcessorKwargs._defaults`. Overrides of an engine take precedence."""
@@ -141,11 +145,12 @@ class ModelFamily:
     """`preprocess_spec` of each additional modality in `inputs`, which has its own processor."""
     base: BaseCheckpoint | None = None
     fits: Callable[[Json], bool] = _any_config
-    """Return whether this family describes the tower in config.json. If not, `families.generic` serves it."""
+    """Function that returns whether this family describes the tower in config.json. If not,
+    `families.generic` serves it."""
     config_of: Callable[[Json, Modality], Json] = _whole_config
-    """Return config.json without the parts that only the other modalities' tower reads."""
+    """Function that returns config.json without the parts that only the other modalities' tower reads."""
     reaches: Callable[[str, Modality], bool] = _any_tensor
-    """Return whether a published tower tensor can affect this modality's rows."""
+    """Function that returns whether a published tower tensor can affect this modality's rows."""
     generic: bool = False
     """Whether transformers' own class computes the tower (`families.generic`)."""
 

@@ -67,7 +67,7 @@ def note(
 
 @dataclass(frozen=True)
 class Fit:
-    """How close the best replica comes to a bound for an isolated request."""
+    """Ratio between the best replica's latency for an isolated request and a bound."""
 
     stage_budget: StageBudget
     best: TimedConfig | None

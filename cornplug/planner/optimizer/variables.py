@@ -74,8 +74,8 @@ class PoolModel:
             for i, c in enumerate(pool.cells)
             if pool.limits.by_node and c.name in self.e and self.per_node(c) > 1
         }
-        """By cell: (k, whether no node has more than k of its replicas, number of nodes with some of them if
-        so)."""
+        """(k, whether no node has more than k replicas of the cell, number of nodes with some of them if so),
+        by cell."""
         self.min_served = self.real("min_served", 1.0)
         self.y: dict[tuple[str, int, str], Any] = {}
         self.a: dict[str, Any] = {}

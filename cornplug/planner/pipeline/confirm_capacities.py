@@ -94,7 +94,8 @@ def _first_effort(problem: FormulatedProblem) -> float:
 
 
 def _current_simulated(problem: FormulatedProblem, report: Report) -> FormulatedProblem:
-    """When re-planning, simulate the capacities of the current cells, which closed forms underestimate."""
+    """Simulate the capacities of the current cells when re-planning, because closed forms underestimate
+    them."""
     current = problem.pool.current
     if current is None or not problem.rules.simulate:
         return problem

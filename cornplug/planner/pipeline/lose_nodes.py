@@ -1,6 +1,6 @@
 """Plans whose placed replicas survive the loss of any node (`rules.n_plus_one = "node"`).
 
-The pool model knows how many replicas of a cell one node may hold, but not whether the replicas of all
+The pool model limits the replicas of a cell on one node, but does not ensure that the replicas of all
 services can be placed this way. So the replicas of a solution are placed, and each node is removed in turn.
 If the rest cannot carry the online work, this placement is excluded and the problem is solved again.
 """

@@ -1,4 +1,4 @@
-"""Attribution of engines' metrics to request classes, by the running plan's routes. Engines do not know
+"""Attribution of engines' metrics to request classes, by the running plan's routes. Engines do not report
 classes."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A plan's input with observed values instead of assumed ones: rates, lengths and hit rates.
 
-An engine does not know request classes. If several classes use the same engines, their load is divided by the
+Engines do not report request classes. If several classes use the same engines, their load is divided by the
 running plan's routes: their rates grow by the same factor, and their lengths scale by the same factor.
 """
 

@@ -1,9 +1,12 @@
 """A station's replicas, and the router that chooses a replica for each request.
 
-power_of_two: the replica with fewer requests of two random replicas, as in vllm-router and sglang-router.
-random: any replica. Ties go to the first replica. These routers know nothing else, so the other policies are
-bounds for comparison. least_work: the fewest seconds of unfinished work, as estimated by the replicas'
-`load`. join_shortest_queue: the fewest requests of all replicas.
+- power_of_two: the replica with fewer requests of two random replicas, as in vllm-router and sglang-router.
+- random: any replica.
+- least_work: the fewest seconds of unfinished work, as estimated by the replicas' `load`.
+- join_shortest_queue: the fewest requests of all replicas.
+
+Ties go to the first replica. The routers of the first two policies have no other information, so the other
+policies are bounds for comparison.
 """
 
 from __future__ import annotations
