@@ -12,8 +12,7 @@ class PlanRecord(BaseModel):
 
 
 class RequestTimes(PlanRecord):
-    """Mean and percentiles of a time in seconds, or of a slowdown. None if the class has no such time, for
-    example no TPOT for one-token outputs."""
+    """Seconds, or a slowdown. None if the class has no such time, as TPOT with one-token outputs."""
 
     mean: float | None = None
     p50: float | None = None
@@ -22,7 +21,7 @@ class RequestTimes(PlanRecord):
     p99: float | None = None
 
     def at(self, percentile: str) -> float | None:
-        """Return the value at a percentile: "mean", "p50", ..."""
+        """Return the value for "mean", "p50", ..."""
         value: float | None = getattr(self, percentile)
         return value
 
@@ -44,14 +43,14 @@ class SimulatedSlowdown(PlanRecord):
     """Latencies of a class divided by those of the same requests alone on an idle replica."""
 
     idle: str
-    """Description of the idle replica, for example "A100-80 TP8"."""
+    """Idle replica, for example "A100-80 TP8"."""
     ttft: RequestTimes = RequestTimes()
     tpot: RequestTimes = RequestTimes()
     e2e: RequestTimes = RequestTimes()
 
 
 class ForecastBound(NamedTuple):
-    """Latency bound of a class at a percentile, in seconds or as a slowdown, with the simulated value."""
+    """Bound at a percentile in seconds or as a slowdown, with the simulated value."""
 
     quantity: str
     """"ttft", "tpot" or "e2e"."""
@@ -69,8 +68,8 @@ class JobForecast(PlanRecord):
     done_hours: float | None = None
     """Simulated time from the first request to the last response (P99). None without a simulation."""
     dollars: float
-    """Share of the plan's cost until the deadline. A job pays for each group's GPUs, and for idle GPUs of
-    their nodes, in proportion to its share of the group's load."""
+    """Share of the plan's cost until the deadline, in proportion to the job's share of each group's load.
+    Includes idle GPUs of the groups' nodes."""
 
 
 class LatencyForecast(PlanRecord):

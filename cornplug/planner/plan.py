@@ -21,9 +21,9 @@ class PlannedNodes(PlanRecord):
     price_per_hour: float
     """Price of one node."""
     spot: bool = False
-    """Whether the provider may reclaim all nodes of this class at the same time."""
+    """Whether the provider may reclaim all nodes together."""
     idle_gpus: float = 0.0
-    """Total number of idle GPUs in the class. They are paid for, and free for other work."""
+    """Idle GPUs of the whole class, paid for and free for other work."""
     hosts: list[str] = Field(default_factory=list)
 
 
@@ -60,7 +60,7 @@ class EngineSettings(PlanRecord):
     priority: int = 0
     """Larger is more urgent. `vllm_flags.py` and `sglang_flags.py` convert it to each engine's order."""
     prefill_tokens_s: float | None = None
-    """Prompt tokens per second that one replica computes at its chunk size, for admission control."""
+    """Prompt tokens per second and replica at its chunk size, for admission control."""
 
 
 class KVGeometry(PlanRecord):
@@ -109,7 +109,7 @@ class ReplicaGroup(PlanRecord):
     name: str
     service: str
     tasks: str
-    """Tasks of the group, from E (encode), P (prefill), D (decode) and G (generate), for example "EPD"."""
+    """Tasks out of E (encode), P (prefill), D (decode), G (generate): "EPD"."""
     components: list[str]
     model: str
     """LLM (or tower, or generator), as on the command line."""
@@ -124,10 +124,9 @@ class ReplicaGroup(PlanRecord):
     dp: int = 1
     """Attention-DP groups per replica. Each has `tp` GPUs and its own requests and KV."""
     dcp: int = 1
-    """Decode context parallelism: number of GPUs of a group among which a request's KV is divided."""
+    """Decode context parallelism: GPUs of a group that share a request's KV."""
     pcp: int = 1
-    """Prefill context parallelism: number of groups of `tp` GPUs among which a prompt's tokens are
-    divided."""
+    """Prefill context parallelism: groups of `tp` GPUs that share a prompt's tokens."""
     expert_parallel: bool = False
     """Whether each of the tp * dp * pcp GPUs has whole experts."""
     share: float
@@ -135,8 +134,7 @@ class ReplicaGroup(PlanRecord):
     quantisation: str
     replicas: int
     extra_replicas: int = 0
-    """Number of the `replicas` on GPUs that would otherwise be idle. They cost nothing, and the SLOs do not
-    need them."""
+    """Number of `replicas` on otherwise idle GPUs. They cost nothing, and the SLOs do not need them."""
     placement: list[list[int]] = Field(default_factory=list)
     """[index of the node in its class, first GPU] of each replica."""
     utilisation: float
@@ -157,9 +155,9 @@ class ReplicaGroup(PlanRecord):
     since: float | None = None
     """Unix time at which the replicas were started, for the minimum dwell time."""
     ports: list[int] = Field(default_factory=list)
-    """Port of each replica. If empty, ports are numbered consecutively on each host."""
+    """Port of each replica. Empty: consecutive ports on each host."""
     fixed_ports: bool = False
-    """Whether the ports come from an apps file, so that `--apply` does not change them."""
+    """Whether an apps file sets the ports, so that `--apply` keeps them."""
     tower: Literal["engine", "service"] = "engine"
     """Location of the vision tower if encoder services have all media of an LLM group."""
     flags: list[str] | None = None
@@ -168,7 +166,7 @@ class ReplicaGroup(PlanRecord):
     command: list[str] = Field(default_factory=list)
     """Command of an external server to launch, with "{port}" as the placeholder for its port."""
     health: str = "/health"
-    """Path at which that server replies with status 200 when it is healthy."""
+    """Path of that server's health check."""
 
     @property
     def ranks(self) -> int:
@@ -197,7 +195,7 @@ class CacheSize(PlanRecord):
     kind: Literal["embedding", "prefix"]
     component: str
     gib: float | None
-    """None in a plan from an apps file: the host's memory then decides when the store starts."""
+    """None in a plan from an apps file, for a share of the host's memory."""
     hit_rate: dict[str, float]
     """Expected hit rate by request class."""
 
@@ -255,7 +253,7 @@ class PlanExplanation(PlanRecord):
     binding: list[BindingConstraint] = Field(default_factory=list)
     alternatives: list[PlanAlternative] = Field(default_factory=list)
     monolith: str = ""
-    """Conditions under which the monolith wins, and its advantage or disadvantage for this plan."""
+    """Conditions under which the monolith wins, and its advantage here."""
     curve: list[CurvePoint] = Field(default_factory=list)
     notes: list[str] = Field(default_factory=list)
 
@@ -313,8 +311,7 @@ class Plan(PlanRecord):
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read a plan. Raises ConfigError for a file that cannot be read or is not a valid plan of this
-        format."""
+        """Read a plan. Raises ConfigError for an unreadable or invalid file."""
         try:
             return cls.model_validate_json(path.read_bytes())
         except OSError as e:

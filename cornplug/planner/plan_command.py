@@ -83,7 +83,7 @@ def _check(plan_input: PlanInput, digest: str, folder: Path, transfer: Transfer)
 
 
 def read(path: Path) -> tuple[PlanInput, str]:
-    """Return the input and the SHA-256 digest of its file in hex."""
+    """Return the input and its SHA-256 digest."""
     return toml_reader.read(path), hashlib.sha256(path.read_bytes()).hexdigest()
 
 

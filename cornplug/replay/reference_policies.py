@@ -157,7 +157,7 @@ class GDSFCache(ReferenceCache):
         return key
 
     def value(self, access: TraceAccess, uses: int) -> float:
-        """Return the value of an entry after `uses` uses, as in libCacheSim."""
+        """Return the value of `uses` uses, as in libCacheSim."""
         return uses * 1e6 / max(1, access.size_bytes)
 
     def _push(self, access: TraceAccess) -> None:
@@ -168,7 +168,7 @@ class GDSFCache(ReferenceCache):
 
 
 class GDSFSecondsCache(GDSFCache):
-    """GDSF in which a use counts as its seconds of recomputation."""
+    """GDSF with uses weighted by seconds of recomputation."""
 
     def value(self, access: TraceAccess, uses: int) -> float:
         return uses * access.cost_s * 1e9 / max(1, access.size_bytes)

@@ -35,8 +35,7 @@ __all__ = ["DEADLINE_S", "StoreContract", "StoreStage", "fill", "key", "lease", 
 
 
 class StoreContract(WritingContract, SightingContract):
-    """Contract tests of a store. Inherit, set `capacity_bytes` to the store's capacity and define the fixture
-    `stage`."""
+    """Contract tests. Inherit, set the store's `capacity_bytes` and define the fixture `stage`."""
 
     capacity_bytes: ClassVar[int] = 1 << 20
 

@@ -1,8 +1,8 @@
 """Description of a model family: tensor names, and pure functions from published JSON to specs.
 
-Specs contain every field that can change a tower's output, with the defaults of transformers filled in, so
-that an absent field and its explicit default are equal. Unknown fields are kept: an unnecessary field in a
-spec costs a cache miss, but a missing field causes wrong results.
+Specs contain every field that can change a tower's output, with transformers' defaults filled in, so that an
+absent field equals its explicit default. Unknown fields are kept: an unnecessary field costs a cache miss, a
+missing field causes wrong results.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ _USUAL_CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
 
 
 def unusual_classes(config: Json) -> list[str] | None:
-    """Return the config's `architectures` if they differ from those of its `model_type`, or None. Engines may
-    then run other code."""
+    """Return `architectures` if they are not those of the `model_type`, so that engines may run other code,
+    or None."""
     found = config.get("architectures")
     names = [str(name) for name in found] if isinstance(found, list) else [str(found)] if found else []
     usual = _USUAL_CLASSES.get(str(config.get("model_type")), ())
@@ -85,7 +85,7 @@ def unusual_classes(config: Json) -> list[str] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseCheckpoint:
-    """A part that a family may keep in another checkpoint, which config.json names."""
+    """Part that a family may keep in another checkpoint, which config.json names."""
 
     part: Part
     name: Callable[[Json], str | None]
@@ -111,15 +111,15 @@ def _any_config(config: Json) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFamily:
-    """One `model_type`. The three spec functions raise CheckpointError for a config that is not supported."""
+    """One `model_type`. The three spec functions raise CheckpointError for an unsupported config."""
 
     name: str
     """`model_type` of config.json."""
     tower_class: str
     """Class that computes the tower: "module:Class" in `cornplug.encoder_service.towers`."""
     inputs: Mapping[Modality, tuple[str, ...]]
-    """Names of the tower's inputs by modality: the processor's outputs in Hugging Face names. Empty for a
-    generic family, whose tower gets them from transformers."""
+    """Names of the tower's inputs (the processor's outputs) by modality. Empty for a generic family, whose
+    tower gets them from transformers."""
     tower_prefixes: tuple[str, ...]
     projector_prefixes: tuple[str, ...]
     language_model_prefixes: tuple[tuple[str, str], ...]
@@ -139,14 +139,14 @@ class ModelFamily:
     """Function that returns whether a normalised tower tensor can affect the tower's output, given
     config.json."""
     processor_defaults: Mapping[Modality, Json] = field(default_factory=dict)
-    """Arguments that the model's processor class sets in addition to the modality's processor JSON:
-    transformers' `ProcessorKwargs._defaults`. Overrides of an engine take precedence."""
+    """Arguments that the model's processor class adds to the processor JSON: transformers'
+    `ProcessorKwargs._defaults`. An engine's overrides take precedence."""
     other_preprocess_specs: Mapping[Modality, Callable[[Json], Spec]] = field(default_factory=dict)
     """`preprocess_spec` of each additional modality in `inputs`, which has its own processor."""
     base: BaseCheckpoint | None = None
     fits: Callable[[Json], bool] = _any_config
-    """Function that returns whether this family describes the tower in config.json. If not,
-    `families.generic` serves it."""
+    """Function that returns whether this family describes the tower. `families.generic` serves it
+    otherwise."""
     config_of: Callable[[Json, Modality], Json] = _whole_config
     """Function that returns config.json without the parts that only the other modalities' tower reads."""
     reaches: Callable[[str, Modality], bool] = _any_tensor
@@ -156,12 +156,11 @@ class ModelFamily:
 
     @property
     def first_modality(self) -> Modality:
-        """Modality whose embeddings keep the identity that clients of a single modality use."""
+        """Modality whose embeddings keep the identity known to clients of a single modality."""
         return next(iter(self.inputs))
 
     def preprocess_spec_of(self, modality: Modality) -> Callable[[Json], Spec]:
-        """Return the preprocess spec of a modality. Raises KeyError for a modality that is not in
-        `inputs`."""
+        """Return a modality's preprocess spec. Raises KeyError if it is not in `inputs`."""
         if modality == self.first_modality:
             return self.preprocess_spec
         return self.other_preprocess_specs[modality]
@@ -211,7 +210,7 @@ _NO_PIXELS: Final = frozenset(
 def pixel_spec(
     preprocessor: Json, kind: str, defaults: Json, type_field: str = "image_processor_type"
 ) -> Spec:
-    """Return preprocessor_config.json, with the defaults of class `kind` filled in if it is of that class.
+    """Return preprocessor_config.json, with the defaults of `kind` filled in if it is of that class.
 
     `type_field` is the field in which a processor of this modality stores its class.
     """

@@ -69,7 +69,7 @@ class LlavaCut:
         return {**_TOWERS[kind], **given, "model_type": kind}
 
     def knows_tower(self, config: Json) -> bool:
-        """Return whether the tower's kind is supported here, as for `ModelFamily.fits`."""
+        """Return whether the tower's kind is supported, as `ModelFamily.fits`."""
         return self._tower(config)[0] in _TOWERS
 
     def _tower(self, config: Json) -> tuple[str, Json]:
@@ -94,7 +94,6 @@ class LlavaCut:
         return absolute
 
     def tower_spec(self, config: Json) -> Spec:
-        """Return the tower's settings, as `ModelFamily.tower_spec`."""
         vision = without_inert(self.vision_config(config))
         for name in _PAST_THE_CUT:
             vision.pop(name, None)
@@ -106,9 +105,8 @@ class LlavaCut:
     def before_cut(self, config: Json, name: str) -> bool:
         """Return whether a tensor affects the features, as `ModelFamily.before_cut`.
 
-        With LLaVA's default layer -2, CLIP's last layer is not computed. The final norm is never computed,
-        not even with layer -1, because hidden states are taken before it, in transformers as in vLLM
-        (`require_post_norm=False`).
+        With LLaVA's default layer -2, CLIP's last layer is not computed. The final norm never is, because
+        hidden states are taken before it, in transformers as in vLLM (`require_post_norm=False`).
         """
         if name.startswith("encoder.layers."):
             return int(name.split(".")[2]) < max(self.feature_layers(config))
@@ -116,7 +114,7 @@ class LlavaCut:
 
 
 def llava_projector(config: Json) -> Spec:
-    """Return the settings of the projector: linear, activation, linear."""
+    """Return the projector's settings: linear, activation, linear."""
     return {
         "hidden_act": config.get("projector_hidden_act", "gelu"),
         "bias": config.get("multimodal_projector_bias", True),

@@ -5,12 +5,12 @@
     every processor's JSON ──────────┤
     versions of the code ────────────┘
 
-transformers' own class computes the tower (`cornplug.encoder_service.towers.generic`). It gets only the
-tensors that are part of the identity, so that no other tensor can change a row. The identity may include too
-much, which costs a cache miss, but never too little, which would cause wrong rows.
+transformers' own class computes the tower (`cornplug.encoder_service.towers.generic`) from only the tensors
+in the identity, so that no other tensor can change a row. The identity may include too much, which costs a
+cache miss, but not too little, which would cause wrong rows.
 
 A model may have one tower for images and videos and another for audio. Parts that belong to one tower by name
-are not part of the other's identity, and are removed from the model that computes it.
+are left out of the other's identity and model.
 """
 
 from __future__ import annotations

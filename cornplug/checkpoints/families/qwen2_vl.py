@@ -1,4 +1,4 @@
-"""Qwen2-VL: a different tower for each model size, and a merger that reduces the number of rows."""
+"""Qwen2-VL: a tower for each model size, and a merger that reduces its rows."""
 
 from __future__ import annotations
 

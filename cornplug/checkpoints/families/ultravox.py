@@ -1,8 +1,8 @@
 """Ultravox: a Whisper tower for any LLM, then a projector that stacks eight frames into a row.
 
-If the tower was frozen, it is not in the checkpoint: `audio_model_id` names the Whisper checkpoint that
-contains it, and all Ultravox models with that Whisper share its features. Remote code from the hub is never
-run. This module and `towers/ultravox.py` follow vLLM's model of the same name.
+A frozen tower is not in the checkpoint: `audio_model_id` names the Whisper checkpoint that contains it, and
+all Ultravox models of that Whisper share its features. Remote code from the hub is never run. This module and
+`towers/ultravox.py` follow vLLM's model of the same name.
 """
 
 from __future__ import annotations

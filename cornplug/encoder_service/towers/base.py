@@ -60,7 +60,7 @@ class Tower(Protocol):
         """
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Return the features of each item, shape (rows, width), equal to those of each item alone."""
+        """Return each item's features, (rows, width), equal to those of the item alone."""
 
 
 class Projector(Protocol):

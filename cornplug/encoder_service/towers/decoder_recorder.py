@@ -19,8 +19,7 @@ from torch import nn
 from cornplug.errors import CheckpointError
 
 LEVELS: Final = "deepstack_visual_embeds"
-"""Argument of decoders that add the outputs of several tower layers to the outputs of their own first
-layers."""
+"""Argument of decoders that add several tower layers' outputs to those of their own first layers."""
 
 
 _PLACES: Final = frozenset({"attention_mask", "position_ids"})
@@ -70,11 +69,9 @@ class DecoderRecorder(nn.Module):
         self.embed_tokens = TokenMark(width, dtype)
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the mark."""
         return self.embed_tokens
 
     def get_decoder(self) -> nn.Module:
-        """Return this module."""
         return self
 
     def get_per_layer_inputs(self, *args: Any, **kwargs: Any) -> None:
@@ -113,7 +110,7 @@ class RemovedPart(nn.Module):
 
 
 def _numbers(value: Any) -> Iterator[bool]:
-    """Yield, for each tensor in a value, whether it is floating point."""
+    """Yield whether each tensor in a value is floating point."""
     if isinstance(value, torch.Tensor):
         yield value.is_floating_point()
     elif isinstance(value, Mapping):

@@ -70,9 +70,8 @@ def load(
 ) -> transformers.PreTrainedModel:
     """Return the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
 
-    Raises CheckpointError as `model_class` does, "unknown_family" if the decoder cannot be separated from the
-    tower, "bad_tensors" with the names of tensors that are missing, quantised or of another shape, or
-    "unreadable".
+    Raises CheckpointError as `model_class`, "unknown_family" if decoder and tower cannot be separated,
+    "bad_tensors" naming tensors that are missing, quantised or of another shape, or "unreadable".
     """
     found, config = model_class(checkpoint)
     hollow = _without_decoder(

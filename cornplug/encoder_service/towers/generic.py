@@ -3,11 +3,11 @@
     inputs ─┬─get_image_features, get_video_features──> pooler_output ─┬─> (rows, hidden_size)
             └─whole forward, with a prompt ──> DecoderRecorder ────────┘
 
-The first method is for families whose decoder, in transformers' code, uses these outputs without changes. The
+The first method is for families whose decoder, in transformers' code, uses these outputs unchanged. The
 second serves all others and all audio, with further steps between tower and decoder (masks, padding).
 
-Tower and projector are one model, so the projector passes rows through. Media are not batched, because an
-unknown tower may compute other rows for a medium in a batch.
+Tower and projector are one model, so the projector passes rows through. Media are not batched, because a
+batch may change an unknown tower's rows.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from cornplug.errors import CheckpointError
 from cornplug.identity import digest
 
 PROMPT: Final = "input_ids"
-"""Name of the input with a prompt, for methods that need one."""
+"""Name of the prompt input."""
 _MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
 _NAMES_VERSION: Final = "cornplug-tower-inputs-v1"
 _NUMBERS_A_TOKEN: Final = 3 * 14 * 14
-"""Number of values in a typical patch, to estimate the number of patches."""
+"""Values in a typical patch, to estimate the number of patches."""
 _ACCEPTED: Final = (*input_checks.FLOATS, *input_checks.INTEGERS, input_checks.BOOLEAN)
 
 
@@ -207,8 +207,8 @@ def _deepstack_levels(found: type[Any], config: Any) -> int:
 def outputs_taken(model: Any, modality: Modality) -> set[str]:
     """Return the outputs of `get_*_features` that a model's decoder uses, according to transformers' code.
 
-    `forward` names each output if callers may pass them in precomputed. The result is empty otherwise, as for
-    audio. Outputs other than "pooler_output" are rows of several layers, or rows that are not projected yet.
+    `forward` names each output that callers may pass in precomputed. The result is empty otherwise, as for
+    audio. Other outputs than "pooler_output" are rows of several layers, or not projected yet.
     """
     pattern = re.compile(rf'mm_encoder_outputs(?:\["{modality}"\]|\.get\("{modality}"\))\.(\w+)')
     taken: set[str] = set()

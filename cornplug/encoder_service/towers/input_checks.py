@@ -68,8 +68,8 @@ def checked(field: str, value: TowerInput, accepted: tuple[str, ...]) -> torch.T
 def from_wire(field: str, tensor: WireTensor, accepted: tuple[str, ...]) -> torch.Tensor:
     """Return a torch tensor that owns its memory.
 
-    Raises EncoderRefused("bad_input") for a dtype that is not accepted, missing or non-positive dimensions,
-    bytes that do not fill the shape, and NaN or infinite values.
+    Raises EncoderRefused("bad_input") for another dtype, missing or non-positive dimensions, bytes that do
+    not fill the shape, NaN or infinity.
     """
     _check_dtype(field, tensor.dtype, accepted)
     dtype = DTYPES[tensor.dtype]

@@ -91,8 +91,8 @@ class RowPacking:
     """Maximum number of tiles. An image with more patches than these tiles hold is downscaled."""
 
     def __call__(self, rows: torch.Tensor, geometry: tuple[int, ...], newline: torch.Tensor) -> torch.Tensor:
-        """Return the rows. `rows` is (tiles * side², hidden), `geometry` is from `PinpointTiling`, `newline`
-        is (hidden,)."""
+        """Return the rows of `rows` (tiles * side², hidden), `PinpointTiling`'s `geometry` and `newline`
+        (hidden,)."""
         tiles, down, across, height, width = geometry
         side = self.patches_a_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])

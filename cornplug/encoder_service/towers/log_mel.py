@@ -17,7 +17,7 @@ Samples = npt.NDArray[np.float32]
 
 
 class LogMelFeatures(Protocol):
-    """Feature extractor for audio. Thread-safe."""
+    """Thread-safe feature extractor for audio."""
 
     @property
     def rate(self) -> int:
@@ -58,8 +58,8 @@ class PaddedLogMel:
 class ChunkedLogMel:
     """Features of Ultravox: as long as the audio, in chunks of the tower's context.
 
-    Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here. Audio has at
-    least two hops, padded to whole hops, and chunks after the first are padded with zeros.
+    Follows `UltravoxProcessor` of the hub (2025-02 and later), whose code is never run here. Audio is padded
+    to at least two whole hops, and chunks after the first with zeros.
     """
 
     def __init__(self, preprocessor: Mapping[str, Any]) -> None:

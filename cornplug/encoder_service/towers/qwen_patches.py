@@ -28,7 +28,7 @@ class PatchInputs:
     values: int
     """Number of values per patch: channels * temporal patch * height * width."""
     merge: int
-    """Number of patches per side that are merged into one row."""
+    """Patches per side that are merged into one row."""
     dtype: torch.dtype
 
     @classmethod
@@ -75,7 +75,7 @@ def pack_items(items: Sequence[TowerItem], device: torch.device) -> tuple[torch.
 
 
 def frames(grids: torch.Tensor) -> list[int]:
-    """Return the number of patches of each frame. Attention does not cross frames."""
+    """Return the patches of each frame. Attention does not cross frames."""
     return [height * width for t, height, width in grids.tolist() for _ in range(t)]
 
 
@@ -95,8 +95,8 @@ class RotaryTable(nn.Module):
         self._rotary = rotary
 
     def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and sines for (patches, 2) rows and columns: (patches, head_dim / 2) each, in
-        float32 on the device of `like`."""
+        """Return the cosines and sines for (patches, 2) rows and columns: (patches, head_dim / 2), in float32
+        on `like`'s device."""
         cos, sin = self._rotary(like, positions.to(like.device))
         # transformers repeats them for the second half.
         half = cos.shape[-1] // 2

@@ -93,8 +93,7 @@ class PinpointTiling:
 
 
 class TileTower:
-    """Tower with the inputs `pixel_values` (tiles, 3, side, side) or (3, side, side), and those of the
-    tiling."""
+    """Tower for `pixel_values` (tiles, 3, side, side) or (3, side, side), and the tiling's other inputs."""
 
     def __init__(
         self, layers: TileLayers, tiling: TilingRule, *, dtype: torch.dtype, device: torch.device

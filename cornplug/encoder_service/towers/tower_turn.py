@@ -76,9 +76,8 @@ class TowerTurn:
     def taken(self, *, urgent: bool, share: float, abandoned: Callable[[], bool]) -> Iterator[TowerPass]:
         """Run one pass on this thread as a context manager, after waiting for its turn.
 
-        An `urgent` pass overtakes waiting passes, and the running pass between two layers. `share` is the
-        fraction of the time that the pass keeps while urgent passes run. `abandoned` returns whether no
-        caller waits for it any more.
+        An `urgent` pass overtakes waiting passes, and the running pass between two layers. `share` is its
+        share of the time beside urgent passes. `abandoned` returns whether no caller waits any more.
         """
         with self._changed:
             self._urgent += urgent

@@ -4,7 +4,7 @@
 
 As in vLLM 0.32 (vllm/model_executor/models/ultravox.py), audio of one chunk has only the rows of its own
 frames, and the last stack is padded with zeros. In longer audio every chunk is padded to the tower's context.
-The padding attends only to itself, and its first rows are part of the last stack.
+The padding attends to itself, and the last stack includes its first rows.
 """
 
 from __future__ import annotations
@@ -161,5 +161,5 @@ class _Projector(nn.Module):
 
 
 def _rows(frames: int) -> int:
-    """Return the number of rows after the convolution of stride two."""
+    """Return the rows after the convolution of stride two."""
     return (frames - 1) // 2 + 1

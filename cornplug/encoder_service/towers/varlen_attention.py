@@ -83,8 +83,8 @@ def batched_attention(
 
 
 def _interruptible(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Return SDPA. On a CPU, long segments are computed in parts, and another pass may run in between: one
-    layer takes minutes there for an image of 12 megapixels."""
+    """Return SDPA. On a CPU, long segments are computed in parts so that another pass may run in between: one
+    layer takes minutes for an image of 12 megapixels."""
     rows = q.shape[-2]
     if q.is_cuda or rows <= _LONG_ROWS:
         return scaled_dot_product_attention(q, k, v)
@@ -129,8 +129,7 @@ def _function(module: str, name: str) -> Any:
 class PackedAttention(nn.Module):
     """Replacement of `attn` in transformers' vision blocks, with the same weights but without its loop.
 
-    A block passes on `cu_seqlens` and `position_embeddings`: here `SegmentOffsets`, and cosines and sines of
-    shape (rows, head_dim / 2) in float32.
+    A block passes `SegmentOffsets` as `cu_seqlens`, and cosines and sines of (rows, head_dim / 2) in float32.
     """
 
     def __init__(self, width: int, heads: int) -> None:

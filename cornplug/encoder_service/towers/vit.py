@@ -21,8 +21,8 @@ VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 class VitLayers(nn.Module):
     """(tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's tensor names.
 
-    Several tapped layers are concatenated in the width. `taps` is the number of layers to run for each wanted
-    hidden state, with 0 for the input of the first layer. `first_row` 1 drops CLIP's class row.
+    Tapped layers are concatenated in the width. `taps` are the hidden states as numbers of layers, 0 for the
+    input of the first. `first_row` 1 drops CLIP's class row.
     """
 
     def __init__(

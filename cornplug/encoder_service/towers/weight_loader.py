@@ -29,9 +29,8 @@ def fill(
     """Load every parameter of `module` from the locations that `Checkpoint.locate` found.
 
     `located` maps normalised names to (file, name in the file). `unused` returns whether the module does not
-    need a tensor of the checkpoint (layers after the cut). Raises CheckpointError("bad_tensors") with the
-    names of tensors that are missing, unknown, or of another shape or kind than the module's, and
-    CheckpointError("unreadable") for a bad file.
+    need a tensor (layers after the cut). Raises CheckpointError "bad_tensors" with the names of missing,
+    unknown or mismatched tensors, and "unreadable" for a bad file.
     """
     wanted = module.state_dict()
     missing = sorted(wanted.keys() - located.keys())

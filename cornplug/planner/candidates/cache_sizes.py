@@ -124,7 +124,7 @@ def embedding_bytes(media: RequestMedia, llm: Component) -> float:
 
 
 def kv_bytes_per_token(llm: Component) -> int:
-    """Return the KV bytes per token of the whole model, or 0 if only its throughput is known."""
+    """Return the model's KV bytes per token, or 0 without a shape."""
     return component_shapes.kv_bytes_per_token(llm.shape) if isinstance(llm.shape, LLMShape) else 0
 
 

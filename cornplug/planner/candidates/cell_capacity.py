@@ -43,15 +43,14 @@ from cornplug.planner.simulator.step_times import CellHardware
 
 URGENCY: Final[tuple[Workload, ...]] = ("online", "semi-online", "offline")
 PRIOR: Final = 0.02
-"""Share of a cell's price added against the engine that a workload class does not favour. It is smaller than
-any measured difference."""
+"""Share of a cell's price added against an engine that the workload does not favour, smaller than any
+measured difference."""
 NEEDLESSLY_TIGHT: Final = 0.001
-"""Share of a cell's price added for each tier by which it is tighter than the loosest possible tier."""
+"""Share of a cell's price added per tier that it is tighter than the loosest."""
 ROUGHLY: Final = 8
 """Step through a class's samples when estimating its number of replicas."""
 MOST_TOGETHER: Final = 32
-"""Maximum number of replicas behind one router to compute a capacity for. More replicas hardly increase
-it."""
+"""Maximum number of replicas behind one router. A capacity hardly grows with more."""
 
 Users = Mapping[str, RequestClass]
 
@@ -194,8 +193,8 @@ class CellBuilder:
         return found / replicas * self._pairing(config)
 
     def _pairing(self, config: TimedConfig) -> float:
-        """Return the share of its capacity that a prefill or decode replica uses, because the ratio of the
-        two never matches the current mix exactly."""
+        """Return the used share of a prefill or decode replica's capacity, because their ratio never matches
+        the current mix."""
         tasks = config.service.tasks.strip("EG")
         if config.hardware.measured or tasks not in ("P", "D"):
             return 1.0
@@ -203,7 +202,7 @@ class CellBuilder:
         return rules.disaggregation_efficiency_p if tasks == "P" else rules.disaggregation_efficiency_d
 
     def _replicas_needed(self, config: TimedConfig, users: Users) -> int:
-        """Return the number of replicas that would serve all users of a service without latency bounds."""
+        """Return the replicas that would serve all users of a service without bounds."""
         busy = sum(
             of.rate
             * service_demand.seconds(
@@ -216,7 +215,7 @@ class CellBuilder:
         return min(max(ceil(busy / config.footprint.dp / self.rules.max_utilisation), 1), MOST_TOGETHER)
 
     def _context_tokens(self, users: Users) -> int:
-        """Return the typical prompt length of a service's users: their mean, weighted by rate."""
+        """Return the mean prompt length of a service's users, weighted by rate."""
         total = sum(of.rate for of in users.values())
         mean = sum(
             of.rate / total * fmean(d.prompt_tokens for d in self.samples.of(of, self.bases[of.name]))
@@ -225,7 +224,7 @@ class CellBuilder:
         return max(round(mean), 1)
 
     def _throughputs(self, service: Service, footprint: ReplicaConfig) -> dict[str, ThroughputProfile]:
-        """Return the throughputs of the components that have a throughput profile on this footprint."""
+        """Return the throughput profiles that apply, by component."""
         found = {c.name: throughput_profiles.given(service, c, footprint) for c in service.components}
         return {name: profile for name, profile in found.items() if profile is not None}
 
@@ -252,10 +251,10 @@ class CellBuilder:
         yield CellSpec(cell, service, footprint, tier, f"throughput: {source}")
 
     def _start_s(self, service: Service, footprint: ReplicaConfig, users: Users) -> float:
-        """Return the seconds to start another replica: the engine's startup and the load of its weights.
-        Unknown shapes count 0 bytes.
+        """Return the seconds to start another replica: engine startup and loading of weights (0 bytes for
+        unknown shapes).
 
-        Returns 0 if no user grows, because the time would only make similar cells different.
+        Returns 0 if no user grows, because the time would only distinguish similar cells.
         """
         if not any(of.online and of.request.growth_per_minute for of in users.values()):
             return 0.0

@@ -74,7 +74,7 @@ def make_cell(
     timed: bool,
     start_s: float,
 ) -> Cell:
-    """Return a cell. Its name includes the rank of the tier in the service's chain; the tightest is 0."""
+    """Return a cell, named with its tier's rank in the service's chain (0 is the tightest)."""
     suffix = f":t{tier.rank}" if timed else ""
     return Cell(
         name=f"{service.name}@{footprint.name}{suffix}",

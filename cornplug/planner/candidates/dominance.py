@@ -47,7 +47,7 @@ def _dominates(one: CellSpec, other: CellSpec) -> bool:
 
 
 def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
-    """Return the variants that are not tighter than another variant that differs only in its tiers."""
+    """Return the variants, without those that are tighter than another and otherwise equal."""
     groups: defaultdict[tuple[object, ...], list[PathVariant]] = defaultdict(list)
     for v in variants:
         services = tuple((n.service, n.work) for n in v.needs)
@@ -56,8 +56,7 @@ def loosest(variants: Iterable[PathVariant]) -> tuple[PathVariant, ...]:
 
 
 def _tighter(variant: PathVariant, place: int, same: list[PathVariant]) -> bool:
-    """Return whether the variant is tighter than another. Of two equal variants, the later counts as
-    tighter."""
+    """Return whether a variant is tighter than another, or equal to an earlier one."""
     tiers = [n.tier for n in variant.needs]
     for i, other in enumerate(same):
         others = [n.tier for n in other.needs]

@@ -61,7 +61,7 @@ def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: Cell
 
 
 def kv_geometry(shape: LLMShape, samples: Sequence[SampledRequest]) -> KVGeometry:
-    """Return the KV geometry for prompts as long as the longest of `samples`."""
+    """Return the KV geometry for the longest prompt of `samples`."""
     latent = shape.mla_rank is not None
     return KVGeometry(
         layers=shape.layers,

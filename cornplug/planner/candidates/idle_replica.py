@@ -66,8 +66,7 @@ def idle_times(station: Station, request: SampledRequest) -> IdleTimes:
 
 
 def means(sampled: Sequence[SampledRequest]) -> IdleTimes | None:
-    """Return the means over a class's requests, or None if its SLO bounds no slowdown. TPOT includes only
-    outputs with several tokens."""
+    """Return the class's means, or None without slowdown bounds. TPOT is of outputs with several tokens."""
     known = [d.idle for d in sampled if d.idle is not None]
     if not known:
         return None

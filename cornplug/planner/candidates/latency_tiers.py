@@ -35,8 +35,7 @@ class Chain:
     tiers: tuple[LatencyTier, ...]
 
     def at_most(self, seconds: float, tpot_s: float) -> LatencyTier:
-        """Return the loosest tier that keeps both bounds. There always is one, because the chain contains all
-        pairs."""
+        """Return the loosest tier that keeps both bounds, which always exists in the chain of all pairs."""
         return max(t for t in self.tiers if t.seconds <= seconds and t.tpot_s <= tpot_s)
 
 

@@ -1,7 +1,7 @@
 """Replica configurations that can run a service: engine, nodes, TP, PP, DP, share, quantisation, chunk.
 
-Speed and memory are not considered here; `cells.py` uses the profiles. Impossible configurations are left out
-and counted by reason for the report.
+`cells.py` considers speed and memory. Impossible configurations are left out and counted by reason for the
+report.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class ReplicaConfig:
 
     @property
     def chunk_tokens(self) -> int:
-        """Prompt tokens per iteration in each attention-DP group."""
+        """Prompt tokens per iteration and attention-DP group."""
         return CHUNK_TOKENS[self.workload]
 
     @property
     def max_batch(self) -> int:
-        """Requests that decode together in each attention-DP group."""
+        """Decoding requests per attention-DP group."""
         return MAX_BATCH[self.workload]
 
     @property
@@ -83,8 +83,7 @@ class ReplicaConfig:
 
 
 def engines(service: Service) -> tuple[str, ...]:
-    """Return the possible engines. A separate encoder is always cornplug's encoder service, and a separate
-    generator has its own server."""
+    """Return cornplug's encoder service for separate encoders, and the own server for separate generators."""
     if service.llm:
         return tuple(service.llm.engines)
     return ("cornplug",) if service.tasks == "E" else ("external",)
@@ -156,7 +155,7 @@ def _reason_against(f: ReplicaConfig, rules: PlanRules) -> str | None:
 
 
 def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
-    """Return a reason against expert, attention data or context parallelism, or None."""
+    """Return a reason against expert, attention data or context parallelism."""
     shape = service.components[0].shape
     if f.dp > 1 and f.pp > 1:
         return "attention data parallelism is not supported with pipeline parallelism"
@@ -173,8 +172,7 @@ def _reason_against_groups(f: ReplicaConfig, service: Service) -> str | None:
 
 
 def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
-    """Return a reason against DCP as in vLLM's `ModelConfig.verify_with_parallel_config`, or because it is
-    not planned."""
+    """Return a reason from vLLM's `ModelConfig.verify_with_parallel_config`, or that it is not planned."""
     main = service.components[0]
     if f.engine != "vllm" or "G" in service.tasks or not {"P", "D"} <= set(service.tasks):
         return "decode context parallelism is supported only for vLLM engines that both prefill and decode"
@@ -195,7 +193,7 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
 
 
 def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
-    """Return a reason against PCP as in vLLM's `PCPManager.validate_config`, or because it is not planned."""
+    """Return a reason from vLLM's `PCPManager.validate_config`, or that it is not planned."""
     main = service.components[0]
     if f.engine != "vllm" or service.tasks != "PD":
         return (

@@ -1,7 +1,7 @@
 """Request paths of a class: services, the division of its SLO among the stages, and cache sizes.
 
-The sum of the stages' percentiles is almost always an upper bound on the percentile of the sum. A path
-therefore meets the SLO if its stages meet their bounds and the transfers between them fit in.
+The sum of the stages' percentiles almost always bounds the percentile of the sum. A path therefore meets the
+SLO if its stages meet their bounds and the transfers between them fit in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cornplug.planner.inputs.slo import IdleTimes
 ENCODER_PARTS: Final = (0.3, 0.5, 0.7)
 """Shares of the time to first token for the encoders."""
 FIRST_PARTS: Final = (0.15, 0.4)
-"""Shares of the end-to-end latency for the first token, if only the end-to-end latency is bounded."""
+"""Shares of a bounded end-to-end latency for the first token."""
 GENERATOR_PARTS: Final = (0.25, 0.5, 0.75)
 EMBEDDING_EDGE_S: Final = 0.010
 """Seconds to fetch an embedding from another process: lookup, notification and copy."""
@@ -132,7 +132,7 @@ def _divisions(
 
 
 def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float) -> Iterator[SloDivision]:
-    """Divide a mean request's latency: its latency on the idle replica plus shares of the remaining time."""
+    """Divide a mean request's latency: the idle replica's, plus shares of the remaining time."""
     slack, decode_s = (slowdown - 1) * idle.e2e_s, idle.e2e_s - idle.ttft_s
     for part in FIRST_PARTS:
         token_s = idle.tpot_s * (1 + (1 - part) * slack / decode_s) if decode_s > 0 else inf
@@ -142,8 +142,7 @@ def _slack_divisions(slowdown: float, idle: IdleTimes, first: float, tpot: float
 def _moved_bytes(
     of: RequestClass, llm: Component, path: PathTemplate, samples: Samples, scenario: CacheScenario
 ) -> tuple[float, float]:
-    """Return the transferred bytes of embeddings and of KV for a request at the SLO's percentile of
-    lengths."""
+    """Return the bytes of embeddings and of KV for a request at the SLO's percentile."""
     tasks = {s.tasks for s in path.stages}
     embeddings = kv = 0.0
     if "E" in tasks:

@@ -43,14 +43,14 @@ class Samples:
     def of(
         self, request_class: RequestClass, scenario: CacheScenario, encoders: tuple[str, ...] | None = None
     ) -> RequestSamples:
-        """Return a class's samples. With `encoders`, only the items of these encoders have patches."""
+        """Return samples. With `encoders`, only these encoders' items have patches."""
         key = (request_class.name, encoders or ("*",), scenario.names)
         if key not in self._cached:
             self._cached[key] = RequestSamples(self._sample(request_class, scenario, encoders))
         return self._cached[key]
 
     def at(self, service: Service, request_class: RequestClass, scenario: CacheScenario) -> RequestSamples:
-        """Return the samples as a service's replica sees them, with only the patches of its own towers."""
+        """Return the samples with patches of the service's own towers only."""
         return self.of(request_class, scenario, tuple(t.name for t in service.towers) or ("",))
 
     def _sample(

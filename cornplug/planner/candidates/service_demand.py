@@ -17,7 +17,7 @@ from cornplug.planner.inputs.schema import Component
 from cornplug.planner.simulator.step_times import CellHardware
 
 DECODE_BATCH: Final = 32
-"""Assumed number of requests in a decode iteration, when the time of decode is added to the other work."""
+"""Requests assumed in a decode iteration when weighing its work."""
 
 
 def items_to_encode(

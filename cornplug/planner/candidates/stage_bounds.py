@@ -17,8 +17,7 @@ def stage_bound(slo: Slo, seconds: float, tpot_s: float, idle: IdleTimes | None 
 
     A tier is made from the first bound of each kind (`Slo.every`). Bounds at other percentiles are
     proportional: with 1 s at P50 and 3 s at P99, a stage with 0.4 s at P50 has 1.2 s at P99. The simulation
-    of the whole plan shows where the stages of a path deviate from this. `idle` contains the means of the
-    class, if slowdowns are bounded.
+    of the whole plan shows deviations. `idle` has the class's means if slowdowns are bounded.
     """
     first = dict(_parts(slo, "ttft", seconds, idle))
     tokens = dict(_parts(slo, "tpot", tpot_s, idle))

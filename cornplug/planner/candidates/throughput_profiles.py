@@ -38,10 +38,10 @@ def rate(
     items: Mapping[str, float],
     rules: PlanRules,
 ) -> float:
-    """Return a class's requests per second on one replica, or 0 if unknown or not within its SLO.
+    """Return a class's requests per second on one replica, or 0 if unknown or outside its SLO.
 
-    `profiles` contains throughputs by component, and `items` the mean items to encode per request by encoder.
-    A share of a GPU has that share of the rate, reduced by its neighbours (`rules.interference`).
+    `profiles` has throughputs by component, `items` the mean items to encode by encoder. A share of a GPU has
+    that share of the rate, less the cost of neighbours (`rules.interference`).
     """
     whole = profiles.get(service.llm.name) if service.llm else None
     parts = {service.name: whole} if whole and whole.role == service.tasks else dict(profiles)
@@ -75,7 +75,7 @@ def _visits(name: str, service: Service, of: RequestClass, items: Mapping[str, f
 
 
 def _efficiency(service: Service, profiles: Mapping[str, ThroughputProfile], rules: PlanRules) -> float:
-    """Return the efficiency of a prefill-decode pair, or 1 if the rate was measured in that role."""
+    """Return a prefill-decode pair's efficiency, or 1 if measured in that role."""
     tasks = service.tasks.strip("EG")
     if tasks not in ("P", "D") or any(p.role == tasks for p in profiles.values()):
         return 1.0
@@ -94,5 +94,5 @@ def _fits(profile: Profile, service: Service, component: Component, f: ReplicaCo
 
 
 def _quantisation(component: Component, f: ReplicaConfig) -> str:
-    """Return the component's precision. A tower or generator in an LLM's engine keeps its own."""
+    """Return the precision, which towers and generators in an LLM's engine keep."""
     return f.quantisation if f.quantisation in component.any_quantisations else "none"

@@ -20,7 +20,6 @@ def place_of(of: TimesCorrection | ReplicaGroup) -> Place:
 
 
 def place(service: Service, config: ReplicaConfig) -> Place:
-    """Return the place of a service's replicas on a footprint."""
     f = config
     return service.name, f.engine, f.gpu.name, f.tp, f.pp, f.dp, f.dcp, f.pcp, f.share, f.quantisation
 

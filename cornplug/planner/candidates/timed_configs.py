@@ -28,7 +28,6 @@ class TimedConfig:
         return FAVOURED[self.footprint.workload] == self.footprint.engine
 
     def station(self, router: RouterPolicy, replicas: int, *, name: str = "") -> Station:
-        """Return the station for the simulator and the closed forms."""
         hardware = self.hardware
         return Station(
             name=name,
@@ -64,8 +63,7 @@ def without_needless_estimates(found: Iterable[TimedConfig]) -> list[TimedConfig
 
 
 def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[TimedConfig]:
-    """Return the configurations that no other on the same GPUs, with the same settings, outperforms in every
-    time.
+    """Return the configurations that no other on the same GPUs with the same settings beats in every time.
 
     More KV than `enough_kv_tokens` is not an advantage.
     """
@@ -83,8 +81,7 @@ def undominated(found: Iterable[TimedConfig], enough_kv_tokens: int) -> list[Tim
 
 
 def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) -> bool:
-    """Return whether `one` is never slower and never has less KV. Of two equal configurations, the first
-    wins."""
+    """Return whether `one` is never slower and has no less KV. The first of two equals wins."""
     a, b = one.hardware, other.hardware
     if one.favoured < other.favoured or a.measured != b.measured:
         return False
@@ -105,7 +102,7 @@ def _outdoes(one: TimedConfig, other: TimedConfig, enough: int, *, first: bool) 
 
 
 def _quicker(one: PiecewiseCurve | None, other: PiecewiseCurve | None) -> bool:
-    """Compare at every point of either curve, which is sufficient for piecewise linear curves."""
+    """Compare at every point of the piecewise linear curves."""
     if one is None or other is None:
         return one is other
     return all(one(x) <= other(x) * (1 + 1e-12) for x in {*one.x, *other.x})

@@ -24,13 +24,12 @@ MASTER_PORT: Final = 29500
 ROUTER_PORT: Final = 30000
 ROUTER_METRICS_PORT: Final = 29000
 MOST_SERVERS: Final = 750
-"""Maximum number of servers of one kind on a host, limited by these ports."""
+"""Maximum number of servers per kind and host."""
 
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """One process of a replica. A replica on several nodes has several processes, of which rank 0 serves
-    requests."""
+    """One process of a replica. If a replica spans nodes, rank 0 serves its requests."""
 
     group: ReplicaGroup
     replica: int

@@ -40,8 +40,8 @@ def generation_of(gpu: str) -> Generation | None:
 def backend_of(group: ReplicaGroup, pair_gpus: Iterable[str] = ()) -> str | None:
     """Return the engine's name of its attention backend, or None if the engine chooses.
 
-    `pair_gpus` are the device types that it exchanges KV with. NIXL's handshake in vLLM rejects pairs with
-    different backends, so a pair of two generations gets a backend that runs on both.
+    `pair_gpus` are the device types that it exchanges KV with. NIXL's handshake in vLLM rejects unequal
+    backends, so a pair of two generations gets a backend that runs on both.
     """
     if group.settings is not None and group.settings.attention_backend is not None:
         return group.settings.attention_backend

@@ -1,8 +1,8 @@
 """Commands of a plan: one for each process, with the engines' own flags, and the files that they refer to.
 
-The variables `${HOST_n}`, `${RUN_DIR}`, `${PLAN_DIR}` and `${SECRET_FILE}` in a command are a host without a
-name in the plan, a folder of that host for sockets and logs, the folder of the plan's files, and a file of 32
-bytes that is the same on all hosts. `resolved` substitutes them.
+Commands contain variables that `resolved` substitutes: `${HOST_n}` (a host without a name in the plan),
+`${RUN_DIR}` (sockets and logs of the host), `${PLAN_DIR}` (the plan's files) and `${SECRET_FILE}` (a file of
+32 bytes, the same on all hosts).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class LaunchCommand:
     settings: str = ""
     """Text of the settings file that it reads at startup, if a change of the text requires a restart."""
     beside_others: bool = False
-    """Whether other processes use its GPU. The next process then starts when this one is ready, because each
-    takes a share of the free memory that it finds."""
+    """Whether others share its GPU. The next process then waits until this one is ready, because each takes a
+    share of the free memory."""
     remarks: tuple[str, ...] = field(default=())
 
     @property
@@ -130,8 +130,8 @@ def commands(plan: Plan, *, transfer: Transfer = "nixl") -> list[LaunchCommand]:
 
 
 def _with_secret(command: LaunchCommand) -> LaunchCommand:
-    """Add the hosts' secret if it is a process of cornplug or loads its plugin. Processes of one host also
-    use it to authenticate each other."""
+    """Add the hosts' secret if it is a process of cornplug or loads its plugin, also for authentication
+    within a host."""
     if not any("cornplug" in word.lower() for word in command.argv):
         return command
     return replace(command, env={**command.env, **SECRET_ENV})
@@ -180,8 +180,8 @@ def _stores(
 def _storing(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> dict[str, None]:
-    """Return the hosts that have a store: those with engines that share entries, and those with encoders
-    whose embeddings are planned to be cached for engines of several hosts."""
+    """Return the hosts with engines that share entries, or with encoders whose embeddings are cached for
+    several hosts."""
     return {
         site.host: None
         for site, its in zip(placed, contexts, strict=True)
@@ -212,8 +212,7 @@ def _kv_servers(placed: Sequence[ReplicaAddress], transfer: Transfer) -> list[La
 def _encoders(
     plan: Plan, placed: Sequence[ReplicaAddress], contexts: Sequence[GroupContext]
 ) -> list[LaunchCommand]:
-    """Return the encoder commands. A group's replicas on one host are one service of several processes behind
-    one socket."""
+    """Return the encoder commands. A group's replicas on a host are one service behind one socket."""
     stored = _storing(plan, placed, contexts)
     by_service: dict[tuple[str, str], list[ReplicaAddress]] = {}
     for site in placed:

@@ -119,10 +119,9 @@ def _has_module(interpreter: str, module: str) -> bool:
 
 
 def _environment(words: Sequence[str], added: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of this process and the command. PATH begins with the program's folder, which
-    has build tools.
+    """Return the environment. PATH begins with the program's folder, which has build tools.
 
-    A proxy stays in use for downloads and users' media, but not for the hosts that the command names by URL.
+    A proxy stays in use for downloads and users' media, but not for hosts that the command names by URL.
     """
     path = f"{Path(words[0]).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     direct = {"localhost", "127.0.0.1", *_HOST_OF_URL.findall(" ".join(words))}

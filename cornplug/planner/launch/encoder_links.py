@@ -18,7 +18,7 @@ from cornplug.planner.plan import Plan, ReplicaGroup
 
 _PULLING: Final = ("vllm", "sglang")
 _TOLERANCE: Final = 1.1
-"""Factor on the smallest possible overload of a service up to which sockets are used."""
+"""Factor on the smallest overload of a service up to which sockets are used."""
 
 ReplicaHost = tuple[str, str]
 """Group, and host of the rank that serves requests."""
@@ -172,7 +172,7 @@ class _Flows:
                     self._between[encoder, engine] += route.rate * part * weight
 
     def rate(self, replicas: ReplicaHost) -> float:
-        """Return the rate of a group's replicas on one host, for a service or an engine."""
+        """Return the rate of a service's or engine's replicas on a host."""
         return self._rates[replicas[0]] * self._part(replicas)
 
     def to(self, engine: ReplicaGroup, services: Sequence[ReplicaAddress]) -> Flow:

@@ -1,8 +1,5 @@
-"""Deployment context of an engine's command line beyond its own group, read from the plan.
-
-It covers the services that encode for the engine, the entries that it shares on its host, the groups to which
-it transfers KV, and the bounds of its requests.
-"""
+"""Deployment context of an engine's command line, read from the plan: encoder services, entries shared on its
+host, groups that it transfers KV to, and bounds of its requests."""
 
 from __future__ import annotations
 
@@ -51,9 +48,8 @@ class StoreSharing:
 
     @property
     def env(self) -> dict[str, str]:
-        """Settings that turn off sharing that the plan does not use, because it would cost a copy. They also
-        keep the engine from starting a store, which would take the launcher's socket while its store
-        restarts."""
+        """Settings that turn off sharing that the plan does not use, which would cost a copy. An engine also
+        starts no store, which would take the socket while the launcher restarts its store."""
         on = {
             "CORNPLUG_ENGINE_SHARE_KV": self.kv,
             "CORNPLUG_ENGINE_SHARE_EMBEDDINGS": self.embeddings,
@@ -189,8 +185,8 @@ def _sharing(plan: Plan, group: ReplicaGroup, link: EncoderLink) -> StoreSharing
 
 
 def _app(plan: Plan, group: ReplicaGroup) -> str:
-    """Return the application that an engine of several applications names: the first in the most urgent class
-    of service. A class that is not in the plan has priority 0, as in the encoder service."""
+    """Return the application for an engine of several: the first in the most urgent class of service. An
+    unknown class has priority 0, as in the encoder service."""
     priority = {app: one.priority for one in plan.reservations for app in one.apps}
     return max(group.apps, key=lambda app: priority.get(app, 0), default=group.components[0])
 

@@ -50,10 +50,10 @@ def running(
     """Run commands of a plan and yield their processes once they serve. Stops them in order, also after an
     error.
 
-    `to_start` comes from `local_commands`. `run_dir` is for sockets, logs and the plan's files; it is created
-    without access for other users. `ready_s` is the longest wait for one process. A caller sets `stopping` to
-    abort the start. Raises ProcessFailed with the end of the log of a process that fails, and ConfigError for
-    a program that is not installed or a missing common secret.
+    `to_start` comes from `local_commands`. `run_dir` is for sockets, logs and the plan's files, and is closed
+    to other users. `ready_s` limits the wait for one process. A caller sets `stopping` to abort the start.
+    Raises ProcessFailed with the end of a failed process's log, and ConfigError for a missing program or
+    common secret.
     """
     check_readable(command.env for command in to_start)
     check_programs(to_start)
@@ -89,10 +89,9 @@ def local_commands(
 ) -> list[LaunchCommand]:
     """Return the commands of one host of a plan, with every variable substituted.
 
-    `host` is a host of the plan, HOST_n if the plan does not name it, or None if there is only one. `routers`
-    selects the plan's routers instead of a host's servers. `only` limits the groups; the store is always
-    included. `addresses` maps HOST_n to addresses, and `secret_file` is the common secret of all hosts.
-    Raises ConfigError for a missing or unknown host, group, address or secret.
+    `host` is a host of the plan, HOST_n if it has no name, or None if there is only one. `routers` selects
+    the plan's routers instead. `only` limits the groups, besides the store. `addresses` maps HOST_n to
+    addresses. Raises ConfigError for a missing or unknown host, group, address or secret.
     """
     chosen = _chosen(plan, commands(plan, transfer=transfer), host, routers=routers)
     names = {command.group for command in chosen}

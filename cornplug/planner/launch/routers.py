@@ -117,9 +117,9 @@ def entries(
 ) -> dict[str, dict[str, Any]]:
     """Return the entries of routes.json by request class.
 
-    "priority" is the field for its requests, and the lowest goes first in both engines. "to" lists {"weight":
-    share of the class, "url": ...}, heaviest first. "cache_salt" is set for a tenant. Addresses in `without`
-    are left out if the class has another address.
+    "priority" goes into its requests, the lowest first in both engines. "to" lists {"weight": share of the
+    class, "url": ...}, heaviest first. A tenant has "cache_salt". Addresses in `without` are left out if
+    there are others.
     """
     priority = {f"{one.app}/{one.request}": -one.priority for one in plan.latency_forecasts}
     address = {router.pool: router.url for router in front}

@@ -26,9 +26,9 @@ _ROUTES: Final = "routes.json"
 class LaunchSession:
     """Serving processes of a plan, until they are stopped with `end`.
 
-    `render` returns the commands of this host for a plan, with every variable substituted. `settle_s` is the
-    time for clients to reload routes.json after a change; only then are processes stopped that the new routes
-    leave out. `processes` is updated with each change, for the caller that stops them.
+    `render` returns this host's commands for a plan. `settle_s` is the time for clients to reload routes.json
+    after a change, before processes that it leaves out are stopped. `processes` follows each change, for the
+    caller that stops them.
     """
 
     def __init__(
@@ -121,8 +121,7 @@ class LaunchSession:
             self._processes.append(process)
 
     def _started(self, commands: Sequence[LaunchCommand], stop: threading.Event) -> list[CommandProcess]:
-        """Return the processes of new commands once they serve. After a ProcessFailed all of them are
-        stopped."""
+        """Return new processes once they serve. After a ProcessFailed all are stopped."""
         started: list[CommandProcess] = []
         try:
             start_in_batches(

@@ -32,7 +32,6 @@ def store_toml(plan: Plan) -> str:
 
 
 def has_namespaces(plan: Plan) -> bool:
-    """Return whether any application has its own namespace."""
     return any(app.namespace is not None for app in plan.applications)
 
 

@@ -96,8 +96,8 @@ def _batches(group: ReplicaGroup, settings: EngineSettings, context: GroupContex
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Return flags of the cache's size. SGLang's fraction refers to the free memory at startup, so an engine
-    that shares its GPU gets a number of tokens."""
+    """Return flags of the cache's size. SGLang's fraction refers to free memory at startup, so an engine that
+    shares its GPU gets tokens."""
     tokens = ["--max-total-tokens", str(settings.kv_tokens)]
     if is_cpu(group):
         return [*tokens, "--mem-fraction-static", f"{settings.memory_share:.4g}"]
@@ -129,7 +129,7 @@ def _attention(group: ReplicaGroup, context: GroupContext) -> list[str]:
 
 
 def _speculation(settings: EngineSettings) -> list[str]:
-    """Return flags of speculation. SGLang requires all three numbers or none."""
+    """Return all three numbers of speculation, or none, as SGLang requires."""
     if settings.speculative == "none":
         return []
     tokens = settings.speculative_tokens
@@ -143,8 +143,8 @@ def _speculation(settings: EngineSettings) -> list[str]:
 
 
 def _schedule(group: ReplicaGroup, context: GroupContext) -> list[str]:
-    """Return flags of scheduling. SGLang supports priorities only with the policies "fcfs" and "lof", and
-    does not limit the queues of a pair; there the router does."""
+    """Return flags of scheduling. SGLang supports priorities only with "fcfs" and "lof", and leaves queue
+    limits of a pair to the router."""
     flags: list[str] = []
     if context.ranks_requests:
         # vLLM's order, so that a request's priority means the same in both engines.

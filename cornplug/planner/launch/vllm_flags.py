@@ -122,8 +122,8 @@ def _batches(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
 
 
 def _memory(group: ReplicaGroup, settings: EngineSettings) -> list[str]:
-    """Return flags of the cache's size. It is in bytes if the engine shares its GPU, because the free memory
-    during profiling depends on the start order. The share is set too, because vLLM checks it at startup."""
+    """Return flags of the cache's size, in bytes if the engine shares its GPU, because free memory depends on
+    the start order. vLLM also checks the share at startup."""
     exact = ["--kv-cache-memory-bytes", str(settings.kv_bytes)]
     if is_cpu(group):
         return exact

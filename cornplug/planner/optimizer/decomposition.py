@@ -1,11 +1,11 @@
 """Least-cost search for pools that are too large for a single solver call.
 
-Only nodes have a cost. A plan that frees three GPUs of a node costs as much as before, so the cost gives a
-solver no direction. Therefore plans are improved by a potential: the cost plus a small share of each GPU's
-price. In addition, each group of services is solved alone (`subproblems.py`). Its least cost bounds the whole
-pool's more tightly than the relaxation, which gains mostly by splitting replicas, and the search over the
-whole pool uses only the cells of the groups' plans. Both steps are repeated with slightly different GPU
-prices. The last solver call minimises the cost itself.
+Only nodes have a cost, so freeing three GPUs of a node gives a solver no direction. Therefore plans are
+improved by a potential: the cost plus a small share of each GPU's price. In addition, each group of services
+is solved alone (`subproblems.py`). Its least cost bounds the whole pool's more tightly than the relaxation,
+which gains mostly by splitting replicas, and the whole pool is searched only over the cells of the groups'
+plans. Both steps are repeated with slightly different GPU prices. The last solver call minimises the cost
+itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SMALL = 500
 (342) are proved in 5 to 21 units this way; the decomposition left gaps of 11 to 25 % in 20."""
 MOST_ROUNDS = 20
 GPU_WEIGHT = 0.1
-"""Share of a GPU's price that is added to the potential."""
+"""Share of a GPU's price in the potential."""
 SPREAD = 0.03
 """Relative variation of GPU prices between rounds, up and down."""
 
@@ -49,8 +49,8 @@ def least_cost(
 ) -> tuple[SolverRun, Values | None]:
     """Return the cheapest plan found, with its proven bound.
 
-    `near` names cells of a similar pool's plan. They are searched first: a search over few cells is fast, and
-    gives the full search a plan to start from.
+    `near` names cells of a similar pool's plan. They are searched first, which is fast and gives the full
+    search a start.
     """
     best = Incumbent(model, cost, limits, tell)
     others = model.x.keys() - set(near)
@@ -146,7 +146,7 @@ def shadow_prices(best: Incumbent) -> dict[str, float]:
 
 @contextmanager
 def without(model: PoolModel, cells: Iterable[str]) -> Iterator[None]:
-    """Fix the replicas of these cells to 0 within the context."""
+    """Fix these cells' replicas to 0 within the context."""
     before = {name: (model.x[name].lowBound, model.x[name].upBound) for name in cells}
     for name in before:
         model.x[name].lowBound = model.x[name].upBound = 0

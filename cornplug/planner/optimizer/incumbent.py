@@ -18,7 +18,7 @@ Tell = Callable[[SolveProgress], None]
 
 
 class Incumbent:
-    """Best plan and bound of one model and its cost. `tell` is called for every improvement."""
+    """Best plan and bound of a model. `tell` is called for every improvement."""
 
     def __init__(self, model: PoolModel, cost: Any, limits: SolverLimits, tell: Tell | None) -> None:
         """`limits` apply to all calls together."""
@@ -39,7 +39,6 @@ class Incumbent:
         return replace(self.limits, gap=gap, seconds=max(left, 0.02 * self.limits.seconds), work=work)
 
     def record(self, run: SolverRun) -> None:
-        """Count the work of a call."""
         self.spent += run.work
         self.timed_out = self.timed_out or run.timed_out
 

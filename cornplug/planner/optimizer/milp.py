@@ -121,8 +121,7 @@ def slices(model: PoolModel) -> None:
 
 
 def capacity(model: PoolModel) -> None:
-    """Require that work fits on the replicas, and that online work leaves the share reserved for its peaks
-    free."""
+    """Require that work fits, and that online work leaves its share for peaks free."""
     limits = model.pool.limits
     for cell in model.pool.cells:
         everyone, online = model.classes(cell), model.online(cell)
@@ -135,7 +134,7 @@ def capacity(model: PoolModel) -> None:
 
 
 def growth(model: PoolModel) -> None:
-    """Require that the running replicas can absorb online growth until additional replicas have started."""
+    """Require that running replicas carry online growth until additional ones have started."""
     for cell in model.pool.cells:
         grown = {u: 1 + model.demands[u].growth_per_s * cell.start_s for u in model.online(cell)}
         if any(times > 1 for times in grown.values()):
@@ -145,7 +144,7 @@ def growth(model: PoolModel) -> None:
 
 
 def spot(model: PoolModel) -> None:
-    """Limit the share of an online demand's work at a service that runs on spot machines."""
+    """Limit the share of an online demand's work at a service on spot machines."""
     limit = model.pool.limits.spot_share
     for u, service in model.needs:
         work = {c.name: model.f[u, c.name] for c in model.cells_of[service] if (u, c.name) in model.f}
@@ -155,8 +154,7 @@ def spot(model: PoolModel) -> None:
 
 
 def packing(model: PoolModel) -> None:
-    """Limit the GPUs. This is exact although nodes are only counted, because footprints divide one
-    another."""
+    """Limit the GPUs. Counting nodes is exact because footprints divide one another."""
     for name, node in model.nodes.items():
         used = lpSum(c.gpus * model.x[c.name] for c in model.pool.cells if c.nodes == name)
         model.add(f"packing[{name}]", used <= node.gpus * model.z[name])
@@ -168,7 +166,7 @@ def stock(model: PoolModel) -> None:
 
 
 def network(model: PoolModel) -> None:
-    """Require that traffic between nodes fits the nodes' network cards."""
+    """Limit traffic between nodes to their network cards."""
     traffic = {v.name: v.network for v in model.variants if v.network > 0}
     if not traffic:
         return
@@ -183,8 +181,7 @@ def network(model: PoolModel) -> None:
 
 
 def cache(model: PoolModel) -> None:
-    """Choose one level of each cache. Variants that rely on a level require it, and the caches must fit in
-    the nodes' memory."""
+    """Choose one level of each cache that fits in the nodes' memory. Variants require their levels."""
     levels = model.pool.levels
     for name in dict.fromkeys(level.cache for level in levels):
         chosen = lpSum(model.w[level.name] for level in levels if level.cache == name)

@@ -1,8 +1,8 @@
 """The optimisation problem in pool form: integer replicas of cells, and integer nodes of classes.
 
 Nodes are counted, not indexed (`docs/decisions.md` explains why this is exact). The problem does not depend
-on an engine, a GPU's speed or a solver: `cells.py` and `request_paths.py` create it, and `milp.py` solves it.
-Rates are requests per second, costs are dollars per hour, and network is bytes per second.
+on engines, GPU speeds or solvers: `cells.py` and `request_paths.py` create it, `milp.py` solves it. Units are
+requests per second, dollars per hour and network bytes per second.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class MachineClass:
-    """A class of machines."""
-
     name: str
     gpu: str
     gpus: int
@@ -41,10 +39,9 @@ class Cell:
     tier: float
     """Upper bound in seconds on its stage's percentile. inf means no bound."""
     capacity: Mapping[str, float]
-    """Maximum rate of one replica by demand, if it serves only that demand."""
+    """Maximum rate per replica by demand, if served alone."""
     role: str = ""
-    """Tasks of the cell. Replicas may be switched between cells that differ only in their role
-    (re-planning)."""
+    """Tasks. Replicas can be switched between cells that differ only in role (re-planning)."""
     switches_with: tuple[str, ...] = ()
     """Cells that a running replica of this cell can switch to without a restart."""
     start_s: float = 0.0
@@ -90,7 +87,7 @@ class RateDemand:
     growth_per_s: float = 0.0
     """Relative growth of the rate per second, until additional replicas have started."""
     slices: int | None = None
-    """Number of equal slices into which the rate is divided among cells. None allows any division."""
+    """Number of equal slices to divide among cells. None allows any division."""
 
 
 @dataclass(frozen=True)

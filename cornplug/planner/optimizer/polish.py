@@ -22,7 +22,6 @@ HELD: Final = 1e-7
 
 
 def is_whole(model: PoolModel, values: Values) -> bool:
-    """Return whether every integer variable has an integer value."""
     return all(abs(values[v] - round(values[v])) <= WHOLE for v in _integers(model))
 
 
@@ -31,9 +30,8 @@ def polish(
 ) -> dict[Any, float]:
     """Return the values of `model` with rounded integers and the best rates for them.
 
-    `fresh` is the same model without an objective, and is modified. `wanted` lists its goals in order, each
-    as an expression and a sign: 1 (minimised) or -1. If no rates fit the rounded integers, the rates do not
-    change.
+    `fresh` is the same model without an objective, and is modified. `wanted` lists its goals as (expression,
+    sign), 1 (minimised) or -1. If no rates fit the rounded integers, the rates stay.
     """
     rounded = {v.name: round(values[v]) for v in _integers(model)}
     for v in _integers(fresh):

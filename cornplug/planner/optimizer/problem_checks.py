@@ -14,7 +14,7 @@ exact."""
 
 
 def check(pool: OptimizationProblem) -> None:
-    """Check a pool. Raises ConfigError that names the entry."""
+    """Raise ConfigError that names an invalid entry."""
     _once("nodes", (n.name for n in pool.nodes))
     _once("cells", (c.name for c in pool.cells))
     _once("demands", (u.name for u in pool.demands))

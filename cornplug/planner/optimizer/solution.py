@@ -21,7 +21,7 @@ NOTHING = 1e-7
 
 
 def read(model: PoolModel, values: Values, run: SolverRun, sign: int, seconds: float) -> PoolSolution:
-    """Return the solution. `run` belongs to the first goal, and `sign` is -1 if that goal was maximised."""
+    """Return the solution of the first goal's `run`. `sign` is -1 for a maximised goal."""
     replicas = _whole(model.x, values)
     served = {
         v.name: values[model.phi[v.name]]

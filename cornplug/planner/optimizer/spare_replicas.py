@@ -1,9 +1,8 @@
 """Spare replicas, so that a service survives the loss of one replica or of one node with all its replicas.
 
-For nodes, the model needs the maximum number of replicas of a cell on any node. Nodes are counted, not
-indexed, so the model chooses that number k (a binary b_jk for each k) and places at most k replicas on each
-node of the class: x_j <= sum of k s_jk, with s_jk <= z_n if b_jk = 1 and s_jk = 0 otherwise. Whether the
-replicas of all services can be placed this way is checked at placement, and a placement that fails is
+For nodes, the model limits a cell's replicas on any node. Nodes are counted, not indexed, so it chooses the
+limit k (a binary b_jk for each k): x_j <= sum of k s_jk, with s_jk <= z_n if b_jk = 1 and s_jk = 0 otherwise.
+Whether all services' replicas can be placed this way is checked at placement, and a failed placement is
 excluded as a `CrowdedNode`.
 """
 
@@ -20,11 +19,9 @@ from cornplug.planner.optimizer.variables import PoolModel
 def constrain(model: PoolModel) -> None:
     """Add rows for every used cell of the services that must survive a loss.
 
-    The capacity that online work leaves free on the cells that may substitute, counted in lost replicas, must
-    be at least the lost replicas filled to the limit. After a loss, the share reserved for peaks may be used.
-
-    The exchange rate is the minimum over the demands, so the row is exact if cells are multiples of one
-    another and conservative otherwise.
+    Free capacity of online work on cells that may substitute, counted in lost replicas, must cover the lost
+    replicas filled to the limit. After a loss, the share for peaks may be used. The exchange rate is the
+    minimum over the demands: exact if cells are multiples of one another, and conservative otherwise.
     """
     limit = model.pool.limits.max_utilisation
     for name, used in model.e.items():

@@ -63,5 +63,5 @@ def change_budget(model: PoolModel, current: CurrentState) -> None:
 
 
 def counted_switches(model: PoolModel, current: CurrentState) -> list[Any]:
-    """Return the role switches that count as changes. A switch that changes no process does not count."""
+    """Return the role switches that change a process."""
     return [m for pair, m in model.m.items() if pair not in current.free]

@@ -55,7 +55,7 @@ def _without_replica(model: PoolModel, values: Values, name: str) -> dict[Any, f
 
 
 def _apply(rows_of: dict[Any, list[Any]], values: dict[Any, float], changed: dict[Any, float]) -> bool:
-    """Apply the changes if all rows of the changed variables still hold, and return whether they do."""
+    """Apply the changes if all affected rows still hold, and return whether they do."""
     before = {variable: values[variable] for variable in changed}
     values |= changed
     bounds = all(v.upBound is None or value <= v.upBound for v, value in changed.items())

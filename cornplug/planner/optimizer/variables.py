@@ -103,15 +103,15 @@ class PoolModel:
         return [u for u in self.classes(cell) if self.demands[u].online]
 
     def load(self, cell: Cell, demands: Iterable[str]) -> Any:
-        """Return the number of replicas of the cell that the demands' work fills."""
+        """Return the replicas of the cell that the demands' work fills."""
         return pulp.lpSum(self.f[u, cell.name] * (1 / cell.capacity[u]) for u in demands)
 
     def per_node(self, cell: Cell) -> int:
-        """Return the number of replicas of the cell that fit on one node."""
+        """Return the replicas of the cell that fit on one node."""
         return max(int(self.nodes[cell.nodes].gpus / cell.gpus + 1e-9), 1)
 
     def lost(self, cell: Cell) -> Any:
-        """Return the maximum number of replicas of the cell that are lost together: one, or all on a node."""
+        """Return the most replicas of the cell lost together: one, or all on a node."""
         if cell.name not in self.spread:
             return 1 * self.e[cell.name]
         return pulp.lpSum(k * b for k, b, _ in self.spread[cell.name])

@@ -1,11 +1,10 @@
 """Capacity of a station by closed forms, computed in milliseconds.
 
-Work that occurs once per request (encode, prefill, generate) occupies a replica as a server in a GI/G/c
-queue. The longer the queue, the more of this work an iteration contains. Decoding shares the iterations and
-uses the remaining time. The wait has Allen and Cunneen's tail (`queueing.py`), a request's own time is that
-of its sample, and the percentile is taken of their sum over the samples. The number of decoding requests, and
-the KV tokens that they hold, are Poisson distributed as in M/G/infinity. A percentile therefore needs
-capacity for some standard deviations above the mean.
+Work that occurs once per request (encode, prefill, generate) occupies a replica like a GI/G/c server, with
+iterations that contain more of it the longer the queue. Decoding uses the remaining time. The wait has Allen
+and Cunneen's tail (`queueing.py`), a request's own time is its sample's, and the percentile is of their sum
+over the samples. Decoding requests and their KV tokens are Poisson distributed as in M/G/infinity, so a
+percentile needs some standard deviations more than the mean.
 """
 
 from __future__ import annotations
@@ -121,8 +120,7 @@ def _fits(station: Station, sizes: RequestCosts) -> bool:
 
 
 def _largest(meets: Callable[[float], bool], rate: float) -> float:
-    """Return the largest rate that meets the bounds, to within 2 %, starting from a very low rate. 0 if that
-    misses them."""
+    """Return the largest rate that meets the bounds to 2 %, starting from a very low rate, or 0."""
     if not meets(rate):
         return 0.0
     step = 16.0

@@ -1,8 +1,8 @@
 """One replica under a steady rate of requests of one class, by closed forms.
 
 Work that occurs once per request (encode, prefill, generate) occupies the replica, and decoding shares the
-remaining time. Both depend on the number of requests, so a state is a fixed point: the more requests decode,
-the slower each of them is, and the more prompts wait, the more of them an iteration contains.
+remaining time. A state is a fixed point: the more requests decode, the slower each is, and the more prompts
+wait, the more of them an iteration contains.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class _Balance:
     """Fill of iterations with waiting requests, from 0 (one request each) to 1."""
     service_s: float
     iterations: float
-    """Mean number of iterations that contain a part of one prompt."""
+    """Mean iterations with a part of one prompt."""
     pace: float
     """Tokens per second of one decoding request."""
     in_step: SharedIterations | None = None
-    """Iterations shared among attention-DP groups, if there are several."""
+    """Present with attention-DP groups."""
 
 
 class ReplicaLoad:
@@ -80,7 +80,7 @@ class ReplicaLoad:
         """Mean seconds of a request that runs alone."""
 
     def at(self, rate: float) -> AnalyticState | None:
-        """Return the state at `rate` requests per second, or None if the replica is overloaded."""
+        """Return the state at `rate` requests per second, or None if overloaded."""
         if "G" in self._station.tasks:
             return self._serial(rate)
         return self._engine(rate) if "D" in self._station.tasks else self._batches(rate)
@@ -88,7 +88,7 @@ class ReplicaLoad:
     # Kinds of replica -----------------------------------------------------------------------
 
     def _serial(self, rate: float) -> AnalyticState | None:
-        """Return the state of a replica that serves one whole request after another."""
+        """Serve one whole request after another."""
         service = self._isolated + self._isolated_decode + self._generate
         if rate * service.mean() >= 1:
             return None
@@ -99,7 +99,7 @@ class ReplicaLoad:
         return AnalyticState(service, own, token_s, token_s, steps=self._steps)
 
     def _batches(self, rate: float) -> AnalyticState | None:
-        """Return the state of a replica that prefills or encodes but does not decode."""
+        """Prefill or encode, without decoding."""
         isolated_latency_s, packed_s, _, _ = self._means
         fill = self._fill(rate, isolated_latency_s, packed_s)
         if fill is None:
@@ -110,7 +110,7 @@ class ReplicaLoad:
         return AnalyticState(service, self._own(service, fill, 0.0))
 
     def _engine(self, rate: float) -> AnalyticState | None:
-        """Return the state of a replica that decodes, with or without prefill in the same iterations."""
+        """Decode, with or without prefill in the same iterations."""
         balance = self._balance(rate)
         if balance is None or not self._has_room(rate, balance):
             return None
@@ -143,11 +143,10 @@ class ReplicaLoad:
         )
 
     def _interruptions(self, service: Floats, balance: _Balance, token_s: float) -> tuple[float, float]:
-        """Return the number of iterations with prompts per prompt of other requests, and the time that each
-        adds.
+        """Return the iterations with prompts per prompt of other requests, and the time that each adds.
 
-        Prompts differ in length, so their sum is compound Poisson. It varies as much as a sum of fewer,
-        longer prompts of length E[S^2] / E[S].
+        Prompts differ in length, so their sum is compound Poisson, as variable as of fewer, longer prompts of
+        E[S^2] / E[S].
         """
         mean_s = float(service.mean())
         variable = float((service**2).mean()) / mean_s**2
@@ -157,8 +156,8 @@ class ReplicaLoad:
         return self._station.groups / balance.in_step.groups / variable, longer * variable
 
     def _waiting(self, rate: float, service: Floats) -> float:
-        """Return the number of prompts that wait at one replica. They directly follow a prompt, and so
-        interrupt its decoding first."""
+        """Return the waiting prompts of one replica, which follow a prompt directly and interrupt it
+        first."""
         mean_s = float(service.mean())
         station = self._station
         servers = station.groups if station.router == "random" else station.schedulers
@@ -182,7 +181,7 @@ class ReplicaLoad:
         return found
 
     def _with(self, rate: float, decoding: float) -> _Balance | None:
-        """Return the means with this number of decoding requests, or None if prompts overload the replica."""
+        """Return the means with `decoding` requests, or None if prompts overload the replica."""
         token_s = self._token_s(decoding)
         if "P" not in self._station.tasks:
             return _Balance(decoding, 0.0, 0.0, 0.0, 1 / token_s)
@@ -202,11 +201,10 @@ class ReplicaLoad:
         return _Balance(decoding, fill, service_s, iterations, pace, in_step)
 
     def _fill(self, rate: float, isolated_latency_s: float, packed_s: float) -> float | None:
-        """Return the fill of iterations with waiting requests, or None if even full iterations are
-        overloaded.
+        """Return the fill of iterations with waiting requests, or None if full iterations are overloaded.
 
         A server at utilisation u has u^2 / (1 - u) waiting requests, which join the next iteration. Each of j
-        requests has 1 / j of their shared cost, which saves 1 - 1 / j of it.
+        requests has 1 / j of their shared cost, and saves 1 - 1 / j.
         """
         most = self._largest / self._mean_size
         saved = 1 - 1 / most
@@ -251,8 +249,7 @@ class ReplicaLoad:
 
     @property
     def _side_by_side(self) -> float:
-        """Ratio of a mean prompt's iteration with a prompt in every attention-DP group to its iteration
-        alone."""
+        """Ratio of a mean prompt's iteration with one in every attention-DP group to that alone."""
         steps = self._station.steps
         assert steps is not None
         tokens = min(self._mean_size, self._largest)

@@ -16,11 +16,9 @@ class AnalyticState:
     service: Floats
     """Replica time for the work that occurs once per request."""
     own: Floats
-    """Time from the end of the wait to the first token, or until the request leaves if there is no
-    prefill."""
+    """Time from the end of the wait to the first token, or until leaving without prefill."""
     token_s: float = 0.0
-    """Time of a decode-only iteration if some standard deviations more than the mean number of requests
-    decode."""
+    """Time of a decode-only iteration with some standard deviations more than the mean requests."""
     tpot_mean: float = 0.0
     interruptions: Floats | None = None
     """Mean number of iterations with prompts of other requests while a request decodes."""
@@ -52,7 +50,6 @@ def _poisson_exceeds(mean: Floats, count: Floats) -> Floats:
 
 
 def _normal_below(x: Floats) -> Floats:
-    """Return the normal distribution function with an error of up to 3e-4, which is sufficient for
-    screening."""
+    """Return the normal distribution function to 3e-4, enough for screening."""
     below: Floats = 0.5 * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
     return below

@@ -30,13 +30,11 @@ def capacity(
     """Return the requests per second of the class of `samples`, alone, that all of the station's replicas
     carry.
 
-    Without bounds this is the throughput with all replicas busy, and with bounds at most that. 0 means that
-    even a single request misses the bounds or does not fit in the KV cache. Infinity means that the requests
-    need no work here because all their embeddings are cached.
+    Without bounds this is the throughput, and with bounds at most that. 0: a single request misses the bounds
+    or does not fit in the KV cache. Infinity: the requests need no work here, as all embeddings are cached.
 
-    `burst` is the squared coefficient of variation of the interarrival times. Without `confirm` only closed
-    forms are used (milliseconds), and with it a simulation (some tenths of a second). Both results are
-    cached.
+    `burst` is the squared coefficient of variation of the interarrival times. Without `confirm` closed forms
+    are used (milliseconds), otherwise a simulation (some tenths of a second). Both are cached.
     """
     if not samples:
         raise ValueError("a capacity needs samples of a request class")

@@ -37,6 +37,5 @@ def prefill_bytes(
 
 
 def kv_gathered_bytes(shape: LLMShape, tokens: float, *, pp: int, pcp: int) -> float:
-    """Return the bytes that a rank sends so that all `pcp` ranks have the KV of an iteration's tokens. MLA's
-    KV is complete on each rank."""
+    """Return the bytes that a rank sends so that all `pcp` have an iteration's KV. MLA's is whole on each."""
     return tokens * kv_bytes_per_token(shape, pp=pp) * (pcp - 1) / pcp

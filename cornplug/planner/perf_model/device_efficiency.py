@@ -19,8 +19,7 @@ class LinkEfficiency(NamedTuple):
     efficiency: float
     """Share of the link's peak bandwidth."""
     latency_s: float
-    """Latency of an all-reduce between two ranks. With more ranks, it is multiplied by log2 of their
-    number."""
+    """Latency between two ranks, multiplied by log2 of their number."""
 
 
 class ComputeEfficiency(NamedTuple):

@@ -25,10 +25,9 @@ def shared_iterations(alone: float, groups: int, side_by_side: float) -> SharedI
     """Return the fixed point of how many groups' prompts share an iteration.
 
     Prompts that arrive at any group during an iteration all join the next: a server at utilisation u has u^2
-    / (1 - u) waiting. More prompts make the iteration longer, but take less time than separate iterations.
-
-    `alone` is the share of the time that one group's prompts would take with no other group. `side_by_side`
-    is the duration of an iteration with prompts of all groups relative to one with a single prompt.
+    / (1 - u) waiting. Together they take less time than separately. `alone` is the share of the time for one
+    group's prompts alone. `side_by_side` is the duration with prompts of all groups relative to a single
+    prompt.
     """
     if groups == 1:
         return SharedIterations(alone, 1.0, 1.0)

@@ -1,8 +1,8 @@
-"""Hit rates of an LRU cache under Zipf requests, for planning before there is traffic to measure.
+"""Hit rates of an LRU cache under Zipf requests, before there is traffic to measure.
 
-Source: Che, Tung and Wang 2002. An item stays for a characteristic time t after its last use, which is the
-same for all items, so the hit probability is 1 - exp(-p t). t is the time at which the expected number of
-cached items equals the cache's size.
+Source: Che, Tung and Wang 2002. An item stays for a characteristic time t after its last use, the same for
+all items, so the hit probability is 1 - exp(-p t). At t the expected number of cached items equals the
+cache's size.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 _EACH: Final = 10_000
-"""Number of ranks with a bin each. Higher ranks share 200 bins per decade, because their probabilities hardly
-differ."""
+"""Ranks with their own bins. Higher ranks share 200 bins per decade, with similar probabilities."""
 
 
 def items(cache_bytes: float, item_bytes: float) -> int:
@@ -55,7 +54,7 @@ def _popularity(catalogue: int, zipf: float) -> tuple[Floats, Floats]:
 
 
 def _characteristic_time(probability: Floats, count: Floats, cached: float) -> float:
-    """Return the number of requests after which an unused item is evicted, by bisection in log time."""
+    """Return the requests after which an unused item is evicted, by bisection in log time."""
     low, high = math.log(cached), math.log(cached)
     while np.dot(count, -np.expm1(-probability * math.exp(high))) < cached:
         high += 2.0

@@ -1,8 +1,8 @@
 """Tokens of KV cache that fit on one device in addition to the weights.
 
-Both engines use all memory that they may use: vLLM profiles a step at startup and gives the rest to the
-cache, and SGLang reserves memory by a fixed rule. These are estimates. The figure of an engine in a profile
-takes precedence.
+Both engines fill the memory that they may use: vLLM profiles a step at startup and gives the rest to the
+cache, SGLang reserves memory by a fixed rule. An engine's own figure in a profile takes precedence over these
+estimates.
 """
 
 from __future__ import annotations
@@ -52,11 +52,10 @@ def kv_tokens(
     utilisation: float = UTILISATION,
     element_bytes: int = 2,
 ) -> int:
-    """Return the tokens for which every rank has KV memory, in whole blocks, or 0 if the model does not fit.
+    """Return the tokens that fit on every rank, in whole blocks, or 0 if the model does not fit.
 
-    With attention data parallelism this is the number of one of its `dp` groups. Groups of prefill context
-    parallelism (`pcp`) all hold the same KV. The replica uses `share` of each GPU. `extra_bytes` is the size
-    of towers on one rank in the same engine.
+    With attention data parallelism they are one of `dp` groups'; `pcp` groups hold the same KV. The replica
+    uses `share` of each GPU. `extra_bytes` is the size of towers on a rank.
     """
     groups = dp * pcp
     spent = weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=groups) + extra_bytes
@@ -118,8 +117,7 @@ def gathered_bytes(shape: LLMShape, chunk_tokens: float, *, dp: int) -> float:
 
 
 def _vllm_step(shape: LLMShape, tp: int, others: int, chunk_tokens: int, max_batch: int) -> int:
-    """Return the bytes that a step of vLLM needs. `others` is the number of groups of `tp` ranks in a
-    replica."""
+    """Return the memory of a step. `others` counts groups of `tp` ranks."""
     per_request = _GRAPH_BYTES_PER_REQUEST + _LOGITS_BYTES_PER_REQUEST
     ranks = _NCCL_BYTES if tp * others > 1 else 0
     return _CONTEXT_BYTES + ranks + max_batch * per_request + activation_bytes(shape, chunk_tokens, tp=tp)

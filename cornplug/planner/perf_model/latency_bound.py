@@ -10,14 +10,14 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class LatencyBound:
-    """Bounds in seconds at one percentile. None means no bound."""
+    """Bounds at one percentile, None without."""
 
     percentile: str
     """"mean", "p50", "p90", "p95" or "p99"."""
     seconds: float | None = None
     """Bound on the time to the first token if the station prefills, otherwise on the time until leaving."""
     tpot_s: float | None = None
-    """Bound on the time per token if the station decodes."""
+    """Bound per token if the station decodes."""
     also: tuple[LatencyBound, ...] = ()
     """Bounds on other percentiles, which have no `also`."""
     relative: bool = False
@@ -34,7 +34,7 @@ class LatencyBound:
 
     @property
     def share(self) -> float | None:
-        """Percentile as a share: 0.95 for "p95", and None for the mean."""
+        """0.95 for "p95", None for the mean."""
         return None if self.percentile == "mean" else int(self.percentile[1:]) / 100
 
     def of(self, times: NDArray[np.float64]) -> float:

@@ -71,14 +71,13 @@ def hardware(
     """Return the times and memory of one replica in `role` (letters of "EPDG"), or None if no profile
     matches.
 
-    With attention data parallelism they are those of one of its `dp` groups. Tables and throughputs are
-    measured without attention data or context parallelism, so only a roofline applies to these.
+    With attention data parallelism they are those of one of its `dp` groups. Only a roofline covers it and
+    context parallelism, because tables and throughputs are measured without.
 
-    `component` is the LLM for a role with P or D, otherwise the encoder or generator itself. `engine` is
-    "vllm" or "sglang", or the name of the server of a separate tower or generator. `shape` belongs to
-    `component`, and is None if only a throughput or a table is known. `tower` and `generator` run in the
-    LLM's engine. `context_tokens` is the typical prompt length for the attention of a roofline; None means
-    each iteration's own tokens.
+    `component` is the LLM for P or D, otherwise the encoder or generator. `engine` is "vllm" or "sglang", or
+    the server of a separate tower or generator. `shape` is the component's, or None with only a throughput or
+    table. `tower` and `generator` run in the LLM's engine. `context_tokens` is the typical prompt for a
+    roofline's attention, None for each iteration's own.
 
     Raises ConfigError if a measured table cannot be read or has no rows for the cell.
     """

@@ -31,12 +31,12 @@ def wait_mean(
 
 
 def two_choices(utilisation: float) -> tuple[float, float]:
-    """Return the share of arrivals that wait, and the mean wait of all arrivals in service times, if each
-    arrival chooses the shorter of two random queues.
+    """Return the share of arrivals that wait, and the mean wait of all in service times, if each chooses the
+    shorter of two random queues.
 
     Source: the supermarket model of M/M/1 queues (Mitzenmacher, "The Power of Two Choices in Randomized Load
-    Balancing", 2001): a share u^(2^k - 1) of the queues has k or more requests. It applies to many queues.
-    With few queues, waits are shorter.
+    Balancing", 2001): a share u^(2^k - 1) of many queues has k or more requests. With few queues, waits are
+    shorter.
     """
     _refuse_overload(1, utilisation)
     wait, k = 0.0, 2

@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class RequestCosts:
-    """Costs of a class's samples, with one entry per sample."""
+    """Arrays with one entry per sample."""
 
     samples: tuple[SampledRequest, ...]
     prompts: Floats

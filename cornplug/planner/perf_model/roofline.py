@@ -1,26 +1,26 @@
 """Times estimated from a model's shape and the GPU table, for components without measurements.
 
-An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus the time of its
-all-reduces, a latency of each layer and a constant overhead (`device_efficiency.py`). Source: Williams,
-Waterman and Patterson 2009. The FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus
-attention. A plan marks every cell that is based on these estimates.
+An iteration takes max(FLOP / (efficiency x peak), bytes / (efficiency x bandwidth)), plus its all-reduces, a
+latency per layer and a constant overhead (`device_efficiency.py`). Source: Williams, Waterman and Patterson
+2009. The FLOP counts are those of Kaplan et al. 2020 (2 per weight and token) plus attention. A plan marks
+cells based on these estimates.
 
-Pipeline parallelism: the time between two prefill iterations is that of one stage (`EngineStepTimes.pipeline`
-adds the other stages to the time to first token). A decode iteration gives all b requests a token while b /
-pp of them pass through each stage, so it takes pp stages at b / pp.
+Pipeline parallelism: the time between two prefill iterations is one stage's (`EngineStepTimes.pipeline` adds
+the others to the time to first token). A decode iteration gives all b requests a token while b / pp of them
+pass through each stage, so it takes pp stages at b / pp.
 
 Attention data parallelism (DeepSeek-AI 2024, "DeepSeek-V3", 3.4): dp groups of tp ranks compute in lockstep,
-each with its own requests. Times are those of a group if all groups have the same number of tokens. A rank
-then has the same work as with tp alone: the experts process dp times the tokens on dp times the ranks.
-Instead of a layer's second all-reduce, the tokens of all groups are gathered before the experts and their
-results are reduce-scattered after them, as in both engines without additional libraries.
+each with its own requests. Times are a group's if all have equally many tokens. A rank then has the same work
+as with tp alone: experts process dp times the tokens on dp times the ranks. Instead of a layer's second
+all-reduce, all groups' tokens are gathered before the experts and their results reduce-scattered after them,
+as in both engines without other libraries.
 
-Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, so that each
-group attends to the whole context for its part, and each decodes 1 / pcp of the requests. Experts are divided
-as with attention data parallelism. Each layer's KV is gathered from all groups, which then all hold it.
+Prefill context parallelism (vLLM 0.32): pcp groups of tp ranks divide the tokens of each prompt, each
+attending to the whole context for its part, and decode 1 / pcp of the requests. Experts are divided as with
+attention data parallelism. Each layer's KV is gathered from all groups, which then all hold it.
 
-Expert parallelism: a rank computes the experts that it holds. With random routing the fullest of G ranks has
-m + sqrt(2 m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
+Expert parallelism: a rank computes its own experts. With random routing the fullest of G ranks has m + sqrt(2
+m ln G) of the tokens' choices, where m is the mean (Raab and Steger 1998, "Balls into bins").
 """
 
 from __future__ import annotations
@@ -72,18 +72,16 @@ class DevicePeaks:
     bytes: float
     link: float
     all_reduce_s: float
-    """Latency of an all-reduce between two ranks. With more ranks, it is multiplied by log2 of their
-    number."""
+    """Latency between two ranks, multiplied by log2 of their number."""
     overhead_s: float
 
     @classmethod
     def of(
         cls, gpu: GpuSpec, profile: RooflineProfile, quantisation: str, efficiency: float = NOT_FITTED
     ) -> DevicePeaks:
-        """Return the peaks. 4-bit weights (awq, gptq) compute at the 16-bit peak, and fp8 at the GPU's fp8
-        peak.
+        """Return the peaks. 4-bit weights (awq, gptq) compute at the 16-bit peak, fp8 at the GPU's fp8 peak.
 
-        `efficiency` is the share of the peak FLOPS if the profile has none.
+        `efficiency` is the default share of the peak FLOPS.
         """
         peak = gpu.fp8_tflops if quantisation == "fp8" else gpu.bf16_tflops
         link = NVLINK if gpu.nvlink else PCIE
@@ -100,8 +98,7 @@ class DevicePeaks:
         return max(flops / self.flops, nbytes / self.bytes) + sent / self.link + self.overhead_s
 
     def latency_s(self, layers: float, tp: int, *, dp: int = 1, experts: bool = False) -> float:
-        """Return the latency of an iteration's layers, independent of their work: sequential kernels and two
-        all-reduces per layer.
+        """Return the fixed latency of an iteration's layers: sequential kernels and two all-reduces each.
 
         The second all-reduce, after the experts, includes the ranks of all `dp` groups.
         """
@@ -129,9 +126,8 @@ def llm_steps(
     """Return the iteration times of a language model on one replica, or on each attention-DP group.
 
     `component` determines speculation: with acceptance a and k drafted tokens an iteration yields (1 -
-    a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and verifies k + 1 tokens per request. `context_tokens`
-    is the number of prompt tokens that an iteration's tokens attend to. None means that each iteration is one
-    whole prompt.
+    a^(k+1)) / (1 - a) tokens (Leviathan et al. 2023), and verifies k + 1 per request. `context_tokens` is the
+    prompt that an iteration's tokens attend to, None for one whole prompt per iteration.
     """
     experts = shape.active_parameters is not None
     efficiency = compute_efficiency(gpu, fp8=quantisation == "fp8", experts=experts)
@@ -232,17 +228,14 @@ def _active(shape: LLMShape) -> float:
 
 
 def _multiplied(shape: LLMShape) -> float:
-    """Return the number of weights that a prompt token is multiplied by. Embeddings are looked up, and the
-    head is used for few tokens."""
+    """Return the weights that multiply a prompt token: no embeddings, which are looked up, and no head, used
+    for few."""
     return max(_active(shape) - shape.embedding_parameters, 0.0)
 
 
 def _touched(shape: LLMShape, tokens: float) -> float:
-    """Return the share of the weights that an iteration reads, including only the experts that receive a
-    token.
-
-    Tokens choose their experts independently: 1 - (1 - active share)^tokens.
-    """
+    """Return the share of the weights that an iteration reads. Tokens choose their experts independently: 1 -
+    (1 - active share)^tokens."""
     idle: float = 1 - _active(shape) / shape.parameters
     return 1 - idle ** max(tokens, 1.0) if idle > 0 else 1.0
 
@@ -250,10 +243,10 @@ def _touched(shape: LLMShape, tokens: float) -> float:
 def _weights_read(
     shape: LLMShape, quantisation: str, *, tp: int, pp: int, dp: int
 ) -> Callable[[float], float]:
-    """Return the bytes of weights that a rank reads as a function of the tokens of one group's iteration.
+    """Return the bytes of weights that a rank reads by tokens of one group's iteration.
 
-    With attention data parallelism, these are all weights except the experts, plus the share of the experts
-    that receive a token of any group, 1 - (1 - k / E)^tokens.
+    With attention data parallelism: all but the experts, and the share of experts that any group's token
+    uses, 1 - (1 - k / E)^tokens.
     """
     weights = component_shapes.weights_bytes(shape, quantisation, tp=tp, pp=pp, dp=dp)
     if dp == 1 or shape.experts is None or shape.experts_per_token is None:
@@ -283,9 +276,9 @@ def _uneven(tokens: float, shape: LLMShape, ranks: int) -> float:
 
 
 def _all_reduced(layers: float, hidden: int, tokens: float, tp: int, dp: int = 1) -> float:
-    """Return the bytes that a rank sends for the two all-reduces of each layer: 2 (tp - 1) / tp in a ring.
+    """Return the bytes that a rank sends for each layer's two all-reduces: 2 (tp - 1) / tp in a ring.
 
-    The second all-reduce covers the tokens of all groups and all tp * dp ranks.
+    The second covers the tokens of all groups and all tp * dp ranks.
     """
     if dp == 1:
         return 2 * layers * 2 * (tp - 1) / tp * hidden * tokens * _ACTIVATION_BYTES

@@ -21,12 +21,12 @@ from cornplug.planner.simulator.stations import Station
 
 SIMULATIONS: Final = 8
 CLOSE: Final = 1.03
-"""Ratio between the passing and the failing rate at which the search ends."""
+"""Ratio of failing to passing rate at which the search ends."""
 MOST_JOBS: Final = 4000
 _JOBS: Final = {"mean": 1000, "p50": 1000, "p90": 1200, "p95": 1500, "p99": 3000}
 _MORE_WHERE_NOTHING_DECODES: Final = 2
-"""Factor on the jobs if nothing decodes. Queues of prompts and images have longer correlations than decode
-batches, and are cheaper to simulate."""
+"""Factor on the jobs if nothing decodes, because such queues have longer correlations and are cheaper to
+simulate."""
 _HEAD: Final = 0.2
 """Share of the jobs that is not counted, because the station is not in a steady state yet."""
 
@@ -40,9 +40,9 @@ def confirm(
     seed: int,
     screened: float,
 ) -> float:
-    """Return the largest simulated rate that meets the bounds, in requests per second of all replicas, or 0.
+    """Return the largest simulated rate of all replicas that meets the bounds, requests per second, or 0.
 
-    `screened` is the rate from closed forms, where the search starts.
+    The search starts at `screened`, the rate from closed forms.
     """
     most = saturated(station, samples, seed=seed)
     if not bound.bounded:
@@ -68,8 +68,8 @@ def saturated(station: Station, samples: Sequence[SampledRequest], *, seed: int 
 
 
 def _pace(ends: NDArray[np.float64], decodes: bool) -> float:
-    """Return the requests that end per second. For decoding requests, the time in which the batch fills or
-    empties is left out."""
+    """Return the requests that end per second, if they decode without the time in which the batch fills or
+    empties."""
     first, last = int(0.25 * len(ends)), int(0.75 * len(ends))
     if decodes and ends[last] > ends[first]:
         return (last - first) / float(ends[last] - ends[first])
@@ -114,11 +114,10 @@ class _LoadTest:
         seed: int,
         rate: float,
     ) -> _LoadTest:
-        """Create an experiment that is long enough for a steady state, in which requests are replaced several
-        times.
+        """Create an experiment long enough for a steady state, in which requests are replaced several times.
 
-        If that needs too many requests, fewer replicas are simulated. They pool less, so their share of the
-        capacity is a conservative estimate.
+        If that needs too many requests, fewer replicas are simulated. They pool less, so their capacity is
+        conservative.
         """
         needed = 6 * rate * _lifetime_s(station, samples)
         replicas = station.replicas
@@ -168,8 +167,8 @@ class _LoadTest:
 
     @staticmethod
     def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
-        """Return the index after the last counted request. Requests that were present when the last one
-        arrived decode in a shrinking batch, so they are left out, but at most a third of all."""
+        """Return the end of the counted requests: those present when the last arrived decode in a shrinking
+        batch. They are at most a third."""
         end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
         return max(int(end), 2 * len(at_s) // 3)
 
@@ -198,8 +197,8 @@ def _lifetime_s(station: Station, samples: Sequence[SampledRequest]) -> float:
 
 
 def _search(load_test: _LoadTest, rate: float, most: float) -> float:
-    """Search outwards from the screened rate, then between a passing and a failing rate by interpolation in
-    logarithms."""
+    """Search outwards from the screened rate, then interpolate in logarithms between passing and failing
+    rates."""
     good, bad = 0.0, most
     ease, stress = 0.0, math.inf
     factor = 1.15

@@ -1,8 +1,8 @@
 """Even distribution of load over the replicas that a solution pays for.
 
-A solution only has to fit its cells, so the solver fills some cells completely and leaves others empty,
-especially spare replicas. With everything else fixed, this lowers the load of the fullest cell of every
-service as far as its tiers allow. Waits become shorter, and spare replicas stay warm.
+A solution only has to fit its cells, so the solver fills some completely and leaves others empty, especially
+spare ones. With all else fixed, this lowers the fullest cell of every service as far as its tiers allow.
+Waits become shorter, and spare replicas stay warm.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ HELD: Final = 1e-6
 def balance_load(
     pool: OptimizationProblem, solution: PoolSolution, settings: SolverOptions
 ) -> PoolSolution | None:
-    """Return a solution with the same replicas, variants and cost and with balanced flows, or None if they no
-    longer fit this pool.
+    """Return the solution with other flows for the same replicas, variants and cost, or None if they no
+    longer fit.
 
     Rates that are divided into slices do not change.
     """

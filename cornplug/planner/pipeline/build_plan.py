@@ -186,7 +186,7 @@ def _forecast(
 
 
 def _other_bounds(slo: Slo) -> list[PercentileSlo]:
-    """Return the bounds other than the seconds of the first table."""
+    """Return all bounds but the first table's seconds."""
     first = PercentileSlo(
         percentile=slo.percentile,
         ttft_slowdown=slo.ttft_slowdown,
@@ -256,7 +256,6 @@ def _proof(problem: FormulatedProblem, solution: PoolSolution) -> OptimalityProo
 
 
 def _unit(problem: FormulatedProblem) -> str:
-    """Return the unit of the objective."""
     if problem.pool.objective != "cost":
         return "weighted requests/s" if problem.pool.objective == "goodput" else "of each class"
     current = problem.pool.current

@@ -1,8 +1,7 @@
 """Search for a solution in which every cell has a simulated capacity.
 
-Closed forms screen all cells, and the simulator confirms only those that a solution uses. If the replicas
-still carry all load at their simulated capacities, the solution is final. Otherwise the problem is solved
-again with these capacities.
+Closed forms screen all cells, and the simulator confirms those that a solution uses. If its replicas still
+carry all load, the solution is final. Otherwise the problem is solved again with the simulated capacities.
 """
 
 from __future__ import annotations
@@ -20,24 +19,23 @@ from cornplug.planner.pipeline.balance_load import balance_load
 from cornplug.planner.pipeline.formulate import FormulatedProblem
 
 Report = Callable[[str, float], None]
-"""Called with the name of a phase and the finished share of it."""
+"""Called with a phase and its finished share."""
 Watch = Callable[[SolveProgress], None]
 
 ROUNDS: Final = 6
 """Maximum number of rounds. The last round's solution is accepted without confirmation."""
 ENOUGH: Final = 1.5
-"""Factor on the number of replicas c within which a confirmed capacity is valid: c / 1.5 to c x 1.5."""
+"""A capacity for c replicas is valid for c / 1.5 to c x 1.5."""
 GROWN: Final = 1.05
 """Growth of a capacity from which fewer replicas might be sufficient."""
 SCOUT: Final = 0.1
-"""Share of the solver's work for rounds with capacities from closed forms, because their plans are not
-final."""
+"""Share of the solver's work while closed forms rate the cells, because these plans are not final."""
 SCOUTS: Final = 3
 """Maximum number of such rounds."""
 SEARCH: Final = 0.5
-"""Share of the solver's work once the cells that a plan uses are simulated."""
+"""Share of the work once the used cells are simulated."""
 LATER: Final = 0.2
-"""Share of the solver's work for a problem similar to a solved problem."""
+"""Share of the work for a similar problem."""
 
 
 def with_simulated_capacities(

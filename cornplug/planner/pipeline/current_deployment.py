@@ -1,9 +1,9 @@
 """The current deployment as part of a new pool: its cells, the ages of its replicas, and the costs of
 changes.
 
-Cells that differ only in their tier are the same processes with another latency bound, so switching between
-them is free. A role switch is possible if SGLang can change the role while it runs (prefill to decode and
-back, with a transfer backend that allows it). Any other change is a restart.
+Cells that differ only in their tier are the same processes, so switching is free. SGLang can switch roles
+while it runs (prefill to decode and back, with a transfer backend that allows it). Any other change is a
+restart.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _switches(
 
 
 def _part(spec: CellSpec) -> tuple[str, ...]:
-    """Return the key for switches. P and D of one model share a key; every other service has its own."""
+    """Return the key for switches, which P and D of one model share."""
     return tuple(c.name for c in spec.service.components) if _switchable(spec) else (spec.service.name,)
 
 
@@ -130,6 +130,6 @@ def _switchable(spec: CellSpec) -> bool:
 
 
 def _dollars(spec: CellSpec, nodes: Mapping[str, MachineClass], seconds: float) -> float:
-    """Return the cost of one replica's GPUs while they are paid for but do not serve."""
+    """Return the cost of a replica's GPUs while they do not serve."""
     node = nodes[spec.cell.nodes]
     return spec.cell.gpus * node.price / node.gpus * seconds / 3600

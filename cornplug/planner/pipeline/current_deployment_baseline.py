@@ -52,8 +52,8 @@ def solve(
 def _baseline(
     pool: OptimizationProblem, current: CurrentState, settings: SolverOptions
 ) -> PoolSolution | None:
-    """Solve for more or fewer of the same processes, in the same or switched roles. Returns None if they
-    cannot carry the load."""
+    """Solve for more or fewer of the same processes, or switched roles. Returns None if these cannot carry
+    the load."""
     names = set(current.replicas)
     names |= {other for c in pool.cells if c.name in names for other in c.switches_with}
     cells = tuple(c for c in pool.cells if c.name in names)

@@ -46,11 +46,10 @@ def decide(
     watch: Watch | None = None,
     corrections: Iterable[TimesCorrection] | None = None,
 ) -> PlanDecision:
-    """Return the cheapest plan (or the plan with the most goodput) that meets every SLO.
+    """Return the cheapest plan (or the one with most goodput) that meets every SLO.
 
-    `digest` is the SHA-256 of the input file. `watch` is called with the solver's incumbents and bounds, and
-    `corrections` are as in `formulate`. Raises PlanInfeasible if this pool allows no plan, and the
-    ConfigErrors of `formulate`.
+    `digest` is the SHA-256 of the input file. `watch` receives the solver's incumbents and bounds, and
+    `corrections` are as in `formulate`. Raises PlanInfeasible, and ConfigError as `formulate`.
     """
     report = progress or (lambda _phase, _share: None)
     report("cells", 0.0)

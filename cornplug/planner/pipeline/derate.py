@@ -1,8 +1,8 @@
 """Reduced capacities for services that missed a bound in the simulation of a whole plan.
 
-Capacities are measured with one class alone on a cell, and are added linearly if classes share it.
-Percentiles do not combine linearly, and stages do not reach their worst case at the same time. A plan that
-fits on paper may therefore miss a bound slightly, and then needs more capacity at these services.
+Capacities are of one class alone on a cell, and are added linearly if classes share it. Percentiles do not
+combine linearly, nor do all stages reach their worst case together. A plan that fits on paper may therefore
+miss a bound slightly, and needs more capacity there.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class FormulatedProblem:
 
 
 def nic_bytes_s(nodes: NodeClass, gpu: GpuSpec) -> float:
-    """Return the network bandwidth of a whole node in bytes per second."""
+    """Return a node's network bandwidth."""
     return (gpu.nic_gb_s * nodes.gpus if nodes.nic_gb_s is None else nodes.nic_gb_s) * GB
 
 
@@ -179,7 +179,6 @@ def formulate(
 
 
 def _users(candidates: list[RequestPath]) -> dict[Service, dict[str, RequestClass]]:
-    """Return the classes that may use each service."""
     users: dict[Service, dict[str, RequestClass]] = {}
     for request_path in candidates:
         for service in request_path.path.stages:
@@ -199,7 +198,7 @@ def _chains(candidates: list[RequestPath], node_classes: int) -> dict[str, Chain
 def _loosest_tiers(
     service: Service, candidates: list[RequestPath], chains: Mapping[str, Chain]
 ) -> dict[str, LatencyTier]:
-    """Return, for each user of a service, the loosest tier that any of its request paths requires there."""
+    """Return each user's loosest tier over its request paths through a service."""
     asked = [(w.of.name, p) for w in candidates for p in w.stage_budgets if p.service.name == service.name]
     loosest: dict[str, LatencyTier] = {}
     for name, p in asked:

@@ -38,7 +38,7 @@ def _cost_per_hour(problem: FormulatedProblem, solution: PoolSolution, name: str
 
 
 def done_hours(job: JobForecast, served: float, last_answer_s: float | None) -> float | None:
-    """Return the hours from the first request to the last response, or None if the latency is unknown."""
+    """Return the time from the first request to the last response, or None if unknown."""
     if last_answer_s is None or served <= 0:
         return None
     return (job.requests / served + last_answer_s) / 3600

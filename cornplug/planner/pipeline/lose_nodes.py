@@ -1,8 +1,8 @@
 """Plans whose placed replicas survive the loss of any node (`rules.n_plus_one = "node"`).
 
-The pool model limits the replicas of a cell on one node, but does not ensure that the replicas of all
-services can be placed this way. So the replicas of a solution are placed, and each node is removed in turn.
-If the rest cannot carry the online work, this placement is excluded and the problem is solved again.
+The pool model limits a cell's replicas per node, but does not ensure that all services' replicas can be
+placed so. The replicas of a solution are placed and each node removed in turn. If the rest cannot carry the
+online work, this placement is excluded and the problem is solved again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ HELD: Final = 1e-6
 def with_spare_nodes(
     problem: FormulatedProblem, report: Report, watch: Watch | None, *, near: PoolSolution | None = None
 ) -> tuple[FormulatedProblem, PoolSolution]:
-    """Solve with `with_simulated_capacities`, so that the solution survives any node's loss if the rules
-    require it.
+    """Solve with `with_simulated_capacities`, and survive any node's loss if the rules require it.
 
-    Raises the same errors, and PlanUnfinished if the placements of `ROUNDS` solutions do not survive.
+    Raises its errors, and PlanUnfinished if no placement of `ROUNDS` solutions survives.
     """
     for _ in range(ROUNDS):
         problem, near = with_simulated_capacities(problem, report, watch, near=near)
@@ -50,7 +49,6 @@ def with_spare_nodes(
 
 
 def excluding(pool: OptimizationProblem, crowded: tuple[CrowdedNode, ...]) -> OptimizationProblem:
-    """Return the pool without these placements."""
     return replace(pool, limits=replace(pool.limits, crowded=(*pool.limits.crowded, *crowded)))
 
 

@@ -1,11 +1,11 @@
-"""Placement of replicas on GPUs of nodes. It is exact because footprints divide each other.
+"""Placement of replicas on GPUs of nodes, exact because footprints divide each other.
 
 Footprints are 1/4, 1/2, 1, 2, 4 or 8 GPUs of a node with 1, 2, 4 or 8, or whole nodes. Each size divides the
-next larger size. If replicas are placed in decreasing order, the number of free GPUs of a node is always a
-multiple of the replica's size (Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So
-every solution of the pool model (sum of footprints <= GPUs of all nodes) can be placed, whichever node with
-enough free GPUs each replica gets. A replica is placed on the node with the fewest replicas of its service,
-and among these on the node with the most free GPUs, to limit a service's loss if a node fails.
+next larger size. Placed in decreasing order, every replica finds a multiple of its size free on a node
+(Coffman, Garey, Johnson 1987, "Bin packing with divisible item sizes"). So every solution of the pool model
+(sum of footprints <= GPUs of all nodes) can be placed on any nodes with enough free GPUs. A replica goes to
+the node with the fewest replicas of its service, and then with the most free GPUs, to limit a service's loss
+with a node.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from fractions import Fraction
 from cornplug.planner.optimizer.optimization_problem import OptimizationProblem, PoolSolution
 
 Slot = tuple[int, int]
-"""Index of the node in its class, and the first GPU."""
+"""Index in the node's class, and first GPU."""
 
 
 def placement(pool: OptimizationProblem, solution: PoolSolution) -> dict[str, list[Slot]]:
-    """Return the slots of each cell's replicas."""
     slots: dict[str, list[Slot]] = {}
     for nodes in pool.nodes:
         here = [c for c in pool.cells if c.nodes == nodes.name and solution.replicas.get(c.name)]
@@ -47,10 +46,9 @@ def place(
 ) -> dict[str, list[Slot]]:
     """Assign a node and a first GPU to each replica.
 
-    `footprints` maps groups to (GPUs per replica, replicas). `services` maps groups to services; a group
-    without an entry is its own service. A replica that spans nodes gets the slot of the first node and the
-    nodes after it. Raises ValueError if more than `nodes` nodes of `gpus` GPUs are needed, or for a footprint
-    that is not divisible.
+    `footprints` maps groups to (GPUs per replica, replicas), `services` groups to services, by default
+    themselves. A replica on several nodes has the first node's slot. Raises ValueError if `nodes` nodes of
+    `gpus` GPUs are too few, or for an indivisible footprint.
     """
     order = sorted(footprints, key=lambda group: -footprints[group][0])
     free = [Fraction(gpus)] * nodes
@@ -68,7 +66,7 @@ def place(
 
 
 def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapping[int, int]) -> Slot:
-    """Return a slot. `same` maps nodes to the number of replicas of this service on them."""
+    """Return a slot. `same` counts this service's replicas by node."""
     if size > gpus:
         whole_nodes = int(size / gpus)
         for node in range(len(free)):

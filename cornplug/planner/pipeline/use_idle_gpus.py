@@ -70,7 +70,7 @@ def _loads(pool: OptimizationProblem, solution: PoolSolution) -> defaultdict[str
 
 
 def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[str]:
-    """Return the number of running replicas of each cell that the solution stops."""
+    """Return the running replicas of each cell that the solution stops."""
     if current is None:
         return Counter()
     left = Counter(current.replicas) + Counter(solution.started)
@@ -82,8 +82,8 @@ def _stopped(current: CurrentState | None, solution: PoolSolution) -> Counter[st
 
 
 def _sources(cell: Cell, current: CurrentState | None, stopped: Counter[str]) -> list[str]:
-    """Return the cells whose replicas can become replicas of `cell` at no cost: the cell itself, or, when
-    re-planning, cells with stopped replicas."""
+    """Return cells whose replicas can become replicas of `cell` at no cost: itself, or when re-planning,
+    those with stopped replicas."""
     if current is None:
         return [cell.name]
     same = [cell.name, *sorted(one for one, other in current.free if other == cell.name)]

@@ -96,7 +96,7 @@ def _class(
 
 
 def delays(problem: FormulatedProblem) -> Callable[[str, str, SampledRequest], float]:
-    """Return a function for the seconds between two stages: an embedding fetch or a KV transfer."""
+    """Return the seconds between two stages as a function: embedding fetch or KV transfer."""
     table = problem.cell_builder.gpus
     slowest = min(nic_bytes_s(n, table[n.gpu]) for n in problem.nodes)
     per_token = max(

@@ -36,7 +36,7 @@ class PassCounter:
 
 @dataclass(frozen=True, slots=True)
 class BenchRound:
-    """Result of a number of images sent at the same time."""
+    """Result of images sent at the same time."""
 
     images: int
     tokens: int
@@ -57,11 +57,11 @@ def rows(
     progress: Callable[[str, float], None],
     **cell: str | int | None,
 ) -> list[ProfileRow]:
-    """Encode images of random noise, which cannot be cached.
+    """Encode images of random noise, which no cache has.
 
-    `edges` are the sides of the square images in pixels; towers with one input size resize them all.
-    `batches` are the numbers of images sent at the same time, and `cell` has the other fields of
-    `ProfileRow`. Raises EncoderError and CornplugError.
+    `edges` are the square images' sides in pixels, which towers with one input size resize. `batches` are
+    numbers of images sent together, and `cell` has the other fields of `ProfileRow`. Raises EncoderError and
+    CornplugError.
     """
     rounds: list[BenchRound] = []
     with EncoderClient(url, deadline_s=_DEADLINE_S) as client:

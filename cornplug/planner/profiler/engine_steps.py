@@ -97,7 +97,7 @@ def _cached_tokens(url: str) -> float:
 
 
 def _metrics(url: str) -> str:
-    """Return the text of /metrics, or "" if the engine has no metrics. SGLang's are off by default."""
+    """Return the text of /metrics, or "" without metrics, as by default in SGLang."""
     try:
         answer = httpx.get(f"{url}/metrics", timeout=10, trust_env=False, verify=tls_context())
     except httpx.TransportError as e:

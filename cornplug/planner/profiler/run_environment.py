@@ -1,4 +1,4 @@
-"""Text description of the machine and the package versions of a measurement."""
+"""Machine and package versions of a measurement, as text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _cpu() -> str:
 
 
 def _gpus() -> str:
-    """Return, for example, "2 x NVIDIA H100 80GB HBM3", or "" if the driver reports no GPU."""
+    """Return, for example, "2 x NVIDIA H100 80GB HBM3", or "" without GPUs."""
     if shutil.which("nvidia-smi") is None:
         return ""
     asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]

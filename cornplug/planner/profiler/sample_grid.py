@@ -32,8 +32,7 @@ class TimedPoint:
     seconds: float
     """Seconds from sending the request until its last token.
 
-    Times of single tokens are not used, because an engine whose API process is delayed sends several at the
-    same time.
+    Times of single tokens are unreliable: an engine whose API process is delayed sends several together.
     """
 
 
@@ -44,7 +43,7 @@ class SampleGrid:
     prompts: tuple[int, ...]
     """Prompt tokens in ascending order."""
     batches: tuple[int, ...]
-    """Numbers of requests that decode together, in ascending order from 1."""
+    """Ascending numbers of requests that decode together, from 1."""
     output_tokens: int
     repeats: int
 
@@ -62,10 +61,7 @@ class SampleGrid:
             )
 
     def within(self, max_model_len: int) -> SampleGrid:
-        """Return the grid without prompts that are too long for a model of this context.
-
-        Raises ConfigError if no prompt is left.
-        """
+        """Return the grid without prompts that are too long. Raises ConfigError if none is left."""
         fitting = tuple(p for p in self.prompts if p + self.output_tokens <= max_model_len)
         if not fitting:
             raise ConfigError(
@@ -102,9 +98,8 @@ class SampleGrid:
         """Return the table's rows for these results, which include warm-up. `cell` has the other fields of
         `ProfileRow`.
 
-        Decode times are for an empty context, and the cost of context is a separate row. Time off the device
-        is the time of a one-token prompt minus a decode iteration with one request, because its prefill is
-        such an iteration.
+        Decode times are for an empty context; its cost is a separate row. Time off the device is a one-token
+        prompt's, minus a decode iteration with one request, which its prefill equals.
         """
         counted = isolated[len(isolated) // (self.repeats + 1) :]
         batches = {1: self._step_s(counted, _SHORT_TOKENS)}

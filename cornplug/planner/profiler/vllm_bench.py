@@ -127,10 +127,8 @@ def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]
 
 
 def vllm() -> str:
-    """Return the path of the `vllm` command, next to this interpreter or on the PATH.
-
-    Raises ConfigError with a remedy if it is not installed.
-    """
+    """Return the path of `vllm`, next to this interpreter or on the PATH. Raises ConfigError if it is not
+    installed."""
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:

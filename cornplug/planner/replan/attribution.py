@@ -27,8 +27,7 @@ class ClassShare:
     name: str
     """Name of the class."""
     tasks: str
-    """Tasks of the scope's engines: "P" for the prefill side of a pair, or "PD" if the scope is not a single
-    group."""
+    """Tasks of the scope's engines: "P" of a pair, "PD" if the scope is not one group."""
 
     @property
     def part(self) -> float:

@@ -1,8 +1,8 @@
 """Factors on profiles' times for which the running plan's simulation matches the observed times.
 
-A first token that takes twice as long does not mean that prefill does: it includes the wait, which grows
-faster than the work. So the plan is simulated with the observed load, and the factors that explain its
-metrics are fitted for all groups together. In logarithms, a time is nearly linear in its factor.
+A first token that takes twice as long does not mean that prefill does: waits grow faster than the work. So
+the plan is simulated with the observed load, and the factors of all groups are fitted together. In
+logarithms, a time is nearly linear in its factor.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ SERVED: Final = 0.93
 NOTICEABLE: Final = 0.05
 """Logarithm of a factor below which it has no effect."""
 FLATTEST, STEEPEST = 0.5, 8.0
-"""Limits on the slope of a time over its factor in logarithms: if other work takes the time, and near
-saturation."""
+"""Limits on a time's slope over its factor, in logarithms: with other work, and near saturation."""
 MOST: Final = log(5.0)
 REQUESTS: Final = 4000
 """Number of requests in one simulation."""

@@ -21,7 +21,7 @@ class ReplanDecision:
     reason: str
     steps: tuple[PlanStep, ...]
     saves_per_hour: float
-    """Savings in dollars per hour. Negative if the load has grown."""
+    """Dollars per hour, negative if the load has grown."""
     switching_cost: float
     """One-time cost in dollars."""
 
@@ -81,7 +81,7 @@ def overloaded(old: Plan, decision: PlanDecision, *, same_work: bool = False) ->
 
 
 def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[str, float]) -> float:
-    """The group's planned utilisation, scaled to the observed rates and capacities."""
+    """Return the group's planned utilisation, scaled to the observed rates and capacities."""
     rates = {d.name: d.rate for d in decision.pool.demands}
     planned: dict[str, float] = defaultdict(float)
     totals: dict[str, float] = defaultdict(float)
@@ -101,10 +101,10 @@ def _load(g: ReplicaGroup, old: Plan, decision: PlanDecision, capacity: Mapping[
 
 
 def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
-    """Return the capacity of one replica: the running plan's, or less if new lengths and hit rates reduce it.
+    """Return the capacity of one replica: the running plan's, or less with new lengths and hit rates.
 
-    It is not increased, because the derating of the old capacity is unknown, and that of the new capacity
-    belongs to the new plan's mix. Capacities from closed forms are not a basis for a change.
+    It never increases, because the old capacity's derating is unknown, and the new one's belongs to another
+    mix. Closed forms' capacities are not used.
     """
     for spec in decision.problem.cells.values():
         if group_name(spec.cell.name) == g.name and (spec.simulated_replicas or not spec.timed):
@@ -114,7 +114,7 @@ def _capacity(g: ReplicaGroup, decision: PlanDecision) -> Mapping[str, float]:
 
 
 def _switched(decision: PlanDecision) -> dict[tuple[str, str], int]:
-    """Return the role switches by group. A change of tier of the same processes is not a switch."""
+    """Return the role switches by group, without changes of tier only."""
     current = decision.pool.current
     free = current.free if current else frozenset()
     found: dict[tuple[str, str], int] = defaultdict(int)

@@ -10,23 +10,23 @@ from cornplug.planner.replan.observed_times import ObservedTime
 from cornplug.planner.report import formatting
 
 NOTICED: Final = 1.2
-"""Ratio of observed and planned time, in either direction, from which a time is corrected."""
+"""Ratio of observed to planned time, or its inverse, from which times are corrected."""
 NEUTRAL: Final = 0.05
 
 
 def ratios(observed: Sequence[ObservedTime]) -> dict[str, float]:
-    """Return the ratios of a window, for comparison with the next window."""
+    """Return a window's ratios for the next window."""
     return {_name(one): one.ratio for one in observed}
 
 
 def agreed(
     observed: Sequence[ObservedTime], last: Mapping[str, float], explained: Mapping[str, float]
 ) -> list[ObservedTime]:
-    """Return all times of the window if one deviates by `NOTICED` and did so in the last window in the same
-    direction.
+    """Return all times of the window if one deviates by `NOTICED`, in the same direction as in the last
+    window.
 
-    All times are returned, because a correction of prefill changes decode. `last` has the ratios of the last
-    window, and `explained` those that the corrections since the plan was made explain.
+    All, because a correction of prefill changes decode. `last` has the last window's ratios, `explained`
+    those that corrections since the plan explain.
     """
     for one in observed:
         name, usual = _name(one), explained.get(_name(one), 1.0)
@@ -51,7 +51,6 @@ def _name(one: ObservedTime) -> str:
 
 
 def text(one: TimesCorrection) -> str:
-    """Return the message for an operator."""
     weights = "" if one.quantisation == "none" else f", {one.quantisation}"
     shape = formatting.shape(one.tp, one.pp, one.share, one.dp, one.dcp, one.pcp)
     where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"

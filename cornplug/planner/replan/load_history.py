@@ -1,7 +1,7 @@
 """Rates by the time of day from earlier windows, and the rate to expect soon.
 
-A replica takes minutes to start. If the load rises every morning, the rise is planned for before it occurs:
-with the usual rates of the next slots of the day, scaled to today's level.
+A replica takes minutes to start. A rise that occurs every morning is planned for in advance, from the usual
+rates of the next slots, scaled to today's level.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ SLOT_S: Final = 900
 NEWEST: Final = 0.5
 """Weight of the newest day in a slot's usual rate."""
 LEVELS: Final = (0.5, 2.0)
-"""Limits on the ratio of today's rate to the usual rate. Beyond them the day is unusual, and its level says
-little about the next hours."""
+"""Limits on the ratio of today's to the usual rate. An unusual day says little about its next hours."""
 
 
 class SlotMean(PlanRecord):
@@ -40,8 +39,7 @@ class DailyRates(PlanRecord):
     today: dict[int, SlotMean] = Field(default_factory=dict)
 
     def seen(self, rate: float, at_s: float) -> DailyRates:
-        """Return the rates with a window's rate at this Unix time. A new day adds the last day to the usual
-        rates."""
+        """Return the rates with a window's. A new day adds the last to the usual rates."""
         day, slot = _slot(at_s)
         kept = self if day == self.day else DailyRates(usual=self._with_today(), day=day)
         today = {**kept.today, slot: kept.today.get(slot, SlotMean()).plus(rate)}

@@ -77,7 +77,7 @@ class HistogramCounts:
         return self.total / self.number
 
     def quantile(self, q: float) -> float:
-        """Return a quantile, interpolated linearly within its bucket as in Prometheus' histogram_quantile."""
+        """Interpolate linearly within the bucket, as Prometheus' histogram_quantile."""
         left, low = q * self.number, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if left <= count and count:
@@ -100,11 +100,11 @@ class ObservedWindow:
     output: HistogramCounts | None = None
     ttft: HistogramCounts | None = None
     tpot: HistogramCounts | None = None
-    """Time per output token, one value per request."""
+    """Seconds per token, one value per request."""
     restarted: bool = False
     """Whether an engine's counters were reset, because its process is new."""
     cached_share: float | None = None
-    """Share of prompt tokens found in a cache."""
+    """Cached share of prompt tokens."""
     embedding_hits: Mapping[str, float] | None = None
     """Share of embeddings that were not computed, by application as the encoder service knows it."""
 
@@ -114,8 +114,7 @@ class ObservedWindow:
 
 
 def read(source: str) -> MetricsSnapshot:
-    """Read a snapshot from an http(s) address now, or from a file at its modification time. Raises
-    ConfigError if it cannot be read."""
+    """Read an http(s) address now, or a file at its modification time. Raises ConfigError if unreadable."""
     if source.startswith(("http://", "https://")):
         return parse(_get(source), time.time(), source)
     path = Path(source)
@@ -146,8 +145,7 @@ def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
 
 
 def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
-    """Return the window between two snapshots. Raises ConfigError if the second is not later than the
-    first."""
+    """Return the window. Raises ConfigError if the second snapshot is not later."""
     seconds = after.at_s - before.at_s
     if seconds <= 0:
         raise ConfigError(
@@ -202,7 +200,7 @@ def _json(body: str) -> Iterator[tuple[Series, float]]:
 
 
 def _grown(before: float, after: float) -> float:
-    """Return the increase of a counter. A counter that decreased was reset to 0 with its process."""
+    """Return the increase. A counter that decreased was reset with its process."""
     return after - before if after >= before else after
 
 

@@ -19,7 +19,7 @@ SLOWER: Final = 1.5
 """Ratio to the planned mean above which engines are slow. Means of `LEAST_REQUESTS` and good profiles deviate
 less."""
 LEAST_REQUESTS: Final = 100
-"""Minimum number of requests in a window. Fewer may be those of a cold start."""
+"""Minimum requests in a window, to exclude cold starts."""
 MORE_LOAD: Final = 1.1
 """Ratio to the planned rate above which the load explains slow tokens."""
 
@@ -37,7 +37,6 @@ class SlowEngines:
 
     @property
     def text(self) -> str:
-        """Message for an operator."""
         engines = self.scope or "the plan's engines"
         times = (
             f"{formatting.seconds(self.observed_s)} in the mean, planned {formatting.seconds(self.planned_s)}"
@@ -54,7 +53,7 @@ class ObservedTime:
 
     group: str
     scope: str
-    """Scope of the requests: all of the group, or some of its classes."""
+    """Scope: all of the group's requests, or some classes'."""
     phase: Phase
     seconds: float
     """Mean TTFT (prefill) or TPOT (decode) in seconds."""
@@ -121,8 +120,7 @@ def _comparable(plan: Plan, scope: str, window: ObservedWindow, counts: Histogra
 
 
 def _planned_s(plan: Plan, scope: str, phase: Phase) -> float | None:
-    """Return the mean of the scope's classes in the plan's simulation, or None if it is unknown for a
-    class."""
+    """Return the scope's mean in the plan's simulation, or None if a class's is unknown."""
     rates = attribution.planned_rates(plan, scope)
     forecasts = {f"{f.app}/{f.request}": f for f in plan.latency_forecasts}
     total = 0.0

@@ -68,7 +68,7 @@ def _on(g: ReplicaGroup) -> str:
 
 
 def _nodes(old: Plan, new: Plan, *, more: bool) -> list[PlanStep]:
-    """Return the steps for added nodes, which come first, or for removed nodes, which come last."""
+    """Return the steps for added nodes (first) or removed nodes (last)."""
     delta: dict[str, int] = defaultdict(int)
     for sign, plan in ((-1, old), (1, new)):
         for n in plan.nodes:

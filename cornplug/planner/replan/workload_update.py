@@ -19,7 +19,7 @@ from cornplug.planner.replan.attribution import ClassShare
 from cornplug.planner.replan.observed_load import HistogramCounts, ObservedWindow
 
 TOLERANCE: Final = 0.05
-"""Minimum relative difference for a change of the input. It must also exceed twice its own standard error."""
+"""Minimum relative difference for a change, which must also exceed twice its standard error."""
 LENGTH_TOLERANCE: Final = 0.1
 SOON: Final = "rate soon"
 
@@ -30,8 +30,7 @@ class FigureDifference:
 
     demand: str
     what: str
-    """"rate", "prompt", "output", "prefix" or "embedding", or "rate soon" if the rate is expected to grow at
-    this time of day."""
+    """"rate", "prompt", "output", "prefix" or "embedding", or "rate soon" for expected growth."""
     planned: float
     observed: float
 
@@ -203,10 +202,9 @@ def _scaled(length: Length, factor: float) -> Length:
 def _prefix(
     name: str, request: RequestSpec, shares: Sequence[ClassShare], found: list[FigureDifference]
 ) -> dict[str, object]:
-    """Return the observed hit rate of a class's prefix, from the share of cached tokens in its engines.
+    """Return the observed hit rate of a class's prefix, from its engines' cached tokens.
 
-    Hit rates that are computed from a catalogue do not change, because they depend on cache sizes and not on
-    the running plan.
+    Rates from a catalogue stay, because they depend on cache sizes and not on the running plan.
     """
     seen = [(s.window.cached_share, s.window.requests) for s in shares if s.window.cached_share is not None]
     if not seen or request.prefix is None or request.prefix.hit_rate is None:

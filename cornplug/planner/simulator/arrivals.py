@@ -1,11 +1,11 @@
 """Arrival times: a renewal process with gamma-distributed interarrival times.
 
-`burst` is the squared coefficient of variation of these times: 1 is Poisson, 4 is bursty, and 0.25 is more
-regular than Poisson.
+`burst` is their squared coefficient of variation: 1 is Poisson, 4 is bursty, and 0.25 is more regular than
+Poisson.
 
-The interarrival times are quantiles of the distribution in random order instead of a random sample
-(stratified sampling). A run then has exactly the requested rate and burst, and simulated percentiles vary
-half as much between seeds.
+The interarrival times are quantiles of the distribution in random order instead of a sample (stratified
+sampling). A run then has exactly the requested rate and burst, and percentiles vary half as much between
+seeds.
 """
 
 from __future__ import annotations

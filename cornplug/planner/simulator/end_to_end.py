@@ -83,10 +83,10 @@ def simulate_plan(
 ) -> SimulatedPlan:
     """Simulate the plan with all classes sharing its stations.
 
-    Each of 4 to `most_runs` runs counts about `requests` requests, divided among the classes in proportion to
-    their rates. The plan is warm before the first counted request and stays loaded after the last. A
-    request's group at a stage is chosen at random by the stage's weights. Raises ConfigError if a route's
-    class or group is unknown, or if a request's KV does not fit on a replica.
+    Each of 4 to `most_runs` runs counts about `requests` requests, divided among the classes by their rates.
+    The plan is warm before the first counted request and loaded after the last. A request's group at a stage
+    is random by weight. Raises ConfigError if a route's class or group is unknown, or a request's KV does not
+    fit on a replica.
     """
     places = list(stations.values())
     all_traffic = traffic(stations, routes, classes, delays)

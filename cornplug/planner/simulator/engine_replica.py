@@ -69,8 +69,7 @@ class EngineReplica:
         return left
 
     def load(self, now: float) -> float:
-        """Return the remaining work. A prompt counts as if it ran alone, a decode as its share of a full
-        batch."""
+        """Return the remaining work: prompts as if alone, decodes as their share of a full batch."""
         work_s = max(group.work_s for group in self._groups)
         return work_s + (max(self._until - now, 0.0) if self._mixed else 0.0)
 

@@ -37,8 +37,7 @@ class GroupScheduler:
         self._reserved = 0
         self.work_s = 0.0
         self._prefilling = self._most_prefilling = self._most_waiting = 0
-        """Prompt tokens of requests that have not finished prefill, their peak, and the peak number of
-        waiting requests."""
+        """Prompt tokens of requests in prefill or before, their peak, and the peak of waiting requests."""
         self.outstanding = 0
 
     @property
@@ -53,7 +52,7 @@ class GroupScheduler:
     # Admission ------------------------------------------------------------------------------
 
     def queue(self, job: int, request: SampledRequest) -> None:
-        """Insert the request after all requests of the same or a higher priority, as both engines do."""
+        """Insert the request after those of the same or higher priority, as both engines do."""
         self.outstanding += 1
         self.work_s += self._prefill_work_s(request) + self._decode_work_s(request)
         priority, at = self._log.priority, len(self._waiting)
@@ -99,7 +98,7 @@ class GroupScheduler:
     # An iteration ---------------------------------------------------------------------------
 
     def fill(self) -> tuple[int, float]:
-        """Return the prompt tokens of the next iteration, and the seconds to encode their media items."""
+        """Return the next iteration's prompt tokens, and the seconds to encode their items."""
         return self._pack() if self._prefills else self._join()
 
     def _join(self) -> tuple[int, float]:

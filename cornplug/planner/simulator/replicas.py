@@ -105,9 +105,9 @@ class SerialReplica(_Unlimited):
 
 
 class EncoderReplica(_Unlimited):
-    """Encoder replica with batches of up to `max_patches` patches, first in first out.
+    """Encoder with batches of up to `max_patches` patches, first in first out.
 
-    Items of one request may be in the same batch or in several. The request leaves when all are encoded.
+    Items of a request may share a batch or not. The request leaves when all are encoded.
     """
 
     def __init__(self, station: Station, agenda: EventAgenda, log: TokenLog) -> None:
@@ -186,11 +186,8 @@ def batches_s(station: Station, patches: Sequence[int]) -> float:
 
 
 def off_device_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds that prefill adds once per request and during which no replica is busy.
-
-    They are the time of the engine's API and network, and of the later pipeline stages for the prompt's last
-    tokens.
-    """
+    """Return the seconds per request at prefill that keep no replica busy: the engine's API and network, and
+    later pipeline stages for the last tokens."""
     if station.steps is None or "P" not in station.tasks:
         return 0.0
     last = min(request.computed_tokens, station.chunk_tokens)
@@ -198,7 +195,7 @@ def off_device_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds to encode and prefill one request that runs alone."""
+    """Return the seconds to encode and prefill one request alone."""
     seconds = batches_s(station, request.patches) if "E" in station.tasks else 0.0
     if station.steps is None or "P" not in station.tasks:
         return seconds
@@ -209,7 +206,7 @@ def isolated_prefill_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_decode_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds of the iterations after the first token of a request that runs alone."""
+    """Return the seconds of a single request's iterations after the first token."""
     if station.steps is None or "D" not in station.tasks:
         return 0.0
     steps = request.output_tokens - 1
@@ -218,7 +215,7 @@ def isolated_decode_s(station: Station, request: SampledRequest) -> float:
 
 
 def isolated_latency_s(station: Station, request: SampledRequest) -> float:
-    """Return the seconds of a visit of a request that runs alone."""
+    """Return the seconds of a single request's visit."""
     seconds = isolated_prefill_s(station, request) + isolated_decode_s(station, request)
     if station.generate is not None and "G" in station.tasks:
         seconds += station.generate(request.units)

@@ -1,12 +1,12 @@
 """A station's replicas, and the router that chooses a replica for each request.
 
-- power_of_two: the replica with fewer requests of two random replicas, as in vllm-router and sglang-router.
+- power_of_two: the one with fewer requests of two random replicas, as in vllm-router and sglang-router.
 - random: any replica.
-- least_work: the fewest seconds of unfinished work, as estimated by the replicas' `load`.
-- join_shortest_queue: the fewest requests of all replicas.
+- least_work: the fewest seconds of unfinished work, by the replicas' `load`.
+- join_shortest_queue: the fewest requests.
 
-Ties go to the first replica. The routers of the first two policies have no other information, so the other
-policies are bounds for comparison.
+Ties go to the first replica. Routers know no more than the first two policies use; the others are bounds for
+comparison.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class RouterDispatch:
         return one if one.outstanding <= other.outstanding else other
 
     def _below(self, n: int) -> int:
-        """Return a random index. Numbers are drawn in blocks because a call of numpy's generator costs as
-        much as the simulation of a request."""
+        """Return a random index. Drawn in blocks, because a call of numpy's generator costs as much as a
+        simulated request."""
         if not self._drawn:
             self._drawn = self._rng.random(_BLOCK).tolist()
         return int(self._drawn.pop() * n)

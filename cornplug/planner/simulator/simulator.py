@@ -1,9 +1,9 @@
 """Discrete-event simulation of requests through stations of engine replicas.
 
-An event is the arrival of a request at a station, or the end of a piece of work on a replica. An engine's run
-of decode iterations is one piece, so the cost of simulating a request does not grow with its output. Requests
-that arrive at the same time share an iteration or a batch. Failures, preemption for lack of KV (admission
-reserves it here), and the router's latency are not simulated.
+An event is a request's arrival at a station, or the end of a replica's piece of work. An engine's run of
+decode iterations is one piece, so a request's cost does not grow with its output. Requests that arrive
+together share an iteration or a batch. Failures, preemption for lack of KV (admission reserves it), and the
+router's latency are not simulated.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ __all__ = ["JobOutcomes", "Station", "StationJob", "StationVisit", "simulate"]
 
 
 def simulate(stations: Sequence[Station], jobs: Sequence[StationJob], *, seed: int = 0) -> JobOutcomes:
-    """Run all jobs (sorted by `at_s`) until they finish.
+    """Run all jobs (sorted by `at_s`) until they finish, with long waits if a station is overloaded.
 
-    An overloaded station also finishes, but its requests wait long. `off_device_s` of the first station that
-    prefills is added once to a job's TTFT and end-to-end latency. Raises ConfigError if a job needs more KV
-    than a replica of a station has, and ValueError if the jobs are not sorted.
+    `off_device_s` of the first station that prefills is added once to a job's TTFT and end-to-end latency.
+    Raises ConfigError if a job's KV does not fit on a replica, and ValueError if the jobs are not sorted.
     """
     if any(b.at_s < a.at_s for a, b in pairwise(jobs)):
         raise ValueError("jobs must be sorted by at_s")

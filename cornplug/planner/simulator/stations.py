@@ -36,8 +36,7 @@ class Station:
     """Maximum patches of an encoder batch. A larger item is a batch of its own."""
     router: Literal["least_work", "join_shortest_queue", "power_of_two", "random"] = "least_work"
     chunked: bool = True
-    """Whether prompts may be split. If not, a prompt longer than `chunk_tokens` is an iteration of its
-    own."""
+    """Whether prompts may be split. Otherwise a longer prompt is an iteration of its own."""
     groups: int = 1
     """Attention-DP groups per replica. Steps, KV, batch and chunk are those of one group."""
 
@@ -62,7 +61,7 @@ class Station:
 class StationVisit:
     station: int
     delay_s: float = 0.0
-    """Delay before the visit, for the transfer of the previous visit's result."""
+    """Delay before the visit, to transfer the previous result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +95,7 @@ class JobOutcomes:
 
     kind: NDArray[np.int64]
     ttft: NDArray[np.float64]
-    """Time to the first token of the visit that prefills. For jobs without P, the end of all visits."""
+    """Time to the first token, or the end of all visits without P."""
     tpot: NDArray[np.float64]
     """(last token - first token) / (output tokens - 1), or NaN for one token. If a job decodes without
     prefill, its first token is at its arrival."""

@@ -80,11 +80,8 @@ class GroupPrefill:
 
 @dataclass(frozen=True)
 class EngineStepTimes:
-    """Duration of one iteration of a language model's engine on one replica (all TP ranks).
-
-    With attention data parallelism the times are those of one group, with as many tokens in every other
-    group.
-    """
+    """Duration of an engine's iteration on one replica (all TP ranks), or on one attention-DP group with as
+    many tokens in every other."""
 
     prefill: PiecewiseCurve
     """Seconds by prompt tokens of the iteration."""
@@ -97,7 +94,7 @@ class EngineStepTimes:
     """Number of pipeline-parallel stages. `prefill` is then the time between iterations (one stage), so that
     rates are correct. A prompt's last tokens still pass through the other stages."""
     group: GroupPrefill | None = None
-    """Prefill times of one group, with attention data parallelism."""
+    """Present with attention data parallelism."""
 
     @property
     def alone(self) -> PiecewiseCurve:
@@ -112,9 +109,9 @@ class EngineStepTimes:
     def step_s(
         self, prompt_tokens: int, requests: int, kv_tokens: int = 0, *, mean: float | None = None
     ) -> float:
-        """Return the seconds of an iteration with prefill and decode, or 0 if it is empty.
+        """Return the seconds of an iteration with both, 0 if empty.
 
-        `mean` is the mean number of tokens, of prefill and decode, over all attention-DP groups.
+        `mean` is the mean tokens of both over all attention-DP groups.
         """
         decode = self.decode(requests) + self.kv_token_s * kv_tokens if requests else 0.0
         if not prompt_tokens:
@@ -144,10 +141,9 @@ class EngineStepTimes:
 
 
 def in_group_s(prefill: PiecewiseCurve, common: PiecewiseCurve, tokens: float, mean: float) -> float:
-    """Return the seconds of a group's iteration with `tokens`, if all groups have `mean` tokens on average.
+    """Return the seconds of a group's iteration with `tokens`, with a `mean` over all groups.
 
-    It is at least the time with `mean` tokens in every group, because the weights are read for any number of
-    tokens.
+    It is at least the time with `mean` everywhere, because weights are read for any number of tokens.
     """
     return max(prefill(tokens) - common(tokens) + common(mean), prefill(mean))
 
@@ -168,7 +164,7 @@ class CellHardware:
     tpot_s: dict[str, float] = field(default_factory=dict)
     """Seconds per token at that rate by "application/request", if measured under an SLO."""
     source: str = ""
-    """Source of the profile, such as "roofline (H100, 2026-11 table)" or "measured: ..."."""
+    """Profile's source, as "roofline (H100, 2026-11 table)", "measured: ..."."""
     measured: bool = False
 
     def rate_of(self, demand: str) -> float | None:

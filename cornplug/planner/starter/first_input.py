@@ -126,10 +126,10 @@ online_share = 0.8 # of an engine's capacity, for online work; the rest is room 
 def first_input(
     model: StartingModel, gpus: Sequence[str], *, folder: str | None, file: str, command: str
 ) -> str:
-    """Return TOML that `cornplug plan` accepts without changes.
+    """Return TOML that `cornplug plan` accepts unchanged.
 
-    `folder` is the checkpoint's path as the file refers to it, or None for a hub id. Raises ConfigError for
-    an unknown GPU, or if the model does not fit on any GPU in the list.
+    `folder` is the checkpoint's path in the file, or None for a hub id. Raises ConfigError for an unknown
+    GPU, or if the model does not fit on any.
     """
     machines = priced_machines(gpus)
     options = hosting_options(model.llm, model.quantisation, machines)

@@ -106,7 +106,7 @@ def _of_checkpoint(name: str, checkpoint: Checkpoint) -> StartingModel:
 
 
 def _media_tokens(config: Mapping[str, Any], tower: TowerShape) -> int | None:
-    """Return the tokens per image if config.json fixes the number, or None."""
+    """Return the tokens per image if config.json fixes them."""
     for key in ("mm_tokens_per_image", "image_seq_length"):
         if isinstance(said := config.get(key), int) and said > 0:
             return said

@@ -18,7 +18,7 @@ _FRAME_BYTES: Final = 3
 _SAMPLE_BYTES: Final = 4 + 4
 """Bytes per sample: at its original rate, and at the model's."""
 _SAMPLE_WORK: Final = 1.0
-"""Work per sample. It is about the same as per pixel, because both are a few bytes through a codec."""
+"""Work per sample. Like a pixel, it is a few bytes through a codec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,8 +145,7 @@ def choose_frames(
 ) -> tuple[int, ...]:
     """Return the wanted frames in ascending order, once `on_header` has accepted them.
 
-    Raises MediaError("unprocessable", "too_many_frames" or "too_many_pixels"), and errors of `choose` and
-    `on_header`.
+    Raises MediaError("unprocessable", "too_many_frames", "too_many_pixels"), and errors of both functions.
     """
     indices = video.sampled(source, choose(source), limits)
     on_header(MediumHeader.of_video(source, indices))

@@ -57,7 +57,7 @@ class FramesJob(msgspec.Struct, frozen=True, tag="frames"):
 
 
 class DecodeGo(msgspec.Struct, frozen=True, tag="go"):
-    """Request to decode the medium. For a video file, with the frames to decode."""
+    """Request to decode the medium, or these frames of a video file."""
 
     indices: tuple[int, ...] = ()
 
@@ -73,7 +73,7 @@ class DecoderReady(msgspec.Struct, frozen=True, tag="ready"):
 
 
 class MediumOpened(msgspec.Struct, frozen=True, tag="opened"):
-    """Header fields. 0 if this kind of medium has no such field."""
+    """Header fields, 0 if not applicable."""
 
     width: int = 0
     height: int = 0
@@ -109,10 +109,9 @@ def send(sock: socket.socket, message: ToDecoder | FromDecoder, fd: int | None =
 
 
 def receive(sock: socket.socket, kind: Any) -> tuple[Any, int | None]:
-    """Return the next message, and the descriptor that came with it, which the caller closes.
+    """Return the next message and its descriptor, which the caller closes.
 
-    Raises ConnectionResetError if the other side has disconnected, and TimeoutError after the socket's
-    timeout.
+    Raises ConnectionResetError if the other side has disconnected, and TimeoutError as the socket does.
     """
     body, fds, _, _ = socket.recv_fds(sock, MAX_MESSAGE, 1)
     fd = fds[0] if fds else None
@@ -143,7 +142,7 @@ def memory(parts: Iterable[bytes | memoryview]) -> int:
 def sealed(fd: int, size: int) -> mmap.mmap:
     """Return the bytes of a memfd, made immutable. Takes ownership of the descriptor.
 
-    Raises ValueError if it does not have `size` bytes, and OSError if it cannot be sealed.
+    Raises ValueError if they are not `size` bytes, and OSError if it cannot be sealed.
     """
     try:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

@@ -1,13 +1,13 @@
 """Kernel restrictions of a decoding process, in case a hostile file takes control of it.
 
 - `no_new_privs`: no privileges from setuid programs.
-- Landlock: no access to files and folders except Python's library and the decoders' packages. Newer kernels
-  also block TCP, signals to other processes and abstract sockets.
+- Landlock: no files and folders except Python's library and the decoders' packages. Newer kernels also block
+  TCP, signals to other processes and abstract sockets.
 - seccomp: no system calls except those that decoding needs. So no sockets, no other processes, no programs
   and no changes of files. Without Landlock, no file can be opened at all.
 
-A blocked call fails with EPERM, so that a decoder that tries something harmless can continue without it.
-Restrictions that the kernel does not support are left out, and the service logs them.
+A blocked call fails with EPERM, so that a decoder can continue without a harmless call. Unsupported
+restrictions are left out and logged by the service.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Main module of a decoding process, which decodes untrusted media one after another, without torch or keys.
 
 `DecoderProcess` starts it with a memory limit in bytes and one end of a socket pair. It ends when the other
-end is closed, or when a job takes longer than its limit, so that it does not outlive a killed service.
+end closes, or when a job exceeds its limit, so that it does not outlive a killed service.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from cornplug.errors import MediaError
 _BAND_BYTES: Final = 256 << 10
 """Bytes of pixels to write at a time. For a JPEG of 1.2 megapixels this takes 6 % less CPU than 1 MiB."""
 _KEPT_BLOCKS: Final = 2
-"""Number of Pillow's 16 MiB blocks to keep."""
+"""Number of 16 MiB blocks that Pillow keeps."""
 _GRACE_S: Final = 2.0
-"""Seconds after which this process ends itself if the service has not killed it for being late."""
+"""Seconds that the service has to kill a late process before it ends itself."""
 
 
 class _JobStopped(Exception):
