@@ -83,7 +83,8 @@ class ReplicaConfig:
 
 
 def engines(service: Service) -> tuple[str, ...]:
-    """Return cornplug's encoder service for separate encoders, and the own server for separate generators."""
+    """Return the LLM's engines, cornplug's encoder service for a separate encoder, or "external" for a
+    generator."""
     if service.llm:
         return tuple(service.llm.engines)
     return ("cornplug",) if service.tasks == "E" else ("external",)

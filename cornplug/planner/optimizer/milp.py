@@ -181,7 +181,7 @@ def network(model: PoolModel) -> None:
 
 
 def cache(model: PoolModel) -> None:
-    """Choose one level of each cache that fits in the nodes' memory. Variants require their levels."""
+    """Choose one level of each cache, so that all fit in the nodes' memory. Variants require their levels."""
     levels = model.pool.levels
     for name in dict.fromkeys(level.cache for level in levels):
         chosen = lpSum(model.w[level.name] for level in levels if level.cache == name)

@@ -19,9 +19,10 @@ from cornplug.planner.optimizer.variables import PoolModel
 def constrain(model: PoolModel) -> None:
     """Add rows for every used cell of the services that must survive a loss.
 
-    Free capacity of online work on cells that may substitute, counted in lost replicas, must cover the lost
-    replicas filled to the limit. After a loss, the share for peaks may be used. The exchange rate is the
-    minimum over the demands: exact if cells are multiples of one another, and conservative otherwise.
+    The capacity that online work leaves free on cells that may substitute, counted in lost replicas, must
+    cover the lost replicas filled to the limit. After a loss, the share for peaks may be used. The exchange
+    rate is the minimum over the demands: exact if cells are multiples of one another, and conservative
+    otherwise.
     """
     limit = model.pool.limits.max_utilisation
     for name, used in model.e.items():

@@ -167,8 +167,8 @@ class _LoadTest:
 
     @staticmethod
     def _end(outcome: JobOutcomes, at_s: NDArray[np.float64]) -> int:
-        """Return the end of the counted requests: those present when the last arrived decode in a shrinking
-        batch. They are at most a third."""
+        """Return the end of the counted requests. Requests present when the last arrived decode in a
+        shrinking batch and are left out, up to a third."""
         end = np.searchsorted(at_s, at_s[-1] - float(np.median(outcome.e2e)))
         return max(int(end), 2 * len(at_s) // 3)
 
