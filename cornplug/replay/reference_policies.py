@@ -1,4 +1,4 @@
-"""Well-known policies to compare the store's with: caches of bytes that ignore apps and places.
+"""Well-known policies for comparison with the store's: byte-sized caches that ignore apps and locations.
 
 Compared with libCacheSim's of the same names by a test: LRU, FIFO and SIEVE agree in every hit, GDSF to 0.1 %
 where the cache has a tenth of the bytes or more. An entry that misses is inserted; one larger
@@ -22,7 +22,7 @@ from typing import Final
 from cornplug.replay.trace_readers import TraceAccess, TraceRequest
 
 _NONE: Final = -1
-"""No key: keys are not below 0."""
+"""Placeholder for no key. Keys are not negative."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,16 +100,16 @@ class ReferenceCache:
     """A cache of `capacity_bytes`. Subclasses define the effect of a use, and the victim."""
 
     newcomers_compete = False
-    """A new entry may be the victim of its own insertion."""
+    """Whether a new entry can be the victim of its own insertion."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.sizes: OrderedDict[int, int] = OrderedDict()
-        """Key -> bytes, in the order of insertion unless a subclass moves them."""
+        """Bytes by key, in insertion order unless a subclass moves them."""
 
     def serve(self, request: TraceRequest) -> list[bool]:
-        """Whether each access finds its entry; the missing ones are inserted."""
+        """Return whether each access finds its entry, and insert the missing entries."""
         return [self._access(access) for access in request.accesses]
 
     def _access(self, access: TraceAccess) -> bool:
@@ -136,13 +136,13 @@ class ReferenceCache:
             self.used_bytes -= self.sizes.pop(self.victim())
 
     def use(self, access: TraceAccess) -> None:
-        """An entry was found."""
+        """Record that an entry was found."""
 
     def insert(self, access: TraceAccess) -> None:
-        """An entry is new."""
+        """Record that an entry is new."""
 
     def victim(self) -> int:
-        """The key of the entry to evict; the caller removes it from `sizes`."""
+        """Return the key of the entry to evict. The caller removes it from `sizes`."""
         return next(iter(self.sizes))
 
 
@@ -151,14 +151,15 @@ class FIFOCache(ReferenceCache):
 
 
 class LRUCache(ReferenceCache):
-    """Least recently used first out."""
+    """Least recently used."""
 
     def use(self, access: TraceAccess) -> None:
         self.sizes.move_to_end(access.key)
 
 
 class SieveCache(ReferenceCache):
-    """SIEVE (NSDI'24): a hand goes from old to new, spares entries used since its last visit, and forgets."""
+    """SIEVE (NSDI'24): a hand moves from old to new entries, skips those used since its last visit, and
+    resets them."""
 
     def __init__(self, capacity_bytes: int) -> None:
         super().__init__(capacity_bytes)
@@ -202,9 +203,10 @@ class SieveCache(ReferenceCache):
 
 
 class GDSFCache(ReferenceCache):
-    """Greedy-Dual-Size-Frequency: uses per byte, above the worth of the last victim.
+    """Greedy-Dual-Size-Frequency: uses per byte plus the value of the last victim.
 
-    As libCacheSim's, it inserts before it evicts (GDSF.cpp, `GDSF_get`)."""
+    Like libCacheSim's, it inserts before it evicts (GDSF.cpp, `GDSF_get`).
+    """
 
     newcomers_compete = True
 
@@ -233,7 +235,7 @@ class GDSFCache(ReferenceCache):
         return key
 
     def value(self, access: TraceAccess, uses: int) -> float:
-        """The worth of so many uses, as libCacheSim's."""
+        """Return the value of `uses` uses, as in libCacheSim."""
         return uses * 1e6 / max(1, access.size_bytes)
 
     def _push(self, access: TraceAccess) -> None:
@@ -244,7 +246,7 @@ class GDSFCache(ReferenceCache):
 
 
 class GDSFSecondsCache(GDSFCache):
-    """GDSF whose uses count seconds of recomputation."""
+    """GDSF with uses weighted by seconds of recomputation."""
 
     def value(self, access: TraceAccess, uses: int) -> float:
         return uses * access.cost_s * 1e9 / max(1, access.size_bytes)

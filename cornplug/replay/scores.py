@@ -65,12 +65,13 @@ class ReplayedCache(Protocol):
     """A cache that a trace is replayed against."""
 
     def serve(self, request: TraceRequest) -> Sequence[bool]:
-        """Whether each access finds its entry; the missing ones are written."""
+        """Return whether each access finds its entry, and write the missing entries."""
 
 
 @dataclass(slots=True)
 class AccessCounts:
-    """Counts of some accesses. A hit behind a missing part of its prefix is a hit that saves nothing."""
+    """Counts over some accesses. A hit after a missing part of its prefix counts as a hit but saves
+    nothing."""
 
     accesses: int = 0
     hits: int = 0
@@ -97,7 +98,7 @@ class ReplayScore:
 
 
 def replay(requests: Sequence[TraceRequest], cache: ReplayedCache) -> ReplayScore:
-    """The score of a cache that is empty at the trace's beginning."""
+    """Return the score of a cache that is initially empty."""
     score = ReplayScore()
     for request in requests:
         found = cache.serve(request)

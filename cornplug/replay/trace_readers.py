@@ -7,8 +7,8 @@
                  tokens (alibaba-edu/qwen-bailian-usagetraces-anon); the type is the app
     oracle       libCacheSim's oracleGeneral: little-endian u32 time, u64 object, u32 size, i64 next access
 
-Each may be packed with gzip. Blocks of the second and third have neither bytes nor seconds: `TokenCost` gives
-them.
+Each may be compressed with gzip. Blocks of mooncake and qwen have neither bytes nor seconds, so `TokenCost`
+gives them.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class TokenCost:
     kv_bytes: int = 131072
     prefill_s: float = 75e-6
     seconds_per_byte: float = 0.6e-3 / (1 << 20)
-    """Of entries whose format names no cost, and no tokens."""
+    """Cost of entries whose format has neither a cost nor tokens."""
 
 
 class _Blocks(msgspec.Struct):
@@ -76,9 +76,10 @@ class _Blocks(msgspec.Struct):
 
 
 def read_trace(path: Path, cost: TokenCost, format_name: str | None = None) -> list[TraceRequest]:
-    """The requests of a trace, in its order. Without `format_name`: as the file's beginning looks.
+    """Return the requests of a trace in order. Without `format_name`, the format is detected from the file's
+    beginning.
 
-    Raises ConfigError that names the line, and the remedy.
+    Raises ConfigError that names the line and the remedy.
     """
     try:
         with _open(path) as file:
@@ -132,7 +133,7 @@ def _request(
     time_s: float, app: str, hash_ids: list[int], block_tokens: int, cost: TokenCost
 ) -> TraceRequest:
     size, seconds = block_tokens * cost.kv_bytes, block_tokens * cost.prefill_s
-    # A block may occur twice in a request (the digest of a pad); the store has it once.
+    # A block may occur twice in a request (the digest of padding). The store has it once.
     keys = dict.fromkeys(each & _KEY_MASK for each in hash_ids)
     return TraceRequest(time_s, app, tuple(TraceAccess(key, size, seconds) for key in keys), is_prefix=True)
 
@@ -145,7 +146,7 @@ def _cornplug(line: bytes, cost: TokenCost) -> TraceRequest:
         )
         for each in call.entries
     )
-    # A line has entries that were there, or that were written: there is no gap in it to look for.
+    # A line has only entries that were present or were written, so a missing prefix cannot be detected.
     return TraceRequest(call.t, call.app, accesses, is_prefix=False)
 
 

@@ -104,7 +104,7 @@ class SightingContract:
 
 
 class StoreContract(WritingContract, SightingContract):
-    """Inherit, set `capacity_bytes` to the store's and give the fixture `stage`."""
+    """Contract tests. Inherit, set the store's `capacity_bytes` and define the fixture `stage`."""
 
     capacity_bytes: ClassVar[int] = 1 << 20
 
@@ -201,7 +201,7 @@ class StoreContract(WritingContract, SightingContract):
         before = store.stat(deadline_s=DEADLINE_S)
         assert present(store, 0) == b"\1"
         after = store.stat(deadline_s=DEADLINE_S)
-        # Entries may be on their way to a disk, or to far stores.
+        # Entries may be written to a disk or to far stores at this time.
         same = msgspec.structs.replace(
             after, found=before.found, absent=before.absent, disk=before.disk, far=before.far
         )

@@ -87,12 +87,12 @@ def put(store: Store, payload: bytes, segments: int) -> str:
 
 
 class WritingContract:
-    """Part of `StoreContract`."""
+    """Tests of writing, part of `StoreContract`."""
 
     capacity_bytes: ClassVar[int]
 
     def test_store_released_reservation_is_gone(self, stage: StoreStage, store: Store) -> None:
-        """Its room a little later: another process of its owner's may be in the middle of writing."""
+        """The space is reused later, because another process of the owner may still be writing."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         store.release([room.token], deadline_s=DEADLINE_S)
@@ -103,7 +103,7 @@ class WritingContract:
 
     @pytest.mark.parametrize("how", ["committed", "released", "expired", "gone"])
     def test_store_late_writer_damages_no_entry(self, stage: StoreStage, store: Store, how: str) -> None:
-        """A worker process that writes where the scheduler's process has reserved, and is late."""
+        """A worker process writes late to the space that the scheduler's process reserved."""
         size, scheduler, worker = self.capacity_bytes, stage.connect(), stage.connect()
         room = reserve(scheduler, "a", size)
         assert isinstance(room, Reservation)
@@ -146,8 +146,8 @@ class WritingContract:
     def test_store_expired_reservation_room_waits_for_its_writer(
         self, stage: StoreStage, store: Store, other: Store
     ) -> None:
-        """A stopped or hung client: its key must not stay taken for ever, nor its room be given away
-        while it may write there."""
+        """The key of a stopped or hung client must become available, but its space must not be reused while
+        it may still write."""
         room = reserve(store, "a", self.capacity_bytes)
         assert isinstance(room, Reservation)
         assert reserve(other, "a", 64) is ReserveRefusal.PENDING

@@ -1,4 +1,4 @@
-"""The interface of every tower: validated inputs -> features -> embeddings.
+"""Interface of every tower: validated inputs -> features -> embeddings.
 
     wire tensors ──prepare──> TowerItem ──encode──> features ──project──> embedding
                               (CPU)                 (rows, width)         (rows, hidden)
@@ -30,7 +30,7 @@ from cornplug.identity import array_digest
 
 _NAMED = 5
 TowerInput: TypeAlias = WireTensor | torch.Tensor
-"""One input of a tower: as bytes from another process, or a tensor that this process made."""
+"""One input of a tower: bytes from another process, or a tensor that this process created."""
 
 
 def fill_weights(
@@ -103,21 +103,21 @@ def _some(names: list[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerItem:
-    """One medium, checked, in the tower's dtype, on the CPU."""
+    """One validated medium in the tower's dtype, on the CPU."""
 
     tensors: tuple[torch.Tensor, ...]
     tokens: int
-    """Rows that attention sees: the unit of a batch's budget."""
+    """Number of rows that attention processes, the unit of a batch's budget."""
     geometry: tuple[int, ...] = ()
-    """Facts of the medium that the projector needs besides its features (tiles, image size)."""
+    """Properties of the medium that the projector needs besides its features (tiles, image size)."""
     names_digest: bytes | None = None
-    """Of the tensors' names, where these differ between media of one tower."""
+    """Digest of the tensors' names, if these differ between media of one tower."""
 
     @property
     def digests(self) -> tuple[bytes, ...]:
         """`names_digest`, and `identity.array_digest` of each of `tensors`, for `identity.feature_key`.
 
-        Computed by each call, and only where features are shared: it reads every byte.
+        Every access computes them, which reads every byte. They are used only if features are shared.
         """
         names = () if self.names_digest is None else (self.names_digest,)
         return (*names, *map(_digest_of, self.tensors))
@@ -126,18 +126,18 @@ class TowerItem:
 class Tower(Protocol):
     """Weights up to the cut. Called by one thread only, except `prepare`.
 
-    Each replica, as a process, loads it from the checkpoint (`replicas.worker_main`).
+    Each replica process loads it from the checkpoint (`replicas.worker_main`).
     """
 
     def prepare(self, inputs: Mapping[str, TowerInput]) -> TowerItem:
-        """Check one medium's inputs. Thread-safe.
+        """Validate one medium's inputs. Thread-safe.
 
-        The item may share the memory of tensors that it was given. Raises EncoderRefused("bad_input") that
-        names the field: missing, unknown, of a wrong dtype or shape, or not finite.
+        The item may share the memory of the given tensors. Raises EncoderRefused("bad_input") that names a
+        field that is missing, unknown, not finite, or of the wrong dtype or shape.
         """
 
     def encode(self, items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Features of each item, shape (rows, width), equal to those of each item alone."""
+        """Return each item's features, (rows, width), equal to those of the item alone."""
 
 
 class Projector(Protocol):
@@ -148,11 +148,12 @@ class Projector(Protocol):
         """Width of an embedding row."""
 
     def project(self, features: Sequence[torch.Tensor], items: Sequence[TowerItem]) -> list[torch.Tensor]:
-        """Embeddings, shape (rows, hidden_size) each, contiguous. `items`: the media of `features`."""
+        """Return the embeddings, shape (rows, hidden_size) each, contiguous. `items` are the media of
+        `features`."""
 
 
 class TowerArchitecture(Protocol):
-    """Loads the two halves of one family. Both raise CheckpointError that names tensors."""
+    """Loader of the two parts of one family. Both methods raise CheckpointError that names tensors."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Tower: ...

@@ -1,4 +1,4 @@
-"""transformers' own model of a checkpoint without its decoder, which never takes memory.
+"""transformers' own model of a checkpoint without its decoder, which is never allocated.
 
     config.json ──transformers' class, on the meta device──> decoder, head, other modalities' tower replaced
                                                                  └─ filled with the tower's tensors only
@@ -40,12 +40,12 @@ REFUSALS: Final = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError,
     RuntimeError, StrictDataclassError, TypeError, ValueError,
 )  # fmt: skip
-"""What transformers raises for a config or a processor that it cannot use."""
+"""Errors that transformers raises for a config or a processor that it does not support."""
 DESCRIBE: Final = 'Serve another model, or describe the family (CONTRIBUTING.md, "Add a model family").'
 _LOADED: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.bool)
 _NAMED: Final = 5
 _NESTED_PREFIX: Final = f"{NESTED.removesuffix('_config')}."
-"""Of the tensors' names of the model that `NESTED` describes."""
+"""Prefix of tensor names in the model that `NESTED` describes."""
 
 
 class DecoderReached(Exception):
@@ -143,9 +143,10 @@ def _numbers(value: Any) -> Iterator[bool]:
 
 
 def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedModel], Any]:
-    """transformers' class for media and text of this checkpoint's model_type, and its config.
+    """Return transformers' class for media and text of this checkpoint's model_type, and its config.
 
-    Raises CheckpointError: "unknown_family" for a type that transformers has no such class for; "bad_config".
+    Raises CheckpointError("unknown_family") if transformers has no such class, or
+    CheckpointError("bad_config").
     """
     kind, path = checkpoint.family.name, checkpoint.path
     try:
@@ -174,18 +175,18 @@ def model_class(checkpoint: Checkpoint) -> tuple[type[transformers.PreTrainedMod
 def load(
     checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, modality: Modality = "image"
 ) -> transformers.PreTrainedModel:
-    """The model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
+    """Return the model with the tower of a modality, in eval mode. On the device "meta" it has no weights.
 
-    Raises CheckpointError: as `model_class`; "unknown_family" where the decoder cannot be told from the
-    tower; "bad_tensors" that names tensors which are missing, quantised, or of another shape; "unreadable".
+    Raises CheckpointError as `model_class`, "unknown_family" if decoder and tower cannot be separated,
+    "bad_tensors" naming tensors that are missing, quantised or of another shape, or "unreadable".
     """
     found, config = model_class(checkpoint)
     hollow = _without_decoder(
         found, modality, lambda: DecoderRecorder(hidden_size(checkpoint, config), dtype)
     )
-    transformers.logging.disable_progress_bar()  # the service's log has a line of its own for each step
+    transformers.logging.disable_progress_bar()  # the service logs each step itself
     config.quantization_config = None
-    del config.quantization_config  # of the decoder only: a quantised tower is refused by its tensors
+    del config.quantization_config  # for the decoder only: a quantised tower is rejected by its tensors
     try:
         if device.type == "meta":
             with device:
@@ -195,10 +196,10 @@ def load(
             config=config,
             state_dict=_tensors(checkpoint, modality),
             dtype=dtype,
-            # Never what config.json asks for, which may be a kernel from the hub.
+            # Never the implementation in config.json, which may be a kernel from the hub.
             attn_implementation="sdpa" if found._supports_sdpa else "eager",
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are named below
+            ignore_mismatched_sizes=True,  # reported below
         )
     except REFUSALS as e:
         raise CheckpointError(
@@ -218,7 +219,8 @@ def load(
 def _without_decoder(
     found: type[transformers.PreTrainedModel], modality: Modality, recorder: Callable[[], DecoderRecorder]
 ) -> type[transformers.PreTrainedModel]:
-    """A subclass that drops decoder, head, and the tower of other modalities as soon as it has been built."""
+    """Return a subclass that removes decoder, head, and other modalities' towers directly after
+    construction."""
 
     def build(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super(hollow, self).__init__(config, *args, **kwargs)
@@ -241,7 +243,7 @@ def _without_decoder(
         self.all_tied_weights_keys = {
             k: v for k, v in self.all_tied_weights_keys.items() if k in left and v in left
         }
-        # A tensor that its class may do without is drawn at random, and no key would say so.
+        # Tensors that the class may omit are initialised randomly, and no key would report it.
         self._keys_to_ignore_on_load_missing = set()
 
     hollow: type[transformers.PreTrainedModel] = type(
@@ -251,12 +253,14 @@ def _without_decoder(
 
 
 def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.Tensor]:
-    """The tower's tensors by their names in the model that `NESTED` describes, or the whole one."""
+    """Return the tower's tensors by their names in the model that `NESTED` describes, or in the whole
+    model."""
     out: dict[str, torch.Tensor] = {}
     for file, name in checkpoint.locate("tower", modality).values():
         try:
             with safe_open(file, framework="pt") as stored:
-                # Copied to aligned memory: on a CPU the last bits depend on where in the file a tensor began.
+                # Copy to aligned memory, because on a CPU the last bits depend on the tensor's offset in the
+                # file.
                 tensor = stored.get_tensor(name).clone()
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"cannot read {file}: {e}", reason="unreadable") from e
@@ -269,7 +273,7 @@ def _tensors(checkpoint: Checkpoint, modality: Modality) -> Mapping[str, torch.T
 
 
 def hidden_size(checkpoint: Checkpoint, config: Any) -> int:
-    """Width of the decoder's rows by its config. Raises CheckpointError("bad_config") where it says none."""
+    """Return the width of the decoder's rows. Raises CheckpointError("bad_config") if its config has none."""
     try:
         return int(config.get_text_config(decoder=True).hidden_size)
     except REFUSALS as e:

@@ -16,7 +16,7 @@ from cornplug.encoder_service.towers.tiles import AnyTiles, TileTower
 
 
 class Gemma3:
-    """Loads both halves of a Gemma 3 checkpoint. An image is one tile, or with pan and scan several."""
+    """Loader of a Gemma 3 checkpoint. An image is one tile, or several with pan and scan."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:

@@ -1,7 +1,7 @@
 """The LLaVA families: hidden states of CLIP or SigLIP, then linear, activation, linear.
 
-LLaVA-NeXT and -OneVision assemble an image's projected tiles, drop the rows of its padding and end each line
-with a learned newline: all behind the projector.
+LLaVA-NeXT and -OneVision assemble an image's projected tiles, remove the rows of its padding and end each
+line with a learned newline. All of this follows the projector.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CONFIGS: Final[dict[str, Any]] = {
 
 
 class Llava:
-    """Loads both halves of a LLaVA-1.5 checkpoint."""
+    """Loader of a LLaVA-1.5 checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -45,7 +45,7 @@ class Llava:
 
 
 class LlavaTiles:
-    """Loads both halves of a LLaVA-NeXT or LLaVA-OneVision checkpoint."""
+    """Loader of a LLaVA-NeXT or LLaVA-OneVision checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> TileTower:
@@ -83,18 +83,20 @@ class LlavaProjector:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowPacking:
-    """An image's projected tiles -> its LLM's rows: the whole image's, then line by line."""
+    """Conversion of an image's projected tiles to the LLM's rows: first the whole image, then line by
+    line."""
 
     patches_a_side: int
     most_tiles: int | None
-    """Lines of more patches than so many tiles hold are shrunk to that."""
+    """Maximum number of tiles. An image with more patches than these tiles hold is downscaled."""
 
     def __call__(self, rows: torch.Tensor, geometry: tuple[int, ...], newline: torch.Tensor) -> torch.Tensor:
-        """`rows` (tiles * side², hidden); `geometry` as `PinpointTiling` gives it; `newline` (hidden,)."""
+        """Return the rows of `rows` (tiles * side², hidden), `PinpointTiling`'s `geometry` and `newline`
+        (hidden,)."""
         tiles, down, across, height, width = geometry
         side = self.patches_a_side
         whole, parts = rows.split([side * side, (tiles - 1) * side * side])
-        # (hidden, down * side, across * side): the tiles beside each other
+        # (hidden, down * side, across * side): the tiles as one plane
         plane = parts.view(down, across, side, side, -1).permute(4, 0, 2, 1, 3)
         plane = unpad_image(plane.reshape(-1, down * side, across * side), (height, width))
         plane = self._shrunk(plane)

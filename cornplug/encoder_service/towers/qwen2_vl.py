@@ -1,7 +1,7 @@
 """Qwen2-VL: native-resolution blocks (the tower), then the 2x2 merger (the projector).
 
-Images and videos of any size are concatenated in a batch, without padding. Blocks are transformers' own, but
-for their attention (`varlen_attention`).
+Images and videos of any size are concatenated in a batch without padding. Blocks are transformers' own,
+except for attention (`varlen_attention`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cornplug.encoder_service.towers.varlen_attention import PackedAttention, Se
 
 
 class Qwen2Vl:
-    """Loads both halves of a Qwen2-VL checkpoint."""
+    """Loader of a Qwen2-VL checkpoint."""
 
     @staticmethod
     def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> Qwen2VlTower:
@@ -58,7 +58,7 @@ class Qwen2Vl:
 
 
 class Qwen2VlTower:
-    """Patches of an image or a video (`PatchInputs`) -> (patches, embed_dim)."""
+    """Tower for patches of an image or a video (`PatchInputs`) -> (patches, embed_dim)."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Qwen2VlTower:
 
 
 class Qwen2VlMerger:
-    """(patches, width) -> (patches / merge², hidden_size). Qwen2.5-VL's too."""
+    """(patches, width) -> (patches / merge², hidden_size). Also used by Qwen2.5-VL."""
 
     def __init__(self, merger: nn.Module, *, hidden_size: int, merge: int) -> None:
         self._merger = merger

@@ -1,4 +1,5 @@
-"""CLIP's and SigLIP's layers, as deep as needed; transformers' own, with SDPA for attention."""
+"""CLIP's and SigLIP's layers up to the required depth. They are transformers' own, with SDPA for
+attention."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ VitConfig: TypeAlias = CLIPVisionConfig | SiglipVisionConfig
 class VitLayers(nn.Module):
     """(tiles, 3, side, side) -> (tiles, rows, width). Attribute names are the checkpoint's tensor names.
 
-    Several tapped layers lie side by side in the width. `taps`: layers to run for each wanted
-    hidden state, 0 is the input of the first. `first_row` 1 drops CLIP's class row.
+    Tapped layers are concatenated in the width. `taps` are the hidden states as numbers of layers, 0 for the
+    input of the first. `first_row` 1 drops CLIP's class row.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class VitLayers(nn.Module):
         super().__init__()
         clip = isinstance(config, CLIPVisionConfig)
         self.embeddings = (CLIPVisionEmbeddings if clip else SiglipVisionEmbeddings)(config)
-        self.pre_layrnorm = _norm(config) if clip else None  # the checkpoints spell it so
+        self.pre_layrnorm = _norm(config) if clip else None  # spelled as in the checkpoints
         layer = CLIPEncoderLayer if clip else SiglipEncoderLayer
         layers = nn.ModuleList(layer(config) for _ in range(max(taps)))
         self.encoder = nn.ModuleDict({"layers": layers})

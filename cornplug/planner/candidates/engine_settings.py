@@ -1,4 +1,4 @@
-"""Decisions about an engine that become flags, and the geometry of the KV that it hands over."""
+"""Decisions about an engine that become flags, and the geometry of the KV that it transfers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _prefill_tokens_s(service: Service, footprint: ReplicaConfig, hardware: Cell
 
 
 def kv_geometry(shape: LLMShape, samples: Sequence[SampledRequest]) -> KVGeometry:
-    """For prompts as long as the longest of `samples`."""
+    """Return the KV geometry for the longest prompt of `samples`."""
     latent = shape.mla_rank is not None
     return KVGeometry(
         layers=shape.layers,

@@ -1,4 +1,4 @@
-"""`commands.txt`: the command line of every process of a plan, one line each, for reading and copying."""
+"""`commands.txt`: the command line of every process of a plan, for reading and copying."""
 
 from __future__ import annotations
 

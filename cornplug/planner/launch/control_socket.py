@@ -1,5 +1,5 @@
-"""The socket by which `cornplug launch --apply` reaches the launcher that runs. Its claim also keeps a second
-launcher out of the same run folder."""
+"""Socket through which `cornplug launch --apply` sends a plan to the running launcher. It also prevents a
+second launcher in the same run folder."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ def control_socket(run_dir: Path) -> Iterator[ControlSocket]:
 
 
 def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
-    """Have the launcher of a folder apply a plan; returns its error, or None. Raises ConfigError where none
-    runs."""
+    """Send a plan to the launcher of a folder and return its error, or None. Raises ConfigError if no
+    launcher runs."""
     path = run_dir / NAME
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:

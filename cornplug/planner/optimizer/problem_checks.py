@@ -1,4 +1,4 @@
-"""Refuses pools that mean nothing, before a solver gives a puzzling answer to them."""
+"""Checks that reject invalid pools before a solver returns a confusing result."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from cornplug.errors import ConfigError
 from cornplug.planner.optimizer.optimization_problem import Cell, MachineClass, OptimizationProblem
 
 SMALLEST_SHARE = 0.125
-"""Of a GPU. Footprints are halves of one another, or whole nodes: then counted nodes are exact."""
+"""Smallest share of a GPU. Footprints are halves of one another or whole nodes, so that counting nodes is
+exact."""
 
 
 def check(pool: OptimizationProblem) -> None:
-    """Raises ConfigError that names the entry."""
+    """Raise ConfigError that names an invalid entry."""
     _once("nodes", (n.name for n in pool.nodes))
     _once("cells", (c.name for c in pool.cells))
     _once("demands", (u.name for u in pool.demands))

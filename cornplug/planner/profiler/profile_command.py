@@ -172,7 +172,7 @@ def _show(console: Console, rows: Sequence[profile_tables.ProfileRow], path: Pat
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    """ "64,256" -> (64, 256), growing."""
+    """Parse "64,256" to (64, 256), sorted."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as e:

@@ -172,7 +172,7 @@ def aged(old: Plan, new: Plan, now: float) -> Plan:
 
 
 def _source(text: str, plan: Plan) -> tuple[str, str]:
-    """ "SCOPE=ADDRESS", where SCOPE is one of the plan's; else all of it is the address."""
+    """Parse "SCOPE=ADDRESS", where SCOPE is a scope of the plan. Any other text is an address as a whole."""
     scope, equals, address = text.partition("=")
     if equals and ("/" not in scope or scope in attribution.scopes(plan)) and ":" not in scope:
         attribution.check(plan, scope)

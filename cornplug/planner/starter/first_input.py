@@ -1,4 +1,4 @@
-"""The text of a first plan input: every table, each placeholder marked, further keys as comments."""
+"""Text of a first plan input, with every table, marked placeholders, and optional keys as comments."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROMPT_TOKENS: Final = 1000
 _TTFT_S: Final = (1.0, 2.0, 5.0, 10.0)
 _TPOT_S: Final = (0.05, 0.1, 0.2, 0.5)
 _SLACK: Final = 3.0
-"""An SLO is a placeholder of this times the bare arithmetic at least: queueing and batches come on top."""
+"""Minimum ratio of a placeholder SLO to the pure compute time, to allow for queueing and batching."""
 
 _HEAD: Final = """\
 # Input of `cornplug plan`, written by `{command}`.
@@ -126,10 +126,10 @@ online_share = 0.8 # of an engine's capacity, for online work; the rest is room 
 def first_input(
     model: StartingModel, gpus: Sequence[str], *, folder: str | None, file: str, command: str
 ) -> str:
-    """TOML that `cornplug plan` takes as it is.
+    """Return TOML that `cornplug plan` accepts unchanged.
 
-    `folder`: the checkpoint's, as the file names it; None: a hub id. Raises ConfigError: a GPU that the
-    tables do not know, or none in the list that can hold the model.
+    `folder` is the checkpoint's path in the file, or None for a hub id. Raises ConfigError for an unknown
+    GPU, or if the model does not fit on any.
     """
     machines = priced_machines(gpus)
     options = hosting_options(model.llm, model.quantisation, machines)
@@ -174,7 +174,7 @@ def _tower(
 
 
 def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
-    """The lines that say which model it is, and its size."""
+    """Return the lines that name the model and give its size."""
     if folder is not None:
         return f"checkpoint = {json.dumps(folder)} # its config.json says the size"
     lines = f"model = {json.dumps(model.name)} # as on the engines' command lines"
@@ -182,7 +182,7 @@ def _source(model: StartingModel, folder: str | None, shape: InputTable) -> str:
 
 
 def _inline(shape: InputTable) -> str:
-    """A shape as TOML's inline table, without the keys that have their defaults."""
+    """Return a shape as an inline TOML table, without keys that have their default value."""
     fields: dict[str, float] = shape.model_dump(exclude_defaults=True, exclude={"kind"})
     return "{ " + ", ".join(f"{key} = {_number(value)}" for key, value in fields.items()) + " }"
 

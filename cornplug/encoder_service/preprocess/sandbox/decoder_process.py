@@ -105,7 +105,7 @@ class DecoderProcess:
     ) -> AssignedJob:
         """Send a job to the process, which is killed after `limit_s`, or at `end_s` on the monotonic clock.
 
-        Raises as `start` does.
+        Raises the errors of `start`.
         """
         for fresh in (False, True):
             self.start()
@@ -175,7 +175,7 @@ class AssignedJob:
     def answer(self) -> tuple[ipc.MediumOpened | ipc.MediumDecoded, int | None]:
         """Return the next message and the descriptor of its result, which the caller closes.
 
-        Raises MediaError: as the decoder did, "too_slow", "too_much_memory", "crashed". Raises
+        Raises the decoder's MediaError, or MediaError "too_slow", "too_much_memory" or "crashed". Raises
         EncoderRefused("too_late") if the request's own deadline passed first, or if the request was
         cancelled.
         """
@@ -221,7 +221,7 @@ class AssignedJob:
 
 @lru_cache(maxsize=1)
 def _report(bars: tuple[str, ...]) -> None:
-    """Log what confines the decoding processes. Logged once, because it is the same for all."""
+    """Log the restrictions of the decoding processes. Logged once, because they are the same for all."""
     absent = [bar for bar in jail.BARS if bar not in bars]
     if absent:
         log.warning(
