@@ -324,7 +324,7 @@ def _ask(engine: EngineServer, words: str, images: Sequence[bytes] = ()) -> Answ
 
 def _received(engine: EngineServer) -> tuple[int, int]:
     """(embeddings, tokens of KV) that an engine has had from elsewhere so far."""
-    embeddings = engine.metric("cornplug_hits_total", what="embedding")
+    embeddings = engine.metric("cornplug_hits_total", kind="embedding")
     return int(embeddings), int(engine.metric("cornplug_saved_tokens_total"))
 
 

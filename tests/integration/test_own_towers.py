@@ -83,7 +83,7 @@ def each(server: EngineServer, modality: str, salt: str) -> list[Answer]:
 
 
 def embeddings(server: EngineServer, name: str, **labels: str) -> float:
-    return count(server, f"{name}_total", what="embedding", **labels)
+    return count(server, f"{name}_total", kind="embedding", **labels)
 
 
 @needs_sglang

@@ -159,7 +159,7 @@ def _far_values(far: Mapping[str, FarStat]) -> dict[str, dict[tuple[str, ...], f
         "cornplug_store_far_reads_total": counted(lambda one: one.reads, "read"),
         "cornplug_store_far_writes_total": counted(lambda one: one.writes, "written"),
         "cornplug_store_far_bytes_total": counted(
-            lambda one: {"read": one.read_bytes, "written": one.written_bytes}, "read"
+            lambda one: {"read": one.read_bytes, "write": one.written_bytes}, "read"
         ),
     }
 
@@ -178,7 +178,7 @@ def _histograms(
             AGE_BUCKETS_S,
             {(name, MEMORY): samples for name, samples in now.ages.items()},
         ),
-        "cornplug_store_answer_seconds": (
+        "cornplug_store_request_seconds": (
             ANSWER_BUCKETS_S,
             {(request,): samples for request, samples in now.answers.items()},
         ),
