@@ -59,7 +59,8 @@ from cornplug.qos import APP_HEADER, QosCaller
 if TYPE_CHECKING:
     from cornplug.encoder_service.http.requests import BodyParser
 
-_RELEASE: Final = "0.5.23"
+_DECODING: Final = "sglang-0.5.23"
+_RELEASE: Final = _DECODING.removeprefix("sglang-")
 """Release of SGLang whose protocol this server follows."""
 _FAMILIES: Final = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
 """Families that this release of SGLang runs with `--language-only` and whose rows fit its protocol."""
@@ -185,7 +186,7 @@ class SglangParts:
             return MediumSource(
                 model=model.served.name,
                 modality="image",
-                decoding=f"sglang-{_RELEASE}",
+                decoding=_DECODING,
                 app=SGLANG,
                 parts=[medium_bytes("image", item.url)],
                 salt=item.cornplug_salt,
