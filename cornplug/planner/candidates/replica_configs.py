@@ -201,7 +201,7 @@ def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
             "prefill context parallelism is supported only for vLLM engines that both prefill and decode text"
         )
     if not isinstance(main.shape, LLMShape) or main.shape.mla_rank is None:
-        return "vLLM's prefill context parallelism is of models with latent attention (MLA)"
+        return "vLLM supports prefill context parallelism only for models with latent attention (MLA)"
     if main.acceptance and main.speculative != "none":
         return "prefill context parallelism is not supported with speculative decoding"
     if f.pp > 1 or f.dp > 1 or f.dcp > 1:

@@ -101,7 +101,7 @@ def test_replica_configs_prefill_context_parallel_multiplies_gpus_inside_a_node(
     ("changes", "reason"),
     [
         ({"tasks": "P"}, "for vLLM engines that both prefill and decode text"),
-        ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "of models with latent attention (MLA)"),
+        ({"engines": ["sglang", "vllm"], "shape": MIXTURE}, "only for models with latent attention (MLA)"),
         ({"speculative": "mtp", "acceptance": 0.7}, "with speculative decoding"),
         ({"pp": [2]}, "with pp, dp or dcp"),
         ({"dp": [2]}, "with pp, dp or dcp"),

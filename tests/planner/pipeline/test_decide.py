@@ -91,7 +91,7 @@ def test_decide_impossible_bound_is_named_with_the_best() -> None:
     given = two_apps(simulate=False)
     slo = {"ttft_s": 0.02, "tpot_s": 0.05}
     apps = [a.model_dump() | ({"slo": slo} if a.name == "chat" else {}) for a in given.applications]
-    best = r"chat/text.*qwen/PD may take 0\.02 s for TTFT \(p95\).*takes 0\.05"
+    best = r"chat/text.*qwen/PD may take at most 0\.02 s for TTFT \(p95\).*takes 0\.05"
     with pytest.raises(PlanInfeasible, match=best):
         decided(PlanInput.model_validate(given.model_dump() | {"applications": apps}))
 
