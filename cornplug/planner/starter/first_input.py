@@ -38,7 +38,7 @@ _HEAD: Final = """\
 # Times are in seconds, rates in requests per second, prices in dollars per hour, and memory in GiB.
 name = {name}
 
-# Components: models, and the parts of models that can run separately ---------------------------------
+# Components: models, and the parts of models that can run separately --------------------------------
 """
 _LLM: Final = """
 [[components]]
@@ -73,7 +73,7 @@ _APPLICATION: Final = """
 [[applications]]
 name = "app"
 llm = {llm}
-workload = "online" # "semi-online" can wait for seconds, "offline" for hours and without an slo
+workload = "online" # "semi-online" can wait for seconds; "offline" can wait for hours and needs no slo
 structures = {structures} # "P+D" and "E+P+D" (prefill and decode on separate engines) take longer to plan
 
 [applications.slo]
@@ -104,7 +104,7 @@ tokens = {tokens} # {of_tokens}
 # catalogue = 100000
 """
 _POOL: Final = """
-# Pool: machines that can be rented. Delete those that you cannot rent ---------------------------------
+# Pool: available machines. Delete those that you cannot get -----------------------------------------
 """
 _MACHINE: Final = """
 [[pool]]
@@ -153,7 +153,10 @@ def _llm(name: str, model: StartingModel, folder: str | None, options: Sequence[
     wanted = [q for q in (model.quantisation, "fp8") if q in {option.quantisation for option in options}]
     said = "# Quantisation of the published weights."
     if model.quantisation == "none":
-        said = '# "none" is 16 bits, as published. "fp8" halves the weights: check the output quality first.'
+        said = (
+            '# To choose from: "none" is 16 bits, as published. "fp8" halves the weights: check the output '
+            "quality first."
+        )
     return _LLM.format(
         name=json.dumps(name),
         source=_source(model, folder, model.llm),
