@@ -185,7 +185,7 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
     if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
         return None
     if f.dcp * shape.kv_heads > f.tp:
-        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
+        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads fewer than {f.dcp} times"
     if shape.heads // shape.kv_heads % f.dcp:
         return (
             f"the {shape.heads // shape.kv_heads} heads of each KV head cannot be divided among {f.dcp} ranks"

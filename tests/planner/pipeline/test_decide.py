@@ -161,7 +161,7 @@ def test_plan_is_read_back_as_it_was_written(shared: PlanDecision, tmp_path: Pat
 def test_plan_edited_into_a_wrong_one_is_refused(shared: PlanDecision, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(shared.plan.model_dump_json().replace('"replicas":', '"copies":', 1))
-    with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*Write a new one with `cornplug plan`"):
+    with pytest.raises(ConfigError, match=r"groups\.0\.\w+: .*Create a new plan with `cornplug plan`"):
         Plan.load(path)
 
 
