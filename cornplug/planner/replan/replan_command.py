@@ -289,7 +289,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--keep-times",
         action="store_true",
-        help="keep the times of the profiles (default: correct them if two windows show the same deviation)",
+        help="keep the times of the profiles (default: correct them if they deviate in two windows)",
     )
     parser.add_argument(
         "--state",
