@@ -266,8 +266,8 @@ def _encoder(
     # `cornplug launch` runs a host without a name on this host.
     closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
     remark = (
-        f"{shared} of the {len(local)} replicas share a device with another replica and have no process of "
-        "their own"
+        f"{shared} of the {len(local)} replicas share a device with another replica, so one process serves "
+        f"all {len(local)}"
     )
     return LaunchCommand(
         site.group.name,
