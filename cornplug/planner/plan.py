@@ -322,7 +322,7 @@ class Plan(PlanRecord):
             first = e.errors()[0]
             field = ".".join(str(part) for part in first["loc"]) or "it"
             problem = f"{field}: {first['msg']}"
-            raise ConfigError(str(path), problem, "Write a new one with `cornplug plan`") from None
+            raise ConfigError(str(path), problem, "Create a new plan with `cornplug plan`") from None
 
     def save(self, path: Path) -> None:
         path.write_text(self.model_dump_json(indent=1) + "\n")

@@ -157,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         "--gap",
         type=positive,
         metavar="SHARE",
-        help="gap to the solver's bound at which it stops; 0.01 is 1 %%",
+        help="gap to the solver's bound at which a solve stops; 0.01 is 1 %%",
     )
     parser.add_argument(
         "--no-simulate",
@@ -169,8 +169,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_work,
         default=explanation.WORK,
         metavar="WORK",
-        help="solver work for reasons, alternatives and the cost curve, in the unit of solver.work, of which "
-        "a core does 0.3 to 2.5 per second; 0 turns them off (default: %(default)g)",
+        help="solver work for reasons, alternatives and the cost curve, in units of solver.work (a core does "
+        "0.3 to 2.5 units per second); 0 turns them off (default: %(default)g)",
     )
     parser.add_argument(
         "--transfer",

@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     cost = TokenCost(kv_bytes=options.token_bytes, prefill_s=options.token_us / 1e6)
     requests = read_trace(options.trace, cost, options.format)[: options.requests]
     if not requests:
-        raise ConfigError(str(options.trace), "has no request", "Use a trace with requests.")
+        raise ConfigError(str(options.trace), "has no requests", "Use a trace with requests.")
     sizes = [_size(text, requests) for text in options.store.split(",")]
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "--store",
         required=True,
         metavar="SIZE[,SIZE...]",
-        help="sizes of the store, for example 64GiB, or 10%% for this part of all entries in the trace",
+        help="sizes of the store, for example 64GiB, or 10%% of the bytes of all entries in the trace",
     )
     parser.add_argument("--format", choices=FORMATS, help="format of the trace (default: detected)")
     parser.add_argument(

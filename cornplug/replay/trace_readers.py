@@ -85,7 +85,7 @@ def read_trace(path: Path, cost: TokenCost, format_name: str | None = None) -> l
         with _open(path) as file:
             head = file.read(4096)
     except (OSError, EOFError) as e:
-        raise ConfigError(str(path), f"cannot read it: {e}", "Name a readable trace.") from e
+        raise ConfigError(str(path), f"cannot be read: {e}", "Pass the path of a readable trace.") from e
     name = format_name or _guess(head)
     if name == "oracle":
         return list(_oracle(path, cost))
@@ -115,7 +115,7 @@ def _lines(path: Path, read: Callable[[bytes], TraceRequest]) -> Iterator[TraceR
                 yield read(line)
             except (msgspec.MsgspecError, ValueError) as e:
                 raise ConfigError(
-                    f"{path}:{number}", f"no line of a trace: {e}", "Name its format with --format."
+                    f"{path}:{number}", f"not a valid trace line: {e}", "Set the format with --format."
                 ) from e
 
 
@@ -156,8 +156,8 @@ def _oracle(path: Path, cost: TokenCost) -> Iterator[TraceRequest]:
     if len(data) % _ORACLE.size:
         raise ConfigError(
             str(path),
-            f"{len(data)} bytes are no whole number of {_ORACLE.size}-byte records",
-            "Unpack it (zstd -d), or name its format with --format.",
+            f"{len(data)} bytes are not a whole number of {_ORACLE.size}-byte records",
+            "Decompress it (zstd -d), or set its format with --format.",
         )
     for time_s, key, size, _ in _ORACLE.iter_unpack(data):
         access = TraceAccess(key, size, size * cost.seconds_per_byte)

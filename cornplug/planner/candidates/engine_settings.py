@@ -22,7 +22,7 @@ def engine_settings(
     service: Service, footprint: ReplicaConfig, shape: LLMShape, hardware: CellHardware
 ) -> EngineSettings:
     llm = service.llm
-    assert llm is not None, "settings are of an engine"
+    assert llm is not None, "only engines have settings"
     kv_rank_bytes = component_shapes.kv_bytes_per_token(
         shape, tp=footprint.tp, pp=footprint.pp, dcp=footprint.dcp
     )

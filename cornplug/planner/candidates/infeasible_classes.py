@@ -94,10 +94,10 @@ class Fit:
             if self.stage_budget.service.tasks in ("E", "G")
             else "TTFT"
         )
-        unit = "times the idle replica's" if self.bound.relative else "s"
+        unit = "times the idle replica's latency" if self.bound.relative else "s"
         name, percentile = self.stage_budget.service.name, self.bound.percentile
         return (
-            f"{name} may take {allowed:.3g} {unit} for {what} ({percentile}), "
+            f"{name} may take at most {allowed:.3g} {unit} for {what} ({percentile}), "
             f"but the fastest, {self.best.footprint.name}, takes {takes:.3g} {unit} for an isolated request. "
             "Loosen the SLO, or add a faster GPU, a higher tp or a quantisation"
         )

@@ -185,7 +185,7 @@ def _reason_against_dcp(f: ReplicaConfig, service: Service) -> str | None:
     if not isinstance(shape, LLMShape) or shape.mla_rank is not None:
         return None
     if f.dcp * shape.kv_heads > f.tp:
-        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads less than {f.dcp} times"
+        return f"tp = {f.tp} repeats the KV of {shape.kv_heads} heads fewer than {f.dcp} times"
     if shape.heads // shape.kv_heads % f.dcp:
         return (
             f"the {shape.heads // shape.kv_heads} heads of each KV head cannot be divided among {f.dcp} ranks"
@@ -201,7 +201,7 @@ def _reason_against_pcp(f: ReplicaConfig, service: Service) -> str | None:
             "prefill context parallelism is supported only for vLLM engines that both prefill and decode text"
         )
     if not isinstance(main.shape, LLMShape) or main.shape.mla_rank is None:
-        return "vLLM's prefill context parallelism is of models with latent attention (MLA)"
+        return "vLLM supports prefill context parallelism only for models with latent attention (MLA)"
     if main.acceptance and main.speculative != "none":
         return "prefill context parallelism is not supported with speculative decoding"
     if f.pp > 1 or f.dp > 1 or f.dcp > 1:

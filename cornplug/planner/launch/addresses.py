@@ -118,7 +118,7 @@ def _check_placed(group: ReplicaGroup, sizes: dict[str, int]) -> None:
         raise ConfigError(
             f"groups[{group.name!r}].ports",
             f"{group.replicas} replicas, but {len(group.ports)} ports",
-            "Write one port for each replica, or none.",
+            "Write one port for each replica, or omit the ports.",
         )
     if len(group.placement) != group.replicas or any(len(place) != 2 for place in group.placement):
         raise ConfigError(

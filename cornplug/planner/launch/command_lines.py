@@ -36,8 +36,8 @@ from cornplug.planner.launch.settings_files import has_namespaces, qos_toml, sto
 from cornplug.planner.plan import Plan
 
 _CLOSED: Final = (
-    "Other hosts reach this service: it starts only with --allow-anonymous (launch.allow_anonymous of the "
-    "plan's input), or with --require-key and keys."
+    "Other hosts can reach this service, so it starts only with --allow-anonymous (launch.allow_anonymous of "
+    "the plan's input), or with --require-key and keys."
 )
 Kind = Literal["store", "encoder", "engine", "router", "external"]
 
@@ -265,7 +265,10 @@ def _encoder(
     bound = bind_address(plan, site.host)
     # `cornplug launch` runs a host without a name on this host.
     closed = not plan.allow_anonymous and not bound.startswith("$") and serves_others(bound)
-    remark = f"{shared} of its {len(local)} replicas share a device with another: one process"
+    remark = (
+        f"{shared} of the {len(local)} replicas share a device with another replica, so one process serves "
+        f"all {len(local)}"
+    )
     return LaunchCommand(
         site.group.name,
         number,
@@ -328,9 +331,9 @@ def _remarks(site: ReplicaAddress, its: GroupContext) -> tuple[str, ...]:
     if group.engine == "external" and not group.command:
         found.append(f"Start your own server of {group.model} here; it is planned for port {site.port}.")
     elif "G" in group.tasks and group.engine != "external":
-        found.append("The generator's part is not served by this engine: put its server beside it.")
+        found.append("This engine does not serve the generator. Start the generator's own server next to it.")
     if group.engine == "vllm" and its.role != "PD" and its.sharing.kv:
-        found.append("KV goes through two connectors, so they are given in the long form.")
+        found.append("KV uses two connectors, so they are configured in the long form.")
     return tuple(found)
 
 

@@ -57,8 +57,8 @@ class CommandProcess(ManagedProcess):
             allowed = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
             raise ConfigError(
                 f"groups[{self.command.group!r}].placement",
-                f"cores {list(cores)} are not available to this process ({e.strerror}), only {allowed}",
-                "Plan for the available cores.",
+                f"cores {list(cores)} are not available to this process ({e.strerror}). It can use {allowed}",
+                "Plan for these cores.",
             ) from e
 
 

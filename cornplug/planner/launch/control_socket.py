@@ -96,13 +96,13 @@ def ask(run_dir: Path, plan: Plan, tell: Tell) -> str | None:
                 "Start the first plan with `cornplug launch`, or set its folder with --run-dir.",
             ) from e
         if foreign_user(sock) is not None:
-            raise ConfigError("--run-dir", f"{path} belongs to another user", "Set a folder of your own.")
+            raise ConfigError("--run-dir", f"{path} belongs to another user", "Use a folder of your own.")
         sock.sendall(frame(plan.model_dump_json().encode(), limit=_LIMIT))
         while True:
             try:
                 message = json.loads(receive_frame(sock, limit=_LIMIT))
             except OSError:
-                return "the launcher ended, or refused the plan; see its output"
+                return "the launcher stopped, or rejected the plan; see its output"
             if "status" in message:
                 return message.get("error") if message["status"] else None
             tell(message["text"])

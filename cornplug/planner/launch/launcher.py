@@ -156,8 +156,8 @@ def _chosen(
         raise ConfigError(
             "--host",
             problem,
-            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}. When all serve, run "
-            "`cornplug launch plan.json --routers`.",
+            f"Run `cornplug launch plan.json --host HOST` on each of {', '.join(hosts)}. When all are ready, "
+            "run `cornplug launch plan.json --routers`.",
         )
     several = len(hosts) > 1
     return [c for c in found if c.host.strip("${}") == host and not (several and c.kind == "router")]

@@ -144,7 +144,7 @@ class LaunchSession:
         ends."""
         for _ in range(max(round(seconds / _POLL_S), 1)):
             if stop.wait(min(seconds, _POLL_S)):
-                raise ProcessFailed("the launch was ended before the new plan served")
+                raise ProcessFailed("the launch was stopped before the new plan was ready")
             self.supervisor.tick()
         return True
 

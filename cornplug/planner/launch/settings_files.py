@@ -11,7 +11,7 @@ from cornplug.planner.plan import Plan
 def qos_toml(plan: Plan) -> str:
     """Return the classes of service for the encoder and for admission control, as CORNPLUG_CONFIG accepts
     them."""
-    lines = [f"# Of the plan {plan.name!r}."]
+    lines = [f"# Classes of service of the plan {plan.name!r}."]
     for one in plan.reservations:
         lines += ["", f"[qos.classes.{json.dumps(one.qos)}]", f"share = {_down(one.share)}"]
         lines += [f"priority = {one.priority}"]

@@ -88,7 +88,7 @@ def _fails(pool: OptimizationProblem, demand: str, service: str, tier: float) ->
         return MissingCell(f"{service} does not fit on any GPU of the pool", "Add a larger GPU")
     able = [c for c in cells if demand in c.capacity]
     if not able:
-        fact = f"no configuration of {service} keeps its SLO"
+        fact = f"no configuration of {service} meets its SLO"
         return MissingCell(fact, "Loosen the SLO or add a faster GPU")
     best = min(able, key=lambda c: c.tier)
     if best.tier <= tier:

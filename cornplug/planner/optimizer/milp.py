@@ -241,7 +241,7 @@ def solve(
         raise infeasibility.explain(pool, settings, build)
     if values is None:
         raise PlanUnfinished(
-            f"no plan was found in {first.seconds:.3g} s, and it was not proven impossible. "
+            f"no plan was found in {first.seconds:.3g} s, and infeasibility was not proven. "
             "Raise solver.work and solver.time_limit_s, or plan with fewer node classes."
         )
     spent = first.work

@@ -32,7 +32,7 @@ def che(catalogue: int, zipf: float, cached: float) -> float:
     holds the whole catalogue always hits, because first uses are not counted.
     """
     if catalogue < 1 or zipf < 0:
-        raise ValueError(f"a catalogue of {catalogue} items with Zipf exponent {zipf:g}")
+        raise ValueError(f"invalid catalogue of {catalogue} items with Zipf exponent {zipf:g}")
     if cached <= 0:
         return 0.0
     if cached >= catalogue:

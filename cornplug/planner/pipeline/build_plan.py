@@ -259,4 +259,4 @@ def _unit(problem: FormulatedProblem) -> str:
     if problem.pool.objective != "cost":
         return "weighted requests/s" if problem.pool.objective == "goodput" else "of each class"
     current = problem.pool.current
-    return "$/h" if current is None else f"$ in {current.horizon_hours:g} h, with the change's cost"
+    return "$/h" if current is None else f"$ in {current.horizon_hours:g} h, including the cost of the change"

@@ -43,7 +43,7 @@ def with_spare_nodes(
             return problem, near
         problem = replace(problem, pool=excluding(problem.pool, crowded))
     raise PlanUnfinished(
-        f"none of {ROUNDS} plans survives the loss of each node, and it was not proven impossible. "
+        f"none of {ROUNDS} plans survives the loss of each node, and infeasibility was not proven. "
         "Set rules.n_plus_one = true, or use fewer node classes."
     )
 

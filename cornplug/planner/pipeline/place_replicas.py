@@ -78,7 +78,9 @@ def _fit(free: list[Fraction], size: Fraction, gpus: int, group: str, same: Mapp
         first = gpus - free[node]
         free[node] -= size
         return node, int(first)
-    raise ValueError(f"{group}: no room for {float(size):g} GPUs on {len(free)} nodes of {gpus}")
+    raise ValueError(
+        f"{group}: {float(size):g} GPUs do not fit into the free GPUs of {len(free)} nodes of {gpus}"
+    )
 
 
 def _empty(nodes: Sequence[Fraction], wanted: int, gpus: int) -> bool:

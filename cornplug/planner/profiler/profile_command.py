@@ -86,7 +86,7 @@ def _encoder(args: argparse.Namespace, report: Report) -> tuple[list[profile_tab
             progress=report,
             **_cell(args),
         )
-        return rows, f"the encoder service, as its HTTP clients wait, median of {args.repeats}"
+        return rows, f"latency of the encoder service for HTTP clients, median of {args.repeats}"
 
 
 def _patches_per_token(model: str) -> int:

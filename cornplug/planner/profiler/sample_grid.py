@@ -57,7 +57,9 @@ class SampleGrid:
             raise ConfigError("batches", "batch size 1 is missing", "Start with 1, as in 1,2,4,8")
         if self.output_tokens < 8:
             raise ConfigError(
-                "output_tokens", f"{self.output_tokens} tokens are too few to measure", "Set 32"
+                "output_tokens",
+                f"{self.output_tokens} tokens are too few to measure",
+                "Set 8 or more, such as 32",
             )
 
     def within(self, max_model_len: int) -> SampleGrid:
@@ -128,8 +130,9 @@ class SampleGrid:
         many, one = (_seconds(timed, GridPoint(prompt_tokens, n)) for n in (self.output_tokens, 1))
         if many <= one:
             raise CornplugError(
-                f"{self.output_tokens} tokens after {prompt_tokens} took {many:.4f} s, and one {one:.4f} s: "
-                "the machine is busy with other work, or the model is too small to measure",
+                f"{self.output_tokens} output tokens after {prompt_tokens} prompt tokens took {many:.4f} s, "
+                f"and a single output token took {one:.4f} s. The machine is busy with other work, or the "
+                "model is too small to measure",
                 reason="noise",
             )
         return (many - one) / (self.output_tokens - 1)

@@ -121,7 +121,7 @@ def timed(asks: Sequence[GridPoint], result: dict[str, Any]) -> list[TimedPoint]
     wrong = [i for i, (ask, ours) in enumerate(zip(asks, got, strict=True)) if ask != ours]
     if wrong:
         raise CornplugError(
-            f"request {wrong[0]} should be {asks[wrong[0]]} and was {got[wrong[0]]}", reason="bench"
+            f"request {wrong[0]} should have been {asks[wrong[0]]}, but was {got[wrong[0]]}", reason="bench"
         )
     return [TimedPoint(ask, seconds) for ask, seconds in zip(asks, result["latencies"], strict=True)]
 
@@ -132,7 +132,9 @@ def vllm() -> str:
     beside = Path(sys.executable).with_name("vllm")
     found = str(beside) if beside.exists() else shutil.which("vllm")
     if found is None:
-        raise ConfigError("vllm", "not installed, but its `bench serve` is needed to measure", "Install vLLM")
+        raise ConfigError(
+            "vllm", "not installed, but `vllm bench serve` is needed to measure", "Install vLLM"
+        )
     return found
 
 

@@ -78,8 +78,8 @@ def check(plan: Plan, scope: str) -> None:
             groups = ", ".join(g for s in route.stages for g in s.groups)
             raise ConfigError(
                 f"--metrics {scope or 'URL'}",
-                f"{class_of(route)} prefills in one engine and decodes in another: both count it",
-                f"Give each group's own address, GROUP=URL, of {groups}.",
+                f"{class_of(route)} prefills in one engine and decodes in another, and both count it",
+                f"Set the address of each group, GROUP=URL. The groups are {groups}.",
             )
 
 

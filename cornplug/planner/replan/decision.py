@@ -48,21 +48,27 @@ def judge(
     if over:
         name, load = max(over.items(), key=lambda item: item[1])
         limit = formatting.percent(decision.pool.limits.max_utilisation)
-        reason = f"{name} would be filled to {formatting.percent(load)}; {limit} is allowed"
+        reason = (
+            f"the utilisation of {name} would be {formatting.percent(load)}, but at most {limit} is allowed"
+        )
         return ReplanDecision(
-            bool(steps), reason if steps else f"{reason}, and no step helps", steps, saves, cost
+            bool(steps), reason if steps else f"{reason}, and no step reduces it", steps, saves, cost
         )
     horizon = change.horizon_hours
     noise = decision.solution.gap * old.cost_per_hour + 1e-6
     gain = f"{_dollars(saves * horizon)} in {horizon:g} h"
     if not any(s.replicas or s.kind == "nodes" for s in steps) or saves <= noise:
         return ReplanDecision(
-            False, "nothing worth changing: the running plan carries the load", steps, saves, cost
+            False, "no change pays off: the running plan can serve the load", steps, saves, cost
         )
     if saves * horizon <= change.gain * cost:
-        against = f"{change.gain:g} × the {_dollars(cost)} that the change costs"
+        against = f"{change.gain:g} × the cost of the change ({_dollars(cost)})"
         return ReplanDecision(
-            False, f"nothing worth changing: it would save {gain}, under {against}", steps, saves, cost
+            False,
+            f"no change pays off: the new plan would save {gain}, which is not more than {against}",
+            steps,
+            saves,
+            cost,
         )
     return ReplanDecision(True, f"saves {gain}; the change costs {_dollars(cost)}", steps, saves, cost)
 

@@ -55,6 +55,6 @@ def text(one: TimesCorrection) -> str:
     shape = formatting.shape(one.tp, one.pp, one.share, one.dp, one.dcp, one.pcp)
     where = f"{one.service} ({one.engine} {shape}{weights}) on {one.gpu}"
     return (
-        f"Corrected by its metrics: {where} takes {one.prefill:.2g} x its profile's time to prefill, "
-        f"{one.decode:.2g} x to decode."
+        f"Corrected from metrics: {where} takes {one.prefill:.2g} x the profile's time for prefill "
+        f"and {one.decode:.2g} x for decode."
     )

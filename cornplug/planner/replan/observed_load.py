@@ -122,7 +122,7 @@ def read(source: str) -> MetricsSnapshot:
         return parse(path.read_text(encoding="utf-8"), path.stat().st_mtime, source)
     except (OSError, UnicodeDecodeError) as e:
         raise ConfigError(
-            f"--metrics {source}", str(e), "Give an engine's /metrics address, or a file of its text."
+            f"--metrics {source}", str(e), "Set the URL of an engine's /metrics, or a file with its text."
         ) from e
 
 
@@ -133,13 +133,15 @@ def parse(body: str, at_s: float, source: str) -> MetricsSnapshot:
         found = dict(_json(body) if body.lstrip().startswith("{") else _text(body))
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(
-            f"--metrics {source}", f"is not Prometheus' text or JSON ({e})", "Give an engine's /metrics."
+            f"--metrics {source}",
+            f"is neither Prometheus text nor JSON ({e})",
+            "Set the URL of an engine's /metrics.",
         ) from e
     if not found:
         raise ConfigError(
             f"--metrics {source}",
-            "has no metric of vLLM 0.32, SGLang 0.5.23 or cornplug encoder",
-            "Give the /metrics of one; SGLang shows them with --enable-metrics.",
+            "has no metric of vLLM 0.32, SGLang 0.5.23 or `cornplug encoder`",
+            "Use the /metrics of one of them. SGLang exports metrics only with --enable-metrics.",
         )
     return MetricsSnapshot(at_s, found)
 
@@ -151,7 +153,7 @@ def between(before: MetricsSnapshot, after: MetricsSnapshot) -> ObservedWindow:
         raise ConfigError(
             "--metrics",
             f"the second snapshot is {-seconds:g} s older than the first",
-            "Give a file that was written later, or remove the state file.",
+            "Set a newer file, or remove the state file.",
         )
     grown = {s: _grown(before.values.get(s, 0.0), v) for s, v in after.values.items()}
     present = _sum(after.values, PRESENT) - _sum(before.values, PRESENT)
@@ -180,7 +182,9 @@ def _get(address: str) -> str:
         return answer.raise_for_status().text
     except httpx.HTTPError as e:
         raise ConfigError(
-            f"--metrics {address}", str(e) or type(e).__name__, "Is the engine up, and is this its /metrics?"
+            f"--metrics {address}",
+            str(e) or type(e).__name__,
+            "Check that the engine is running, and that this is the URL of its /metrics.",
         ) from e
 
 

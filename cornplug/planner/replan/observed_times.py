@@ -38,12 +38,10 @@ class SlowEngines:
     @property
     def text(self) -> str:
         engines = self.scope or "the plan's engines"
-        times = (
-            f"{formatting.seconds(self.observed_s)} in the mean, planned {formatting.seconds(self.planned_s)}"
-        )
+        times = f"{formatting.seconds(self.observed_s)}, but {formatting.seconds(self.planned_s)} was planned"
         return (
-            f"First tokens of {engines} take {times}, at no more than the planned load: the plan's times are "
-            "not theirs. Measure them with `cornplug profile` and plan again."
+            f"The mean TTFT of {engines} is {times}, and the load does not exceed the plan's. The profiles "
+            "do not match these engines. Measure them with `cornplug profile` and plan again."
         )
 
 

@@ -73,7 +73,7 @@ def _nodes(old: Plan, new: Plan, *, more: bool) -> list[PlanStep]:
     for sign, plan in ((-1, old), (1, new)):
         for n in plan.nodes:
             delta[n.name] += sign * n.count
-    verb = "take" if more else "give back"
+    verb = "add" if more else "release"
     return [
         PlanStep("nodes", name, f"{verb} {abs(n)} × {name}")
         for name, n in delta.items()

@@ -50,7 +50,9 @@ def load(path: Path, plan: str) -> ReplanState:
         return ReplanState(plan=plan)
     except (OSError, ValidationError) as e:
         raise ConfigError(
-            f"--state {path}", f"is no state of replan ({e})", "Remove it, or name another."
+            f"--state {path}",
+            f"is not a state file of `cornplug replan` ({e})",
+            "Remove it, or use another file.",
         ) from e
     return state if state.plan == plan else ReplanState(plan=plan, history=state.history)
 

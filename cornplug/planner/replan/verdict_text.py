@@ -28,7 +28,9 @@ def lines(old: Plan, new: Plan, told: WindowFindings, verdict: ReplanDecision, *
     if not verdict.act:
         return [f"{verdict.reason[0].upper()}{verdict.reason[1:]}.", *times]
     if not agreed:
-        waiting = f"This window asks for a change ({verdict.reason}). Waiting for the next one to agree."
+        waiting = (
+            f"This window calls for a change ({verdict.reason}). Waiting for the next window to confirm it."
+        )
         return [waiting, *times]
     said = [f"Change: {verdict.reason}."]
     said += [f"  {d.demand}: {d.what} {_figure(d.planned)} → {_figure(d.observed)}" for d in told.differences]

@@ -73,7 +73,8 @@ class GroupScheduler:
         if self._needs(request) > self._station.kv_tokens:
             raise ConfigError(
                 f"{self._station.name}.kv_tokens",
-                f"{self._station.kv_tokens} tokens of KV cannot hold a request of {self._needs(request)}",
+                f"a request needs {self._needs(request)} tokens of KV, but the replica has "
+                f"{self._station.kv_tokens}",
                 "Give the replica more memory or GPUs, or shorten the requests (`max` of their lengths).",
             )
 

@@ -49,9 +49,11 @@ class Station:
         for tasks, times in (("PD", self.steps), ("E", self.encode), ("G", self.generate)):
             if times is None and set(tasks) & set(self.tasks):
                 needed = {"PD": "steps", "E": "encode", "G": "generate"}[tasks]
-                raise ConfigError(f"{self.name}.{needed}", f'missing for tasks "{self.tasks}"', "Give it.")
+                raise ConfigError(f"{self.name}.{needed}", f'missing for tasks "{self.tasks}"', "Set it.")
         if not self.tasks or self.tasks != "".join(t for t in "EPDG" if t in self.tasks):
-            raise ConfigError(f"{self.name}.tasks", f'"{self.tasks}"', 'Write some of "EPDG", in this order.')
+            raise ConfigError(
+                f"{self.name}.tasks", f'"{self.tasks}"', 'Write one or more letters of "EPDG", in this order.'
+            )
         for field in ("replicas", "groups", "max_batch", "chunk_tokens", "max_patches"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{self.name}.{field}", f"{getattr(self, field)}", "Write 1 or more.")
