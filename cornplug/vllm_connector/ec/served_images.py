@@ -46,13 +46,13 @@ from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers
-from cornplug.vllm_connector.model.model_config import tower_identity
-from cornplug.vllm_connector.no_tower.engine_arguments import (
+from cornplug.vllm_connector.ec.no_tower_settings import (
     TAKES_EMBEDDINGS,
     is_asked_for,
     ours,
     settings_in,
 )
+from cornplug.vllm_connector.model.model_config import tower_identity
 
 _LEAST_S: Final = 1.0
 _noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
