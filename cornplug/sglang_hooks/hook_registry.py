@@ -29,7 +29,7 @@ _MODULES: Final = {
     # Used only in the main process, while SGLang resolves its settings.
     "resolution": ("kv.hicache_config",),
     "weights": ("model.weight_updates", "disk_updates", "trainer_updates"),
-    "loaded": ("model.loaded_weights",),
+    "loaded": ("disk_updates:LOADED_HOOKS",),
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
     "idle_backups": ("kv.idle_hooks",),
     "lora": ("kv_pages.namespace_roots",),

@@ -37,8 +37,6 @@ from cornplug.store.base import (
 _FIRST_PAUSE_S: Final = 0.5e-3
 _LAST_PAUSE_S: Final = 5e-3
 """Maximum pause between lookups in the table, which send no message."""
-
-
 MOST_SOUGHT: Final = 512
 """Maximum number of absent entries that one request looks up in far stores. Computing the keys takes 1 ms."""
 FAR_WAIT_S: Final = 5e-3

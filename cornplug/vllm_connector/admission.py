@@ -51,9 +51,19 @@ Outcome = Literal["admitted", "blind", "over_share", "overloaded"]
 
 _MEMORY_S: Final = 60.0
 """Seconds of saturation after which the weight of a measurement has dropped to a third."""
-_FIRST_PREDICTED: Final = 3
+_LEAST_FIRST_TOKENS: Final = 3
 """Number of first tokens to measure under saturation before the rate is used."""
 _LONGEST_RETRY_S: Final = 60.0
+PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+_STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
+_PERIOD_S: Final = 0.5
+_READ_S: Final = 0.25
+"""Maximum time that a request waits for a reading. After it, the previous reading is used."""
+_WAITING: Final = "vllm:num_requests_waiting"
+_FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
+_PREFILL_SUM: Final = "vllm:request_prefill_time_seconds_sum"
+_PREFILLS: Final = "vllm:request_prefill_time_seconds_count"
+_NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +126,7 @@ class TtftForecast:
             kept = math.exp(-seconds / _MEMORY_S)
             self._saturated_s = self._saturated_s * kept + seconds
             self._first_tokens = self._first_tokens * kept + now.first_tokens - last.first_tokens
-            self._believed = self._believed or self._first_tokens >= _FIRST_PREDICTED
+            self._believed = self._believed or self._first_tokens >= _LEAST_FIRST_TOKENS
 
     def enters(self, qos: ServiceClass) -> None:
         """Record that a request of this class was sent to the engine."""
@@ -179,19 +189,6 @@ def _refused(outcome: Outcome, wait_s: float, retry_after_s: float) -> TtftVerdi
     return TtftVerdict(
         outcome=outcome, wait_s=wait_s, retry_after_s=min(max(retry_after_s, 0.0), _LONGEST_RETRY_S)
     )
-
-
-PATHS: Final = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
-_STATUS: Final = {"over_share": (429, "RateLimitError"), "overloaded": (503, "ServiceUnavailableError")}
-_PERIOD_S: Final = 0.5
-_READ_S: Final = 0.25
-"""Maximum time that a request waits for a reading. After it, the previous reading is used."""
-
-_WAITING: Final = "vllm:num_requests_waiting"
-_FIRST_TOKENS: Final = "vllm:time_to_first_token_seconds_count"
-_PREFILL_SUM: Final = "vllm:request_prefill_time_seconds_sum"
-_PREFILLS: Final = "vllm:request_prefill_time_seconds_count"
-_NAMES: Final = (_WAITING, _FIRST_TOKENS, _PREFILL_SUM, _PREFILLS)
 
 
 class Admission:

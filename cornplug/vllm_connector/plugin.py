@@ -57,10 +57,9 @@ def _install_flags(why: str) -> None:
 def _seams() -> list[tuple[str, str, Callable[..., Any]]]:
     """vLLM's functions to wrap, with their wrappers."""
     from cornplug.vllm_connector import connector_config, engine_alarm, flags, rendered_elsewhere
-    from cornplug.vllm_connector.ec import encoder_only, mm_identifiers
+    from cornplug.vllm_connector.ec import encoder_only, left_out_weights, mm_identifiers, served_images
     from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
     from cornplug.vllm_connector.model import reloads, weight_updates
-    from cornplug.vllm_connector.no_tower import left_out_weights, served_images
 
     kv = cpu_use, copies_in_flight, page_keys, provenance, resets
     ec = encoder_only, mm_identifiers
@@ -74,8 +73,7 @@ def _install() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    from cornplug.vllm_connector.ec import mm_identifiers
-    from cornplug.vllm_connector.no_tower import served_images
+    from cornplug.vllm_connector.ec import mm_identifiers, served_images
 
     compat.wrap_all(_seams())
     if KV_CONNECTOR not in KVConnectorFactory._registry:

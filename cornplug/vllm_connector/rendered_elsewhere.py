@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.no_tower.engine_arguments import settings_in
+from cornplug.vllm_connector.ec.no_tower_settings import settings_in
 
 NOT_SHARED: Final = (
     "requests with media from another process (/inference/v1/generate) share neither embeddings nor KV "

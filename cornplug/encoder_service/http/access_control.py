@@ -33,8 +33,6 @@ SEAL: Final = "cornplug.engine_seal"
 """Key of a request's ASGI scope for its seal, set after the proof was checked."""
 ENGINES: Final = ServiceClass(name="/v1/engine")
 """Class of such engines until the sealed body is open and contains the app."""
-
-
 OPEN: Final = ("/health", "/ready")
 _READING: Final = ("GET", "HEAD", "OPTIONS")
 _FORMS: Final = "/v1/encode"

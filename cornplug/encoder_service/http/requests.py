@@ -30,6 +30,14 @@ from cornplug.qos import ServiceClass
 
 ParsedT = TypeVar("ParsedT")
 LARGE_BYTES: Final = 256 << 10
+MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
+_ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
+_MAX_FIELDS: Final = 16
+_MAX_FIELD_BYTES: Final = 16 << 10
+_VIDEO_URL: Final = "data:video/jpeg;base64,"
+_IMAGE_URL: Final = "data:image/jpeg;base64,"
+_SHOWN: Final = 200
+"""Maximum characters of a client's value that a message repeats."""
 
 
 class BodyParser:
@@ -51,16 +59,6 @@ class BodyParser:
         turn = self._turns.setdefault(qos, asyncio.Lock()) if large else contextlib.nullcontext()
         async with turn:
             return await asyncio.get_running_loop().run_in_executor(self._threads, function, body)
-
-
-MODALITIES: Final[tuple[Modality, ...]] = ("image", "video", "audio")
-_ONE_MEDIUM: Final[list[JsonValue]] = [{"required": [modality]} for modality in MODALITIES]
-_MAX_FIELDS: Final = 16
-_MAX_FIELD_BYTES: Final = 16 << 10
-_VIDEO_URL: Final = "data:video/jpeg;base64,"
-_IMAGE_URL: Final = "data:image/jpeg;base64,"
-_SHOWN: Final = 200
-"""Maximum characters of a client's value that a message repeats."""
 
 
 class _InMemory(MultiPartParser):

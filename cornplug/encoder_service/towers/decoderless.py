@@ -32,8 +32,6 @@ from cornplug.errors import CheckpointError
 
 LEVELS: Final = "deepstack_visual_embeds"
 """Argument of decoders that add outputs of several layers of the tower to their own first layers' outputs."""
-
-
 _PLACES: Final = frozenset({"attention_mask", "position_ids"})
 """Arguments that say where rows are, and not what they hold."""
 REFUSALS: Final = (

@@ -203,8 +203,6 @@ OTHERS: Final = {
     "which token is sampled, and how prompts become tokens": """
         EXA_API_KEY""",
 }
-
-
 _PREFIX: Final = "SGLANG_"
 HUB_VARIABLE: Final = "SGLANG_USE_MODELSCOPE"
 """Variable that selects the model hub. It has no effect on local files."""

@@ -46,50 +46,6 @@ _DESCRIPTORS: Final = 65536
 _log = logging.getLogger("cornplug.store")
 
 
-class BoundedLog(logging.StreamHandler[TextIO]):
-    """Writes at most `MOST_LINES` lines of one kind a minute. Lines are of one kind if their text is the same
-    before its arguments are filled in.
-
-    Args:
-        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending; None: never.
-    """
-
-    def __init__(self, stream: TextIO, *, most_bytes: int | None = None) -> None:
-        super().__init__(stream)
-        self._most_bytes = most_bytes
-        self._kinds: dict[tuple[str, str], _Kind] = {}
-        self.addFilter(self._may_pass)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self._most_bytes is not None:
-            fd = self.stream.fileno()
-            if os.fstat(fd).st_size > self._most_bytes:
-                os.ftruncate(fd, 0)
-        super().emit(record)
-
-    def _may_pass(self, record: logging.LogRecord) -> bool:
-        now_s = time.monotonic()
-        kind = self._kinds.setdefault((record.name, str(record.msg)), _Kind(now_s))
-        if now_s - kind.began_s >= PERIOD_S:
-            kind.began_s, kind.lines = now_s, 0
-        kind.lines += 1
-        if kind.lines > MOST_LINES:
-            kind.left_out += 1
-            return False
-        if kind.left_out:
-            record.msg = f"{record.getMessage()} ({kind.left_out} lines like this were left out)"
-            record.args, kind.left_out = (), 0
-        return True
-
-
-class _Kind:
-    """Lines of one kind in the period that began at `began_s`."""
-
-    def __init__(self, began_s: float) -> None:
-        self.began_s = began_s
-        self.lines = self.left_out = 0
-
-
 def main(argv: list[str], starter: Mapping[str, Any] | None = None) -> int:
     """Serve until SIGTERM or SIGINT.
 
@@ -325,6 +281,50 @@ def _raise_descriptor_limit() -> None:
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class BoundedLog(logging.StreamHandler[TextIO]):
+    """Writes at most `MOST_LINES` lines of one kind a minute. Lines are of one kind if their text is the same
+    before its arguments are filled in.
+
+    Args:
+        most_bytes: Size beyond which the log is emptied, if it is a file opened for appending; None: never.
+    """
+
+    def __init__(self, stream: TextIO, *, most_bytes: int | None = None) -> None:
+        super().__init__(stream)
+        self._most_bytes = most_bytes
+        self._kinds: dict[tuple[str, str], _Kind] = {}
+        self.addFilter(self._may_pass)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._most_bytes is not None:
+            fd = self.stream.fileno()
+            if os.fstat(fd).st_size > self._most_bytes:
+                os.ftruncate(fd, 0)
+        super().emit(record)
+
+    def _may_pass(self, record: logging.LogRecord) -> bool:
+        now_s = time.monotonic()
+        kind = self._kinds.setdefault((record.name, str(record.msg)), _Kind(now_s))
+        if now_s - kind.began_s >= PERIOD_S:
+            kind.began_s, kind.lines = now_s, 0
+        kind.lines += 1
+        if kind.lines > MOST_LINES:
+            kind.left_out += 1
+            return False
+        if kind.left_out:
+            record.msg = f"{record.getMessage()} ({kind.left_out} lines like this were left out)"
+            record.args, kind.left_out = (), 0
+        return True
+
+
+class _Kind:
+    """Lines of one kind in the period that began at `began_s`."""
+
+    def __init__(self, began_s: float) -> None:
+        self.began_s = began_s
+        self.lines = self.left_out = 0
 
 
 if __name__ == "__main__":

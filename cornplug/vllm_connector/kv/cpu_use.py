@@ -20,6 +20,9 @@ from typing import Any, Final
 
 from cornplug.vllm_connector.compat import KV_CONNECTOR
 
+_RECHECK_MS: Final = 50
+"""Maximum time that a worker waits for a notification before it checks for a message."""
+
 
 def _reserve_as_stock(
     original: Callable[..., None], manager: Any, config: Any, *args: Any, **kwargs: Any
@@ -29,10 +32,6 @@ def _reserve_as_stock(
         config = copy.copy(config)
         config.kv_transfer_config = None
     original(manager, config, *args, **kwargs)
-
-
-_RECHECK_MS: Final = 50
-"""Maximum time that a worker waits for a notification before it checks for a message."""
 
 
 class _Steps:

@@ -29,6 +29,14 @@ from cornplug.vllm_connector.several_connectors import has_ours
 
 _LEFT_OUT: Final = "_cornplug_left_out"
 """Worker attribute: the parameters that its last reload did not load, or None if unknown."""
+RELOAD: Final = "reload_weights"
+"""Name of the workers' method."""
+TRANSFER: Final = "_cornplug_transfer"
+"""Engine core attribute: the trainer's update that has no name yet (`weight_updates`)."""
+_LOADED: Final = "_cornplug_loaded"
+"""Engine core attribute: `Loaded`, while blocks may contain KV of other weights."""
+_VOTE_S: Final = 600.0
+_ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
 
 def _load_model(original: Callable[..., Any], worker: Any, **kwargs: Any) -> Any:
@@ -106,16 +114,6 @@ def _check(model: Any, config: Any) -> None:
         lambda: Checkpoint.open(described.model, described.revision, cache_dir=folder),
         compat.logger,
     )
-
-
-RELOAD: Final = "reload_weights"
-"""Name of the workers' method."""
-TRANSFER: Final = "_cornplug_transfer"
-"""Engine core attribute: the trainer's update that has no name yet (`weight_updates`)."""
-_LOADED: Final = "_cornplug_loaded"
-"""Engine core attribute: `Loaded`, while blocks may contain KV of other weights."""
-_VOTE_S: Final = 600.0
-_ARGUMENTS: Final = ("weights_iterator", "weights_path", "is_checkpoint_format")
 
 
 class Loaded(NamedTuple):

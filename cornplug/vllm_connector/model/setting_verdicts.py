@@ -52,6 +52,44 @@ if TYPE_CHECKING:
 _OURS: Final = ("vllm.model_executor.models.", "vllm.models.", "vllm.multimodal.")
 
 
+def of_everything(config: VllmConfig) -> SettingsVerdict:
+    """Judge the settings that change both embeddings and KV.
+
+    These are the settings of model, loading, parallelism, kernels, compilation, code and environment.
+    """
+    from vllm.config import LoadConfig, ModelConfig, ParallelConfig
+
+    found = _judged(MODEL, ModelConfig, config.model_config) | _model(config.model_config)
+    found |= _judged(LOAD, LoadConfig, config.load_config) | _loader(config.load_config)
+    found |= _parallel(ParallelConfig, getattr(config, "parallel_config", None))
+    found |= _runtime(config) | _compilation(getattr(config, "compilation_config", None))
+    return found | judge_code(config.model_config) | _environment(config)
+
+
+def of_embeddings(config: VllmConfig) -> SettingsVerdict:
+    """Judge the settings that change only embeddings. They affect KV through the embedding keys in its
+    chain."""
+    from vllm.config import MultiModalConfig
+
+    return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
+
+
+def of_kv(config: VllmConfig) -> SettingsVerdict:
+    """Judge the settings that change only KV."""
+    from vllm.config import CacheConfig, LoRAConfig, MambaConfig, SpeculativeConfig
+
+    cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
+    states = _judged(MAMBA, MambaConfig, getattr(config, "mamba_config", None))
+    drafts = _judged(SPECULATIVE, SpeculativeConfig, getattr(config, "speculative_config", None))
+    lora = getattr(config, "lora_config", None)
+    values = _values(LoRAConfig, lora)
+    if getattr(lora, "lora_dtype", None) in ("auto", config.model_config.dtype):
+        values["lora_dtype"] = "auto"
+    elif lora is not None:
+        values["lora_dtype"] = str(lora.lora_dtype)
+    return cache | states | drafts | judge(LORA, values, defaults_of(LoRAConfig))
+
+
 def judge_code(model: Any) -> SettingsVerdict:
     """Refusals for model classes and processors that are not vLLM's own. `model` is its ModelConfig.
 
@@ -103,44 +141,6 @@ def _foreign_processor(registered: Any) -> str | None:
     parts = [getattr(factories, part, None) for part in ("info", "processor", "dummy_inputs")]
     found = [str(getattr(part, "__module__", "")) for part in parts if part is not None]
     return next((where for where in found if not where.startswith(_OURS)), None)
-
-
-def of_everything(config: VllmConfig) -> SettingsVerdict:
-    """Judge the settings that change both embeddings and KV.
-
-    These are the settings of model, loading, parallelism, kernels, compilation, code and environment.
-    """
-    from vllm.config import LoadConfig, ModelConfig, ParallelConfig
-
-    found = _judged(MODEL, ModelConfig, config.model_config) | _model(config.model_config)
-    found |= _judged(LOAD, LoadConfig, config.load_config) | _loader(config.load_config)
-    found |= _parallel(ParallelConfig, getattr(config, "parallel_config", None))
-    found |= _runtime(config) | _compilation(getattr(config, "compilation_config", None))
-    return found | judge_code(config.model_config) | _environment(config)
-
-
-def of_embeddings(config: VllmConfig) -> SettingsVerdict:
-    """Judge the settings that change only embeddings. They affect KV through the embedding keys in its
-    chain."""
-    from vllm.config import MultiModalConfig
-
-    return _judged(MULTIMODAL, MultiModalConfig, config.model_config.multimodal_config)
-
-
-def of_kv(config: VllmConfig) -> SettingsVerdict:
-    """Judge the settings that change only KV."""
-    from vllm.config import CacheConfig, LoRAConfig, MambaConfig, SpeculativeConfig
-
-    cache = _judged(CACHE, CacheConfig, getattr(config, "cache_config", None))
-    states = _judged(MAMBA, MambaConfig, getattr(config, "mamba_config", None))
-    drafts = _judged(SPECULATIVE, SpeculativeConfig, getattr(config, "speculative_config", None))
-    lora = getattr(config, "lora_config", None)
-    values = _values(LoRAConfig, lora)
-    if getattr(lora, "lora_dtype", None) in ("auto", config.model_config.dtype):
-        values["lora_dtype"] = "auto"
-    elif lora is not None:
-        values["lora_dtype"] = str(lora.lora_dtype)
-    return cache | states | drafts | judge(LORA, values, defaults_of(LoRAConfig))
 
 
 def _values(config_class: Any, found: Any) -> dict[str, Any]:

@@ -35,6 +35,37 @@ _CALLS: Final = frozenset({_START, "update_weights", _FINISH})
 _PATCHES: Final = "sparse_nccl"
 """vLLM's backend that changes single values of a tensor. Its result depends on previous transfers."""
 _VOTE_S: Final = 60.0
+# Worker methods that users call and that do not change the weights. Any other name may be a trainer's own
+# method (`--worker-extension-cls`), and a callable could do anything to the model.
+_HARMLESS = frozenset(
+    {
+        "add_lora",
+        "annotate_profile",
+        "check_health",
+        "checkpoint_prepare",
+        "compute_weight_checksums",
+        "execute_dummy_batch",
+        "get_cache_block_size_bytes",
+        "get_encoder_timing_stats",
+        "get_kv_cache_spec",
+        "get_model_inspection",
+        "get_supported_tasks",
+        "init_weight_transfer_engine",
+        "list_loras",
+        "pin_lora",
+        "profile",
+        "release_late_interaction_query_cache",
+        "remove_lora",
+        "reset_encoder_cache",
+        "reset_mm_cache",
+        "save_sharded_state",
+        "save_tensorized_model",
+        "shutdown_weight_transfer_engine",
+        "synchronize_device",
+        "update_max_model_len",
+        "wake_up",
+    }
+)
 
 
 @dataclass
@@ -128,39 +159,6 @@ def rank_is_done(worker: Any) -> bool:
     """Return whether the last transfer of this rank has finished, and concerned the model itself."""
     worker = getattr(worker, "worker", worker)
     return not (worker._weight_update_active or worker._weight_update_is_draft)
-
-
-# Worker methods that users call and that do not change the weights. Any other name may be a trainer's own
-# method (`--worker-extension-cls`), and a callable could do anything to the model.
-_HARMLESS = frozenset(
-    {
-        "add_lora",
-        "annotate_profile",
-        "check_health",
-        "checkpoint_prepare",
-        "compute_weight_checksums",
-        "execute_dummy_batch",
-        "get_cache_block_size_bytes",
-        "get_encoder_timing_stats",
-        "get_kv_cache_spec",
-        "get_model_inspection",
-        "get_supported_tasks",
-        "init_weight_transfer_engine",
-        "list_loras",
-        "pin_lora",
-        "profile",
-        "release_late_interaction_query_cache",
-        "remove_lora",
-        "reset_encoder_cache",
-        "reset_mm_cache",
-        "save_sharded_state",
-        "save_tensorized_model",
-        "shutdown_weight_transfer_engine",
-        "synchronize_device",
-        "update_max_model_len",
-        "wake_up",
-    }
-)
 
 
 def _called(method: Any) -> None:

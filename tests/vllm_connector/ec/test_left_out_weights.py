@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector.compat import EC_CONNECTOR
-from cornplug.vllm_connector.no_tower import left_out_weights
+from cornplug.vllm_connector.ec import left_out_weights
 
 
 class Model(nn.Module):

@@ -18,8 +18,8 @@ from vllm.multimodal.parse import MultiModalDataParser
 
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector.compat import EC_CONNECTOR, KV_CONNECTOR, validated_families
-from cornplug.vllm_connector.no_tower import engine_arguments
-from cornplug.vllm_connector.no_tower.engine_arguments import TAKES_EMBEDDINGS, check_model, leave_out
+from cornplug.vllm_connector.ec import no_tower_settings
+from cornplug.vllm_connector.ec.no_tower_settings import TAKES_EMBEDDINGS, check_model, leave_out
 
 HERE = str(Path(__file__).parent)
 """A folder that is there: without a network vLLM looks for anything else in the hub's cache."""
@@ -75,9 +75,9 @@ def test_leave_out_sets_vllms_flags_and_keeps_the_users_limit() -> None:
             assert leave_out(args)
             assert args.enable_mm_embeds
             assert args.limit_mm_per_prompt == {"image": 0, "video": 0, "audio": 0}
-            for said in engine_arguments.settings_in(args):
+            for said in no_tower_settings.settings_in(args):
                 assert said.get("engine.images_per_prompt") == want
-            assert engine_arguments.is_asked_for(args)
+            assert no_tower_settings.is_asked_for(args)
 
 
 def test_leave_out_without_the_setting_changes_nothing() -> None:

@@ -33,9 +33,9 @@ from cornplug.engine_common.version_range import VersionRange
 from cornplug.errors import ConfigError, EncoderError, EncoderRefused, EncoderUnavailable
 from cornplug.identity import embedding_key
 from cornplug.vllm_connector import compat
+from cornplug.vllm_connector.ec import served_images
 from cornplug.vllm_connector.ec.embedding_handles import PREFIX, ReceivedHandles
-from cornplug.vllm_connector.no_tower import served_images
-from cornplug.vllm_connector.no_tower.served_images import ServedImages, ServiceUnavailable
+from cornplug.vllm_connector.ec.served_images import ServedImages, ServiceUnavailable
 
 SECRET = b"s" * 32
 IDENTITY = b"i" * 32

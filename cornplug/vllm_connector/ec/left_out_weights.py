@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from cornplug.errors import ConfigError
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.no_tower.engine_arguments import is_asked_for
+from cornplug.vllm_connector.ec.no_tower_settings import is_asked_for
 
 
 def report(worker: Any, specs: Mapping[str, Any]) -> None:

@@ -6,6 +6,7 @@
 The items are then handled like embeddings by handle (`ec/embedding_handles.py`), so that an image has the
 same identifier in engines with and without a tower. If the service fails, the request ends with status 503
 before the engine sees it. Requests without images never wait for the service.
+
 vLLM's exception handlers set only status and body, so `RetryAfter` adds the header `Retry-After`.
 """
 
@@ -45,69 +46,21 @@ from cornplug.private_paths import read_secret
 from cornplug.vllm_connector import compat
 from cornplug.vllm_connector.ec.embedding_handles import ReceivedHandles
 from cornplug.vllm_connector.ec.mm_identifiers import MmIdentifiers
-from cornplug.vllm_connector.model.model_config import tower_identity
-from cornplug.vllm_connector.no_tower.engine_arguments import (
+from cornplug.vllm_connector.ec.no_tower_settings import (
     TAKES_EMBEDDINGS,
     is_asked_for,
     ours,
     settings_in,
 )
+from cornplug.vllm_connector.model.model_config import tower_identity
 
 _LEAST_S: Final = 1.0
 _noted: ContextVar[list[float] | None] = ContextVar("cornplug_retry_after", default=None)
 """Delays noted for the current HTTP request."""
-
-
-def note_retry_after(seconds: float | None) -> float:
-    """Set the delay that the response to this request requests, if its status is 503."""
-    pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
-    noted = _noted.get()
-    if noted is not None:
-        noted.append(pause_s)
-    return pause_s
-
-
-class RetryAfter:
-    """ASGI middleware that adds the header for the delay passed to `note_retry_after`."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        # Tasks of this request have copies of the context, which refer to this same list.
-        noted: list[float] = []
-
-        async def marked(message: Message) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 503 and noted:
-                MutableHeaders(scope=message)["retry-after"] = f"{max(noted):.0f}"
-            await send(message)
-
-        token = _noted.set(noted)
-        try:
-            await self._app(scope, receive, marked)
-        finally:
-            _noted.reset(token)
-
-
-def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:
-    original(app)
-    app.add_middleware(RetryAfter)
-
-
-RETRY_AFTER_WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
-    ("vllm.entrypoints.launchers.app", "init_exception_handler", _init_exception_handler),
-)
-"""Used only in the API processes of an engine without a tower, which have imported this vLLM module."""
-
-
 _START_S: Final = 5.0
 """Maximum time that a starting engine waits for a service's list of models."""
 _DOWN_S: Final = 2.0
 """Retry delay for clients while no service replies, as long as the engine's own probes may take."""
-
 _salt: ContextVar[str | None] = ContextVar("cornplug_cache_salt", default=None)
 """`cache_salt` of the request that is being rendered."""
 
@@ -403,6 +356,51 @@ async def _render_chat_async(original: Callable[..., Any], this: Any, *args: Any
         return await original(this, *args, **kwargs)
     finally:
         _salt.reset(token)
+
+
+def note_retry_after(seconds: float | None) -> float:
+    """Set the delay that the response to this request requests, if its status is 503."""
+    pause_s = math.ceil(max(_LEAST_S, seconds or 0.0))
+    noted = _noted.get()
+    if noted is not None:
+        noted.append(pause_s)
+    return pause_s
+
+
+class RetryAfter:
+    """ASGI middleware that adds the header for the delay passed to `note_retry_after`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # Tasks of this request have copies of the context, which refer to this same list.
+        noted: list[float] = []
+
+        async def marked(message: Message) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 503 and noted:
+                MutableHeaders(scope=message)["retry-after"] = f"{max(noted):.0f}"
+            await send(message)
+
+        token = _noted.set(noted)
+        try:
+            await self._app(scope, receive, marked)
+        finally:
+            _noted.reset(token)
+
+
+def _init_exception_handler(original: Callable[..., Any], app: Any) -> None:
+    original(app)
+    app.add_middleware(RetryAfter)
+
+
+RETRY_AFTER_WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (
+    ("vllm.entrypoints.launchers.app", "init_exception_handler", _init_exception_handler),
+)
+"""Used only in the API processes of an engine without a tower, which have imported this vLLM module."""
 
 
 WRAPS: Final[tuple[tuple[str, str, Callable[..., Any]], ...]] = (

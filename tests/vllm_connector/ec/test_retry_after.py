@@ -8,7 +8,7 @@ import httpx
 from fastapi import FastAPI
 from starlette.responses import JSONResponse
 
-from cornplug.vllm_connector.no_tower import served_images
+from cornplug.vllm_connector.ec import served_images
 
 
 def app() -> FastAPI:
