@@ -207,7 +207,7 @@ def test_httpx_is_the_only_http_library() -> None:
     """Others read the environment in ways that the test above does not see."""
     others = {"aiohttp", "http.client", "requests", "urllib.request", "urllib3", "websockets"}
     # A parser of addresses.
-    allowed = {"vllm_connector/ec/served_images.py urllib3"}
+    allowed = {"vllm_connector/media/served_images.py urllib3"}
     found = {
         f"{path.relative_to(PACKAGE)} {name.partition('.')[0] if name not in others else name}"
         for path in PACKAGE.rglob("*.py")

@@ -145,7 +145,7 @@ def forget() -> None:
     from sglang.srt.managers import mm_schedule
 
     from cornplug.sglang_hooks.kv import page_hash_hooks
-    from cornplug.sglang_hooks.mm import placeholder_tokens
+    from cornplug.sglang_hooks.media import placeholder_tokens
 
     page_hash_hooks.forget_pages()
     placeholder_tokens.forget()

@@ -33,10 +33,10 @@ _MODULES: Final = {
     "kv": ("kv.page_hash_hooks", "kv.late_exclusions", "kv.prefetch_hooks"),
     "idle_backups": ("kv.idle_hooks",),
     "lora": ("kv_pages.namespace_roots",),
-    "images": ("mm.placeholder_tokens", "mm.mm_identifiers", "mm.encoder_bypass"),
-    "cpu_images": ("mm.cpu_preprocessing",),
-    "llava": ("mm.media_digests:LLAVA_HOOKS",),
-    "encoder": ("mm.epd", "mm.epd_fallback"),
+    "images": ("media.placeholder_tokens", "media.mm_identifiers", "media.encoder_bypass"),
+    "cpu_images": ("media.cpu_preprocessing",),
+    "llava": ("media.media_digests:LLAVA_HOOKS",),
+    "encoder": ("media.epd", "media.epd_fallback"),
 }
 RESOLUTION: Final = frozenset({"resolution"})
 ALL: Final = frozenset(_MODULES)
@@ -48,7 +48,7 @@ def needed(server_args: Any) -> frozenset[str]:
     from sglang.srt.arg_groups.overrides import model_config_of, resolved_view
 
     from cornplug.sglang_hooks.kv import hicache_config
-    from cornplug.sglang_hooks.mm import cpu_preprocessing
+    from cornplug.sglang_hooks.media import cpu_preprocessing
 
     settled = resolved_view(server_args)
     found = {"weights"}

@@ -23,7 +23,7 @@ from cornplug.sglang_hooks import activation
 from cornplug.sglang_hooks.kv_pages import namespace_roots
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.mm import mm_identifiers
+from cornplug.sglang_hooks.media import mm_identifiers
 from cornplug.sglang_hooks.model.model_config import describe
 
 from .deployments import TEXT_BEFORE, Deployment

@@ -40,7 +40,7 @@ def test_plugin_inactive_hooks_only_server_args(zygote: Zygote) -> None:
         for name in ("add_cli_args", "from_cli_args", "resolve_once")
     }
     assert "cornplug.sglang_hooks.kv.hicache_storage" not in modules
-    assert "cornplug.sglang_hooks.mm.mm_identifiers" not in modules
+    assert "cornplug.sglang_hooks.media.mm_identifiers" not in modules
 
 
 @pytest.mark.parametrize(

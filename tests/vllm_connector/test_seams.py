@@ -20,11 +20,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
 
 from cornplug.vllm_connector import connector_config, engine_alarm, flags, plugin, rendered_elsewhere
-from cornplug.vllm_connector.ec import encoder_only, left_out_weights, mm_identifiers, served_images
-from cornplug.vllm_connector.ec.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.ec_connector import CornplugECConnector
 from cornplug.vllm_connector.kv import copies_in_flight, cpu_use, page_keys, provenance, resets
 from cornplug.vllm_connector.kv_connector import CornplugConnector
+from cornplug.vllm_connector.media import encoder_only, left_out_weights, mm_identifiers, served_images
+from cornplug.vllm_connector.media.early_prefill import InFlightEncoderCacheManager
 from cornplug.vllm_connector.model import reloads, weight_updates
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "vllm_seams.txt"
@@ -46,7 +46,7 @@ CALLED = (
     ("vllm.renderers.chat_utils", "BaseMultiModalItemTracker.add"),
 )
 """Functions of vLLM's own offloading worker that `kv/arena_moves.py` calls, and those of its media loading
-and parsing that `ec/served_images.py` calls."""
+and parsing that `media/served_images.py` calls."""
 OVERRIDING: tuple[tuple[type, type], ...] = (
     (KVConnectorBase_V1, CornplugConnector),
     (ECConnectorBase, CornplugECConnector),

@@ -14,7 +14,7 @@ from weakref import ref
 
 from cornplug.identity import LINK_TOKENS, chain, medium_lineage, page_keys, placeholder_tokens
 from cornplug.vllm_connector import compat
-from cornplug.vllm_connector.ec.mm_identifiers import key_of
+from cornplug.vllm_connector.media.mm_identifiers import key_of
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -24,7 +24,7 @@ from cornplug.sglang_hooks.kv import early_lookup, page_hash_hooks
 from cornplug.sglang_hooks.kv_pages import namespace_roots, page_hash_index
 from cornplug.sglang_hooks.kv_pages.namespace_roots import NamespaceRoots
 from cornplug.sglang_hooks.kv_pages.page_hash_index import CacheNamespace, PageHashIndex
-from cornplug.sglang_hooks.mm import placeholder_tokens as tokens_module
+from cornplug.sglang_hooks.media import placeholder_tokens as tokens_module
 
 from ..kv_rig import PLAIN, SECRET, hashes_of
 

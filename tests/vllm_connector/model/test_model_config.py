@@ -25,7 +25,7 @@ from cornplug.checkpoints.numeric_class import PRECISION_VARIABLES
 from cornplug.engine_common.allow_lists import AS_OVERRIDE, FieldTables, misplaced
 from cornplug.errors import CheckpointError
 from cornplug.identity import canonical
-from cornplug.vllm_connector.ec import early_prefill
+from cornplug.vllm_connector.media import early_prefill
 from cornplug.vllm_connector.model import model_config as model
 from cornplug.vllm_connector.model import model_fields, runtime_fields, setting_verdicts
 from cornplug.vllm_connector.model.model_config import kv_identity, tower_identity

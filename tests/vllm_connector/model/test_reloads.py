@@ -21,7 +21,7 @@ from cornplug.vllm_connector.model import model_config, reloads, weight_updates
 from cornplug.vllm_connector.model.model_config import kv_identity
 from devkit import checkpoints
 
-from ..ec.test_mm_identifiers import config as described
+from ..media.test_mm_identifiers import config as described
 
 
 class Model(torch.nn.Module):
