@@ -44,11 +44,11 @@ _REMEDY: Final = "Reduce store.size_bytes (--size), or add memory to this host o
 
 
 def sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[int, mmap.mmap]:
-    """The descriptor and this process's writable map of `size_bytes` of zeros.
+    """Return the descriptor and this process's writable map of `size_bytes` of zeros.
 
-    No process can cut it short under the others. Unless `others_write`, only this map can be written, whoever
-    has the descriptor; Linux before 5.1 cannot enforce that, and readers verify what they read on any.
-    Raises OSError where the kernel gives no such memory.
+    No process can truncate the memory. Unless `others_write`, only this map can be written, even by a process
+    that has the descriptor. Linux before 5.1 cannot enforce that, so readers verify what they read on any
+    version. Raises OSError if the kernel does not provide such memory.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
@@ -64,7 +64,7 @@ def sealed_memory(name: str, size_bytes: int, *, others_write: bool) -> tuple[in
 
 
 class WriteFences:
-    """The owner's side. Without `shared` the table is this process's own."""
+    """The daemon's side of the table of writable reservations. Without `shared`, the table is private."""
 
     def __init__(self, *, shared: bool = False) -> None:
         if shared:
@@ -76,7 +76,7 @@ class WriteFences:
         self._used = 0
 
     def open(self, generation: int) -> int:
-        """The slot that now says that this generation may be written; NO_SLOT when there is none."""
+        """Mark this generation as writable and return its slot, or NO_SLOT if all slots are in use."""
         if self._free:
             slot = self._free.pop()
         elif self._used < SLOTS:
@@ -88,12 +88,12 @@ class WriteFences:
         return slot
 
     def shut(self, slot: int) -> None:
-        """From now on no write begins there."""
+        """Free the slot. No further write to its reservation begins."""
         self._table[slot] = 0
         self._free.append(slot)
 
     def holds(self, location: PayloadLocation) -> bool:
-        """Whether this location is reserved still, and may be written."""
+        """Return whether this location is still reserved, and may be written."""
         return _holds(self._table, location)
 
     def close(self) -> None:
@@ -102,14 +102,14 @@ class WriteFences:
 
 
 class MappedFences:
-    """A client's side."""
+    """A client's side of the table of writable reservations."""
 
     def __init__(self, fd: int) -> None:
-        """Raises OSError or ValueError when that is no table."""
+        """Map the table. Raises OSError or ValueError if `fd` is not a table."""
         self._table = memoryview(mmap.mmap(fd, TABLE_BYTES, prot=mmap.PROT_READ)).cast("Q")
 
     def holds(self, location: PayloadLocation) -> bool:
-        """As `WriteFences.holds`."""
+        """See `WriteFences.holds`."""
         return _holds(self._table, location)
 
 
@@ -144,7 +144,7 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
     for line in (proc / "self" / "cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            # Beyond "high" no process is killed, but all that allocate there are slowed down.
+            # Processes beyond "high" are not killed, but their allocations are slowed down.
             for limit in ("memory.max", "memory.high"):
                 yield from _walk(cgroups, path, limit, "memory.current", "inactive_file")
         elif "memory" in controllers.split(","):
@@ -153,11 +153,11 @@ def _limits(proc: Path, cgroups: Path) -> Iterator[MemoryBound]:
 
 
 def _walk(root: Path, path: str, limit: str, usage: str, cache: str) -> Iterator[MemoryBound]:
-    """A group's bound and those of the groups around it. In a container the path may be the host's,
-    and only the root, which is the container's own group, is there to see."""
+    """Yield the limits of a group and of the groups that contain it. In a container the path may be the
+    host's. Then only the root is visible, which is the container's own group."""
     at = root / path.lstrip("/")
     for group in [at, *at.parents]:
-        # No limit reads "max" in version 2, and in version 1 the largest number of pages.
+        # "No limit" is the text "max" in version 2, and the largest number of pages in version 1.
         with contextlib.suppress(OSError, ValueError):
             total = int((group / limit).read_text())
             used = int((group / usage).read_text())
@@ -236,7 +236,7 @@ class SharedArena:
         step = min(max(want_bytes, STEP_BYTES), left)
         memory = host_memory()
         if memory.available_bytes - step < _kept_free(memory):
-            # The kernel would not refuse the allocation, but kill a process for it.
+            # The kernel would not reject the allocation, but would kill a process for it.
             self._ran_out(f"{memory.of} has {memory.available_bytes >> 20} MiB left")
             return 0
         try:
@@ -275,7 +275,7 @@ def _memfd() -> int:
 
 
 class MappedArena:
-    """A client's side: the whole arena mapped; pages appear as the daemon sets them aside."""
+    """A client's map of the whole arena. Pages become available as the daemon allocates them."""
 
     def __init__(self, fd: int, arena_id: bytes, capacity_bytes: int, fences: MappedFences) -> None:
         self.id = arena_id
@@ -284,9 +284,8 @@ class MappedArena:
         self._fences = fences
 
     def view(self, location: PayloadLocation, *, writable: bool) -> memoryview:
-        """The bytes of a location. The mapping lives as long as any view of it.
-
-        Raises StoreUnavailable("stale_location") as `Store.view`."""
+        """Return the bytes of a location. The mapping exists as long as any view of it. Raises
+        StoreUnavailable("stale_location") like `Store.view`."""
         end = location.offset + location.size
         if location.arena_id != self.id or location.offset < 0 or end > self.capacity_bytes:
             raise StoreUnavailable("location of another arena", reason="stale_location")
@@ -295,6 +294,6 @@ class MappedArena:
         return self.bytes_at(location.offset, location.size, writable=writable)
 
     def bytes_at(self, offset: int, size: int, *, writable: bool = False) -> memoryview:
-        """Bytes inside the arena, whatever they belong to."""
+        """Return bytes of the arena, without checking which entry they belong to."""
         view = memoryview(self._map)[offset : offset + size]
         return view if writable else view.toreadonly()

@@ -52,8 +52,7 @@ from cornplug.store.store_stats import StoreStat
 
 KEY_BYTES = 32
 PROMOTED = 1 << 63
-"""Bit in the generation of an entry that was recalled from disk. Its generation says nothing about its
-age."""
+"""Bit in the generation of an entry that was recalled from disk. Its generation does not show its age."""
 PLACE: Final = struct.Struct("=QQQ")
 """Location of a payload: offset, size, generation. All zeros if there is no payload."""
 NO_PLACE: Final = bytes(PLACE.size)
@@ -214,7 +213,7 @@ class Unfound(enum.Enum):
 
     ABSENT = "absent"
     UNKNOWN = "unknown"
-    """Only the daemon can tell. Use `Store.lease`."""
+    """Presence is unknown to this client. Use `Store.lease`."""
 
 
 class UnleasedEntry(Protocol):
@@ -296,7 +295,7 @@ class PeekableStore(Protocol):
     """Optional interface of stores: lookups that send no message and do not count."""
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """Return a `Tier` per key, or MEMORY if only the daemon can tell. Raises StoreUnavailable."""
+        """Return a `Tier` per key, or MEMORY if the client does not know. Raises StoreUnavailable."""
 
 
 @runtime_checkable
@@ -329,7 +328,7 @@ def place(location: PayloadLocation) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Leases(Sequence[Lease | None]):
-    """A lease for each key that is present, None for the others. A slice is `Leases`."""
+    """Leases by key, or None for each key that is absent. A slice is `Leases`."""
 
     arena_id: bytes
     keys: Sequence[bytes]

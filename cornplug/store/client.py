@@ -54,10 +54,10 @@ from cornplug.store.validation import (
 )
 
 SOUGHT_S: Final = 1.0
-"""Time for which a key is not asked for again."""
+"""Time before a key is looked up again, in seconds."""
 OPEN_S: Final = 0.5
-"""Time after which a ticket is not waited for. A far store has to answer within 0.25 s, and a later ticket
-may have replaced the answered one in the table."""
+"""Maximum time that callers wait for a ticket, in seconds. A far store must reply within 0.25 s, and a later
+ticket may have replaced a completed ticket in the table."""
 _MOST: Final = 1 << 14
 _NEVER: Final = (-math.inf, 0)
 _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
@@ -65,7 +65,7 @@ _AS_PRESENT: Final = bytes.maketrans(bytes([UNLISTED]), bytes([PRESENT]))
 
 @dataclass(frozen=True, slots=True)
 class TableEntry:
-    """An `UnleasedEntry` of one connection."""
+    """`UnleasedEntry` of one connection."""
 
     record: EntryRecord
     payload: memoryview
@@ -86,7 +86,8 @@ class TableEntry:
 def find_in_table(
     key: bytes, arena: MappedArena, table: MappedEntryTable, notes: ClientNotes | None
 ) -> TableEntry | Unfound:
-    """As `UnleasedReads.find_unleased`. Raises StoreUnavailable once the daemon has ended well."""
+    """Look up an entry like `UnleasedReads.find_unleased`. Raises StoreUnavailable if the daemon has shut
+    down."""
     if notes is None:
         return Unfound.UNKNOWN
     number = table.find(key)
@@ -100,7 +101,8 @@ def find_in_table(
 
 
 class SoughtKeys:
-    """Thread-safe; the newest keys only. A burst of equal requests sends one question, with one ticket."""
+    """Absent keys that were looked up in far stores recently. Only the newest are kept. Thread-safe. A burst
+    of equal lookups sends one request, with one ticket."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
@@ -108,10 +110,11 @@ class SoughtKeys:
         self._asked: OrderedDict[bytes, tuple[float, int]] = OrderedDict()
 
     def begin(self, keys: Sequence[bytes], now_s: float) -> tuple[list[bytes], int]:
-        """Return the keys to ask for now, and the ticket to wait for.
+        """Return the keys to look up now, and the ticket to wait for.
 
-        If a key is new, the ticket is new too: the daemon answers it after all earlier questions. If none is,
-        it is the ticket of the latest question for one of the keys, or 0 if that was `OPEN_S` ago.
+        If a key is new, the ticket is new too, and the daemon completes it after all earlier lookups.
+        Otherwise it is the ticket of the latest lookup of one of the keys, or 0 if that was at least `OPEN_S`
+        ago.
         """
         if os.getpid() != self._process:
             # In a forked child, a thread of the parent may have held the lock.
@@ -122,7 +125,7 @@ class SoughtKeys:
             if not new:
                 asked_s, ticket = max(asked, default=_NEVER)
                 return [], ticket if now_s - asked_s < OPEN_S else 0
-            # Forked processes have their `random` in common.
+            # Forked processes share the state of `random`.
             ticket = 1 + secrets.randbits(63)
             for key in new:
                 self._asked[key] = now_s, ticket
@@ -190,16 +193,16 @@ class PoolStore:
 
     @property
     def has_disk(self) -> bool:
-        """As `TieredReads.has_disk`."""
+        """See `TieredReads.has_disk`."""
         connection = self._link.connection
         return connection is not None and connection.table.has_disk
 
     def tiers(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """As `TieredReads.tiers`."""
+        """See `TieredReads.tiers`."""
         return self._tiers(keys, lambda: self.contains(keys, deadline_s=deadline_s))
 
     def peek(self, keys: Sequence[bytes]) -> bytes:
-        """As `PeekableStore.peek`."""
+        """See `PeekableStore.peek`."""
         return self._tiers(keys, lambda: self._link.reachable().table.contains(keys).translate(_AS_PRESENT))
 
     def _tiers(self, keys: Sequence[bytes], in_memory: Callable[[], bytes]) -> bytes:
@@ -216,7 +219,7 @@ class PoolStore:
         return bytes([tier or Tier.DISK * there for tier, there in zip(mask, on_disk, strict=True)])
 
     def recall(self, keys: Sequence[bytes]) -> None:
-        """As `TieredReads.recall`."""
+        """See `TieredReads.recall`."""
         self._recall(keys)
 
     def _recall(self, keys: Sequence[bytes], ticket: int = 0) -> None:
@@ -229,12 +232,12 @@ class PoolStore:
 
     @property
     def far_answers(self) -> bool:
-        """As `FarReads.far_answers`."""
+        """See `FarReads.far_answers`."""
         connection = self._link.connection
         return connection is not None and connection.table.far_answers
 
     def seek(self, keys: Sequence[bytes]) -> int:
-        """As `FarReads.seek`."""
+        """See `FarReads.seek`."""
         if not self.far_answers:
             return 0
         new, ticket = self._sought.begin(keys, time.monotonic())
@@ -246,12 +249,12 @@ class PoolStore:
         return ticket
 
     def answered(self, ticket: int) -> bool:
-        """As `FarReads.answered`."""
+        """See `FarReads.answered`."""
         connection = self._link.connection
         return connection is not None and connection.table.shows_ticket(ticket)
 
     def contains_by_message(self, keys: Sequence[bytes], *, deadline_s: float) -> bytes:
-        """Like `contains`, but with a message to the daemon."""
+        """Look up keys like `contains`, but with a message to the daemon."""
         connection, end_s = self._link.reachable(), time.monotonic() + deadline_s
         masks = []
         for some in messages.batches(keys, messages.MAX_LOOKUP_KEYS):
@@ -260,7 +263,7 @@ class PoolStore:
         return b"".join(masks)
 
     def find_unleased(self, key: bytes) -> TableEntry | Unfound:
-        """As `UnleasedReads.find_unleased`, for `payload.py`."""
+        """See `UnleasedReads.find_unleased`. Used by `payload.py`."""
         check_keys([key])
         connection = self._link.reachable()
         return find_in_table(key, connection.arena, connection.table, connection.notes)
@@ -309,7 +312,7 @@ class PoolStore:
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> PostedReserve:
-        """Send a `reserve` whose result is taken later."""
+        """Send a `reserve` request whose result is read later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -321,7 +324,7 @@ class PoolStore:
         return self.post_commit(written, deadline_s=deadline_s).wait()
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> PostedCommit:
-        """Send a `commit` whose result is taken later."""
+        """Send a `commit` request whose result is read later."""
         for _, meta in written:
             check_meta(meta)
         return PostedCommit(self._link.reachable(), written, deadline_s)
@@ -338,7 +341,7 @@ class PoolStore:
         return dropped
 
     def purge(self, rule: PurgeRule, *, deadline_s: float) -> PurgeCount:
-        """As `PurgeableStore.purge`."""
+        """See `PurgeableStore.purge`."""
         check_purge(rule)
         connection, begins, more = self._link.reachable(), True, True
         entries = size_bytes = leased = writing = 0
@@ -361,7 +364,7 @@ class PoolStore:
         return arena.view(location, writable=writable)
 
     def mapped(self, arena_id: bytes) -> memoryview | None:
-        """As `MappedStore.mapped`."""
+        """See `MappedStore.mapped`."""
         arena = self._link.arena
         if arena is None or arena.id != arena_id:
             return None

@@ -72,11 +72,11 @@ def begin_recall(store: Store, keys: Sequence[bytes], tiers: bytes) -> bool:
 
 
 def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
-    """A `Tier` a key, once far stores have answered for the absent ones, or `within_s` seconds later. For
+    """Return a `Tier` per key when far stores have replied for absent keys, or after `within_s` seconds. For
     background threads. Raises StoreUnavailable.
 
     Args:
-        deadline_s: Of each question to the store.
+        deadline_s: Time limit of each request to the store.
     """
     tiers = tiers_of(store, keys, deadline_s=deadline_s)
     if Tier.ABSENT not in tiers or not isinstance(store, FarReads):
@@ -96,12 +96,13 @@ def sought(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: 
 
 
 def recalled(store: Store, keys: Sequence[bytes], *, within_s: float, deadline_s: float) -> bytes:
-    """A `Tier` a key, once none is on disk only, or `within_s` seconds later. For background threads.
+    """Return a `Tier` per key when no entry is on disk only, or after `within_s` seconds. For background
+    threads.
 
-    Far stores are asked for absent keys first, and waited for as long as FAR_WAIT_S. Raises StoreUnavailable.
+    Absent keys are first looked up in far stores, for at most FAR_WAIT_S. Raises StoreUnavailable.
 
     Args:
-        deadline_s: Of each question to the store.
+        deadline_s: Time limit of each request to the store.
     """
     tiers = sought(store, keys, within_s=min(FAR_WAIT_S, within_s), deadline_s=deadline_s)
     if not begin_recall(store, keys, tiers):
@@ -123,7 +124,7 @@ def reserve(
     part: WriterPart | None = None,
     cost_s: float = 0.0,
 ) -> list[Reservation | ReserveRefusal]:
-    """Like `Store.reserve`, but retry GROWING until the deadline. Raises StoreUnavailable."""
+    """Reserve memory like `Store.reserve`, but retry GROWING until the deadline. Raises StoreUnavailable."""
     end_s = time.monotonic() + deadline_s
     answers = store.reserve(entries, app=app, deadline_s=deadline_s, part=part, cost_s=cost_s)
     while growing := [i for i, answer in enumerate(answers) if answer is ReserveRefusal.GROWING]:
@@ -205,7 +206,7 @@ def get_payload_into(
     lease_s: float = LEASE_S,
     recall_s: float | None = None,
 ) -> codec.PayloadHeader | None:
-    """Like `get_payload`, but copy into `target` (flat bytes), which is faster for large payloads.
+    """Copy a payload into `target` (flat bytes). This is faster than `get_payload` for large payloads.
 
     Raises ValueError if `target` has another size. Other errors are those of `get_payload`. After an error,
     the content of `target` is undefined.
@@ -273,7 +274,7 @@ def put_payload(
         raise ValueError(f"{source.nbytes} bytes are not {segments} equal segments")
     answer = reserve(store, [(key, source.nbytes)], app=app, deadline_s=deadline_s, cost_s=cost_s)[0]
     if isinstance(answer, ReserveRefusal):
-        return cast(Outcome, answer.value)  # FIRST_SIGHT answers calls with `only_seen`
+        return cast(Outcome, answer.value)  # FIRST_SIGHT is returned only for calls with `only_seen`
     with contextlib.ExitStack() as on_error:
         on_error.callback(_give_up, store, answer, deadline_s)
         target = store.view(answer.location, writable=True)
@@ -353,7 +354,7 @@ def _released(store: Store, lease: Lease, deadline_s: float) -> Iterator[None]:
     try:
         yield
     finally:
-        # If the store is gone, the lease has ended, and the copy is complete nevertheless.
+        # If the store has ended, so has the lease. The copy is complete nevertheless.
         with contextlib.suppress(StoreUnavailable):
             store.release([lease.token], deadline_s=deadline_s)
 

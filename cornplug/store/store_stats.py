@@ -16,9 +16,9 @@ class NamespaceStat(msgspec.Struct, frozen=True):
     entries: int
     hits: int
     reservations: dict[str, int]
-    """Answer -> keys: "given", or the value of a `ReserveRefusal`."""
+    """Keys by result: "given", or the value of a `ReserveRefusal`."""
     removals: dict[str, int]
-    """Cause -> entries: "evicted", "expired" (the namespace's time to live), "deleted", "purged"."""
+    """Entries by cause: "evicted", "expired" (the namespace's time to live), "deleted", "purged"."""
 
 
 class DiskNamespaceStat(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class DiskNamespaceStat(msgspec.Struct, frozen=True):
     hits: int
     """Number of entries that were recalled into memory."""
     removals: dict[str, int]
-    """Cause -> entries: "evicted" with their segment, "expired", "deleted", "purged", "damaged"."""
+    """Entries by cause: "evicted" with their segment, "expired", "deleted", "purged", "damaged"."""
 
 
 class DiskStat(msgspec.Struct, frozen=True):
@@ -41,15 +41,15 @@ class DiskStat(msgspec.Struct, frozen=True):
     entries: int
     """Number of entries on disk, including entries that are also in memory."""
     queued: int
-    """Entries that wait for their writing."""
+    """Number of entries that wait to be written."""
     scanning: bool
     """Whether the scan for entries of an earlier daemon is still running."""
     writes: dict[str, int]
-    """Outcome -> entries: "written", "gone" (evicted or deleted before), "dropped" (too many waited),
+    """Entries by outcome: "written", "gone" (evicted or deleted before), "dropped" (too many waiting),
     "too_large", "disk_full", "disk_readonly", "disk_error", "ceiling"."""
     reads: dict[str, int]
-    """Outcome -> recalled entries: "read", "refused" (too many at once), "damaged", "late" (deleted
-    meanwhile), "disk_error", or the value of a `ReserveRefusal`."""
+    """Recalled entries by outcome: "read", "refused" (too many at once), "damaged", "late" (deleted during
+    the read), "disk_error", or the value of a `ReserveRefusal`."""
     namespaces: dict[str, DiskNamespaceStat]
 
 
@@ -59,15 +59,15 @@ class FarStat(msgspec.Struct, frozen=True):
     answers: bool
     """Whether the far store responds. After a failure, it is not used for a while."""
     queued: int
-    """Entries that wait for their writing."""
+    """Number of entries that wait to be written."""
     asks: dict[str, int]
-    """Answer -> keys: "found", "absent", "error", "dropped" (too many waited)."""
+    """Keys by result: "found", "absent", "error", "dropped" (too many waiting)."""
     reads: dict[str, int]
-    """Outcome -> recalled entries: "read", "gone" (no longer there, or `ttl_s` is over), "damaged", "error",
-    "refused" (too many waited), "late" (deleted meanwhile), or the value of a `ReserveRefusal`."""
+    """Recalled entries by outcome: "read", "gone" (no longer stored, or `ttl_s` is over), "damaged", "error",
+    "refused" (too many waiting), "late" (deleted during the read), or the value of a `ReserveRefusal`."""
     writes: dict[str, int]
-    """Outcome -> entries: "written", "present" (another host wrote it), "gone" (evicted before), "dropped"
-    (too many waited), "too_large", "error"."""
+    """Entries by outcome: "written", "present" (another host wrote it), "gone" (evicted before), "dropped"
+    (too many waiting), "too_large", "error"."""
     read_bytes: int
     written_bytes: int
     """Bytes of written records."""

@@ -1,11 +1,12 @@
-"""Reads without a message: each client notes them in a page, which the daemon reads when it must know.
+"""Notes of reads without a message. Each client has a page, which the daemon reads when it needs the counts.
 
     page    u64 hits | u64 misses | u64 notes so far | u32 keys found | u32 keys absent | ring of u32 numbers
             of table records
 
-Hits and misses are of reads; keys found and absent are of lookups, which read nothing.
-One memory has the pages of all clients. A client that writes nonsense, or in another's page, changes counts
-and the order of eviction, and nothing else.
+Hits and misses count reads. Keys found and absent count lookups, which read nothing.
+
+One memory contains the pages of all clients. A client that writes arbitrary data, or writes to another
+client's page, can only change counts and the order of eviction.
 """
 
 from __future__ import annotations
@@ -21,48 +22,48 @@ from typing import Final
 from cornplug.store.arena import sealed_memory
 
 PAGES: Final = 4096
-"""Clients that may note their reads at once; the others ask the daemon."""
+"""Maximum number of clients that note their reads. Further clients send messages to the daemon."""
 NO_PAGE: Final = -1
 PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
 _RING_AT: Final = 8
-"""Words of 32 bits before the ring."""
+"""Number of 32-bit words before the ring."""
 RING: Final = PAGE_BYTES // 4 - _RING_AT
-"""Notes of a page: of more between two looks of the daemon, the oldest are lost."""
+"""Number of notes in a page. If more are written between two reads of the daemon, the oldest are lost."""
 _HITS, _MISSES, _NOTED = range(3)
 _FOUND, _ABSENT = 6, 7
-"""Words of 32 bits."""
+"""Indices of 32-bit words."""
 _WORD_MASK: Final = (1 << 64) - 1
 _HALF_MASK: Final = (1 << 32) - 1
 MOST_COUNTED: Final = 1 << 24
-"""Reads or keys between two looks, half a second apart, of the quickest client. A page that says more is
-damaged, and counts for so many."""
+"""Maximum number of reads or keys of the fastest client between two reads of the daemon, which are half a
+second apart. A larger increase means that the page is damaged, and is counted as this number."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotedReads:
-    """Reads of one client since the daemon's last look."""
+    """Reads of one client since the daemon last read its page."""
 
     hits: int
     misses: int
     records: Sequence[int]
-    """Numbers of records, the last read last. Not checked: any numbers."""
+    """Record numbers, the latest read last. They are not checked and can be any numbers."""
     found: int = 0
     absent: int = 0
 
 
 class UseNotes:
-    """The daemon's side. Raises OSError where there is no memory for it."""
+    """The daemon's side of the notes. Raises OSError if there is no memory for them."""
 
     def __init__(self) -> None:
         self.fd, mapped = sealed_memory("cornplug-notes", PAGES * PAGE_BYTES, others_write=True)
         self._memory = memoryview(mapped)
         self._seen: dict[int, tuple[int, ...]] = {}
-        """Page -> its counts at the last look."""
+        """Counts by page, when it was last read."""
         self._free: list[int] = []
         self._unused = itertools.count()
 
     def open(self) -> int:
-        """An empty page for a new client; NO_PAGE when there is none."""
+        """Return an empty page for a new client, or NO_PAGE if all are in use."""
         page = self._free.pop() if self._free else next(self._unused)
         if page >= PAGES:
             return NO_PAGE
@@ -71,7 +72,7 @@ class UseNotes:
         return page
 
     def take(self, page: int) -> NotedReads | None:
-        """The reads of a client since the last call; None if there were none."""
+        """Return a client's reads since the last call, or None if there were none."""
         if page == NO_PAGE:
             return None
         memory = self._memory[page * PAGE_BYTES : (page + 1) * PAGE_BYTES]
@@ -91,7 +92,7 @@ class UseNotes:
         return NotedReads(more[_HITS], more[_MISSES], records, found=more[3], absent=more[4])
 
     def shut(self, page: int) -> None:
-        """The client has gone; another one may get its page."""
+        """Free the page of a client that has disconnected."""
         if page != NO_PAGE:
             del self._seen[page]
             self._free.append(page)
@@ -101,10 +102,10 @@ class UseNotes:
 
 
 class ClientNotes:
-    """A client's side: its own page. Its calls may come from any thread."""
+    """A client's side of the notes: its own page. Thread-safe."""
 
     def __init__(self, fd: int, page: int) -> None:
-        """Raises OSError or ValueError when there is no such page."""
+        """Map the page. Raises OSError or ValueError if it does not exist."""
         memory = memoryview(mmap.mmap(fd, PAGE_BYTES, offset=page * PAGE_BYTES))
         self._words = memory[: _RING_AT * 4].cast("Q")
         self._halves = memory[: _RING_AT * 4].cast("I")
@@ -112,7 +113,7 @@ class ClientNotes:
         self._lock = threading.Lock()
 
     def hit(self, record: int) -> None:
-        """The entry of this record was read."""
+        """Note that the entry of this record was read."""
         with self._lock:
             words = self._words
             self._ring[words[_NOTED] % RING] = record
@@ -120,12 +121,12 @@ class ClientNotes:
             words[_HITS] = (words[_HITS] + 1) & _WORD_MASK
 
     def miss(self) -> None:
-        """An entry was wanted that is not there."""
+        """Note that an entry was requested but absent."""
         with self._lock:
             self._words[_MISSES] = (self._words[_MISSES] + 1) & _WORD_MASK
 
     def looked_up(self, found: int, absent: int) -> None:
-        """So many keys were looked up in the table."""
+        """Note the numbers of keys found and absent in a lookup in the table."""
         with self._lock:
             halves = self._halves
             halves[_FOUND] = (halves[_FOUND] + found) & _HALF_MASK
