@@ -31,10 +31,10 @@ from cornplug.store.entry_table import (
 
 
 class EntryTableWriter:
-    """A table that this process alone writes. Raises OSError where there is no memory for it.
+    """Table of entries that only this process writes. Raises OSError if there is no memory for it.
 
     Args:
-        has_disk: Clients look for entries that are on disk only.
+        has_disk: Whether clients look for entries that are on disk only.
     """
 
     def __init__(self, shape: TableShape, *, has_disk: bool = False) -> None:
@@ -45,22 +45,23 @@ class EntryTableWriter:
         self._words[BUCKETS], self._words[RECORDS] = shape.buckets, shape.records
         self._words[HAS_DISK] = has_disk
         self._words[SERVING] = 1
-        # What is in the table is for readers: this process decides nothing by it but the choice of a lane.
+        # The table's content is for readers. This process uses it only to choose a lane.
         self._places: dict[bytes, tuple[int, int]] = {}
-        """Key -> its record and the word of its tag."""
+        """Record number and tag word of each entry, by key."""
         self._untagged: Counter[int] = Counter()
-        """Bucket's word -> entries without a tag."""
+        """Number of entries without a tag, by the bucket's word."""
         self._all_untagged = 0
         self._keys: dict[int, bytes] = {}
         self._free: list[int] = []
         self._used = 0
 
     def __len__(self) -> int:
-        """Entries that have a tag."""
+        """Return the number of entries that have a tag."""
         return len(self._places)
 
     def add(self, key: bytes, location: PayloadLocation, meta: bytes) -> None:
-        """Show an entry that is new, or was on disk only. Where it has no place, its bucket says so."""
+        """Show an entry that is new, or was on disk only. If there is no lane or record, count it in its
+        bucket as untagged."""
         at = self.shape.bucket_word(key)
         lane = self._lane_for(key, at)
         record = self._take_record() if lane is not None else 0
@@ -70,11 +71,11 @@ class EntryTableWriter:
         self._places[key], self._keys[record] = (record, lane), key
         if len(meta) <= MAX_META_BYTES:
             self._describe(record, location, meta)
-        # The tag comes last: a reader that finds it finds the record whole, or takes it for damaged.
+        # The tag is written last, so a reader that finds it finds a complete record, or treats it as damaged.
         self._words[lane] = tag_of(key) | record
 
     def remove(self, key: bytes) -> None:
-        """Show an entry no longer."""
+        """Stop showing an entry."""
         place = self._places.pop(key, None)
         if place is None:
             self._count_untagged(self.shape.bucket_word(key), -1)
@@ -87,30 +88,30 @@ class EntryTableWriter:
         self._free.append(record)
 
     def show_on_disk(self, key: bytes) -> None:
-        """Show that an entry is on disk only; not where its bucket is full, nor twice."""
+        """Show that an entry is on disk only, unless its bucket is full or it is already shown."""
         at, word = self.shape.bucket_word(key), tag_of(key) | ON_DISK_RECORD
         if self._lane_with(word, at) is None and (lane := self._lane_with(0, at)) is not None:
             self._words[lane] = word
 
     def hide_on_disk(self, key: bytes) -> None:
-        """Show no longer that an entry is on disk only; nothing where it was not shown."""
+        """Stop showing that an entry is on disk only, if it is shown."""
         if (lane := self._lane_with(tag_of(key) | ON_DISK_RECORD, self.shape.bucket_word(key))) is not None:
             self._words[lane] = 0
 
     def show_far_answers(self, answers: bool) -> None:
-        """Show whether a far store answers."""
+        """Show whether a far store responds."""
         self._words[FAR_ANSWERS] = answers
 
     def show_ticket(self, ticket: int) -> None:
-        """Show that the question of this ticket to far stores is over."""
+        """Show that the far-store lookup of this ticket is complete."""
         self._words[TICKETS_AT + ticket % TICKETS] = ticket
 
     def _lane_with(self, word: int, at: int) -> int | None:
         return next((i for i in range(at, at + TAGS) if self._words[i] == word), None)
 
     def _lane_for(self, key: bytes, at: int) -> int | None:
-        """A lane for an entry in memory: its own as of an entry on disk, a free one, or that of another entry
-        which is on disk only."""
+        """Return a lane for an entry in memory: the lane that shows it on disk, a free lane, or the lane of
+        another entry that is on disk only."""
         if not self._words[HAS_DISK]:
             return self._lane_with(0, at)
         lane = self._lane_with(tag_of(key) | ON_DISK_RECORD, at)
@@ -122,11 +123,11 @@ class EntryTableWriter:
         return lane
 
     def key_of(self, record: int) -> bytes | None:
-        """The key of the entry that has this record now; any number may be asked for."""
+        """Return the key of the entry that has this record now. `record` can be any number."""
         return self._keys.get(record)
 
     def close(self) -> None:
-        """No client finds anything here from now on."""
+        """Close the table. Clients find nothing in it from now on."""
         self._words[SERVING] = 0
         os.close(self.fd)
 
@@ -139,7 +140,7 @@ class EntryTableWriter:
             del self._untagged[bucket_word]
 
     def _take_record(self) -> int:
-        """The number of an empty record, 0 when there is none."""
+        """Return the number of an empty record, or 0 if there is none."""
         if self._free:
             return self._free.pop()
         if self._used == self.shape.records:

@@ -1,6 +1,7 @@
-"""Counts of one store, by namespace, since it began: reads, reservations, removals, ages of evicted entries.
+"""Counts of one store, by namespace, since it started: reads, reservations, removals, ages of evicted
+entries.
 
-Pure and cheap: an increment or two for each call of the index. `stat` reads the counts. `/metrics`
+Each call of the index increments one or two counters. `stat` reads the counts. `/metrics`
 (`metrics_endpoint.py`) reads copies of them, with the latency of the daemon's replies.
 """
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 STAT_APPS: Final = 256
 GIVEN: Final = "given"
-"""The answer to a reservation that got room; the others are values of `ReserveRefusal`."""
+"""Result of a successful reservation. The others are values of `ReserveRefusal`."""
 RemovalCause = Literal["evicted", "expired", "deleted", "purged"]
 AGE_BUCKETS_S: Final = (1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 ANSWER_BUCKETS_S: Final = (1e-5, 2.5e-5, 5e-5, 1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 0.1, 1.0)
@@ -42,20 +43,20 @@ REQUESTS: Final[Mapping[type[msgspec.Struct], str]] = {
     messages.StatRequest: "stat",
     messages.PurgeRequest: "purge",
 }
-"""Kind of a request -> its name in metrics."""
+"""Name in metrics, by kind of request."""
 Samples = tuple[tuple[int, ...], float]
-"""As `TimeHistogram.copy` gives them."""
+"""Samples as returned by `TimeHistogram.copy`."""
 
 
 class CountedEntry(Protocol):
-    """An entry as the counters see it."""
+    """Stored entry, with the attributes that the counters need."""
 
     @property
     def app(self) -> str: ...
 
 
 class TimeHistogram:
-    """Seconds in buckets with these upper bounds, and one above the last."""
+    """Histogram of seconds, with buckets of these upper bounds and one above the last."""
 
     def __init__(self, bounds_s: Sequence[float]) -> None:
         self._bounds_s = bounds_s
@@ -68,7 +69,7 @@ class TimeHistogram:
         self._sum_s += seconds
 
     def copy(self) -> tuple[tuple[int, ...], float]:
-        """The samples of each bucket, not cumulated, and the sum of all in seconds."""
+        """Return the number of samples per bucket, not cumulated, and their sum in seconds."""
         return tuple(self._counts), self._sum_s
 
 
@@ -80,26 +81,26 @@ class NamespaceCounts:
         self.removals: Counter[str] = Counter()
         self.reservations: Counter[str] = Counter()
         self.ages = TimeHistogram(AGE_BUCKETS_S)
-        """Of evicted entries: seconds since their last use."""
+        """Seconds since the last use of evicted entries."""
 
 
 class StoreCounters:
-    """Counts of a store whose apps belong to namespaces by `name_of`."""
+    """Counts of a store. `name_of` returns the namespace of an app."""
 
     def __init__(self, names: Iterable[str], name_of: Callable[[str], str]) -> None:
         self.spaces = {name: NamespaceCounts() for name in names}
         self.misses = self.unplaced_hits = self.found = self.absent = 0
-        """`unplaced_hits`: reads of entries that were gone when the daemon learned of them."""
+        """`unplaced_hits` counts reads of entries that were removed before the daemon read the notes."""
         self._name_of = name_of
 
     @property
     def hits(self) -> int:
-        """Of all namespaces."""
+        """Hits in all namespaces."""
         return self.unplaced_hits + sum(one.hits for one in self.spaces.values())
 
     @property
     def refusals(self) -> int:
-        """Reservations refused for want of room, or as too large."""
+        """Reservations rejected with FULL or TOO_LARGE."""
         return sum(
             one.reservations[refusal.value]
             for one in self.spaces.values()
@@ -107,7 +108,7 @@ class StoreCounters:
         )
 
     def read(self, entries: Sequence[CountedEntry]) -> None:
-        """Entries were read."""
+        """Count reads of entries."""
         by_app: dict[str, int] = {}
         for entry in entries:
             by_app[entry.app] = by_app.get(entry.app, 0) + 1
@@ -115,7 +116,7 @@ class StoreCounters:
             self.spaces[self._name_of(app)].hits += count
 
     def noted(self, reads: NotedReads, entries: Sequence[CountedEntry]) -> None:
-        """A client noted these reads, of entries that are still there."""
+        """Count reads noted by a client, with the entries that still exist."""
         self.read(entries[: reads.hits])
         self.unplaced_hits += max(0, reads.hits - len(entries))
         self.misses += reads.misses
@@ -123,7 +124,7 @@ class StoreCounters:
         self.absent += reads.absent
 
     def by_namespace(self, policy: EvictionPolicy[E]) -> dict[str, NamespaceStat]:
-        """Copies of the counts, beside the sizes that the policy knows."""
+        """Return copies of the counts, with the sizes from the policy."""
         return {
             name: NamespaceStat(
                 policy.used_bytes(name),
@@ -137,40 +138,40 @@ class StoreCounters:
         }
 
     def reserved(self, app: str, answers: Sequence[Reservation | ReserveRefusal]) -> None:
-        """Reservations were answered."""
+        """Count the results of reservations."""
         counts = self.spaces[self._name_of(app)].reservations
         for answer in answers:
             counts[answer.value if isinstance(answer, ReserveRefusal) else GIVEN] += 1
 
     def added(self, app: str) -> None:
-        """An entry was published."""
+        """Count a published entry."""
         self.spaces[self._name_of(app)].entries += 1
 
     def removed(self, app: str, cause: RemovalCause) -> None:
-        """An entry is no longer in the store."""
+        """Count a removed entry."""
         space = self.spaces[self._name_of(app)]
         space.entries -= 1
         space.removals[cause] += 1
 
     def evicted(self, app: str, unused_s: float) -> None:
-        """An entry makes room for another one, so long after its last use; `removed` counts it too."""
+        """Record the time since the last use of an evicted entry. `removed` counts it too."""
         self.spaces[self._name_of(app)].ages.note(max(0.0, unused_s))
 
 
 class AppBytes:
-    """Room that entries and reservations of each app have."""
+    """Bytes of each app's entries and reservations."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
     def charge(self, app: str, room: int) -> None:
-        """Add room that the app takes; less than 0: that it gives back."""
+        """Add `room` bytes to an app, or subtract them if negative."""
         self._bytes[app] = self._bytes.get(app, 0) + room
         if not self._bytes[app]:
             del self._bytes[app]
 
     def largest(self) -> dict[str, int]:
-        """App -> bytes, of the STAT_APPS with most; all others together under OTHER_APPS."""
+        """Return bytes by app for the STAT_APPS largest. All others are summed under OTHER_APPS."""
         largest = dict(heapq.nlargest(STAT_APPS, self._bytes.items(), key=lambda each: each[1]))
         if len(self._bytes) > STAT_APPS:
             largest[OTHER_APPS] = sum(self._bytes.values()) - sum(largest.values())
@@ -179,19 +180,19 @@ class AppBytes:
 
 @dataclass(frozen=True, slots=True)
 class StoreSnapshot:
-    """Copies: the loop that made them changes none of them."""
+    """Copies of the counts, which the daemon's loop does not change."""
 
     stat: StoreStat
     memory_bytes: int
     clients: int
     ages: Mapping[str, Samples]
-    """Namespace -> ages of its evicted entries."""
+    """Ages of evicted entries, by namespace."""
     answers: Mapping[str, Samples]
-    """Request -> seconds of the loop that each answer took."""
+    """Time in seconds that the loop spent on each request, by kind."""
 
 
 class StoreTelemetry:
-    """Used by the daemon's loop alone. `show` gets a snapshot at each tick; None: none is made."""
+    """Metrics of the daemon's loop. `show` is called with a snapshot at each tick. None: no snapshots."""
 
     def __init__(self, index: StoreIndex, clients: Sized) -> None:
         self.show: Callable[[StoreSnapshot], None] | None = None
@@ -199,18 +200,18 @@ class StoreTelemetry:
         self._answers = {kind: TimeHistogram(ANSWER_BUCKETS_S) for kind in REQUESTS}
 
     def answered(self, request: messages.Request, began_s: float) -> None:
-        """Count the answer to a request that was taken up at `began_s` of time.perf_counter."""
+        """Count a request whose handling began at `began_s` of time.perf_counter."""
         times = self._answers.get(type(request))
         if times is not None:
             times.note(time.perf_counter() - began_s)
 
     def tick(self) -> None:
-        """Show the figures of now."""
+        """Call `show` with a snapshot."""
         if self.show is not None:
             self.show(self.snapshot())
 
     def snapshot(self) -> StoreSnapshot:
-        """The figures of now."""
+        """Return a snapshot of the current counts."""
         return StoreSnapshot(
             self._index.stat(),
             self._index.placement.end_bytes,
