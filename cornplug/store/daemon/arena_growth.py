@@ -51,8 +51,8 @@ class ArenaGrowth:
         return self._arena.grow(min(self._arena.capacity_bytes, HEADROOM_BYTES))
 
     def grow(self, missing_bytes: int) -> int | None:
-        """Answer the index's request for memory: None, because the thread will allocate it, or 0 if there is
-        none, so that the index evicts."""
+        """Return None because the thread will allocate the memory, or 0 if there is none, so that the index
+        evicts."""
         return 0 if self.exhausted else None
 
     def keep_ahead(self, placed: EntryPlacement) -> None:

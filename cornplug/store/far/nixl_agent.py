@@ -1,4 +1,4 @@
-"""NIXL agent of one process, and the ring of records in the memory that it registers."""
+"""NIXL agent of one process, and the ring of records in its registered memory."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from queue import Empty, SimpleQueue
 from typing import Any, Final
 
 _WAIT_S: Final = 2.0
-"""Longest wait of a new record for one in its place that is being sent."""
+"""Maximum time that a new record waits for the transfer of a record in its location, in seconds."""
 _ROOMS: Final = 2
-"""Records that arrive at once."""
+"""Maximum number of records that arrive at a time."""
 _PAUSE_S: Final = 0.00005
-"""Between two looks at a transfer: other threads answer meanwhile."""
+"""Time between two checks of a transfer in seconds, during which other threads run."""
 _QUARANTINE_S: Final = 10.0
-"""How long a room stays unused after a record that did not come in time: it may come yet."""
+"""Seconds for which a buffer stays unused after a record was late, because it may still arrive."""
 
 
 class RecordRing:
-    """The records of one member. Thread-safe.
+    """Records of one member. Thread-safe.
 
     Args:
-        room: Where records lie, each in one piece.
+        room: Memory for the records, each of which is contiguous.
     """
 
     def __init__(self, room: memoryview) -> None:
         self._room = room
         self._end = 0
-        """Where the newest record ends."""
+        """Offset at which the newest record ends."""
         self._places: OrderedDict[str, tuple[int, int]] = OrderedDict()
-        """Name -> (offset, bytes), the oldest first."""
+        """(offset, bytes) by name, oldest first."""
         self._held: list[tuple[int, int]] = []
         self._putting = threading.Lock()
         self._changed = threading.Condition()
@@ -45,9 +45,9 @@ class RecordRing:
             return name in self._places
 
     def put(self, name: str, record: bytes) -> None:
-        """Keep a record, in the place of an older one of its name.
+        """Store a record, replacing an older one of its name.
 
-        Raises ValueError for a record that is larger than the room, TimeoutError if bytes in its place are
+        Raises ValueError if the record is larger than the ring, and TimeoutError if bytes in its location are
         held for longer than 2 s.
         """
         size = len(record)
@@ -55,11 +55,11 @@ class RecordRing:
             raise ValueError(f"a record of {size} bytes, in a room of {self._room.nbytes}")
         with self._putting, self._changed:
             self._places.pop(name, None)
-            width = max(size, 1)  # an empty record, too, has a byte of its own: its age then follows from it
+            width = max(size, 1)  # an empty record also has its own byte, so that its position shows its age
             start = self._end if self._end + width <= self._room.nbytes else 0
             while self._places:
                 oldest, place = next(iter(self._places.items()))
-                # Where the record begins in front, those behind the newest one are the oldest.
+                # If the record starts again at the front, the records after the newest are the oldest.
                 if not (start < self._end <= place[0] or _overlap(place, (start, size))):
                     break
                 del self._places[oldest]
@@ -73,19 +73,19 @@ class RecordRing:
             self._places[name] = start, size
 
     def delete(self, name: str) -> None:
-        """Remove a record, if there is one."""
+        """Delete a record, if it exists."""
         with self._changed:
             self._places.pop(name, None)
 
     def get(self, name: str) -> bytes | None:
-        """A copy of a record; None where there is none."""
+        """Return a copy of a record, or None if it does not exist."""
         with self.held(name) as place:
             return None if place is None else bytes(self._room[place[0] : place[0] + place[1]])
 
     @contextlib.contextmanager
     def held(self, name: str) -> Iterator[tuple[int, int] | None]:
-        """Where a record lies, as (offset, bytes), which nothing is written over meanwhile; None where there
-        is none."""
+        """Yield the (offset, bytes) of a record, which is not overwritten during the context, or None if it
+        does not exist."""
         with self._changed:
             place = self._places.get(name)
             if place is not None:
@@ -106,7 +106,7 @@ def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:
 class Memory:
     """Memory of this process, and its address.
 
-    Pages are taken when they are used.
+    Pages are allocated when they are used.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -116,47 +116,47 @@ class Memory:
 
 
 class NixlAgent:
-    """Thread-safe. Its calls raise ConnectionError where NIXL does not reach the other one.
+    """NIXL agent. Thread-safe. Calls raise ConnectionError if NIXL cannot reach the other agent.
 
     Args:
-        segment_bytes: Memory whose content it sends.
-        room_bytes: The largest record that it takes.
+        segment_bytes: Size of the memory whose content it sends.
+        room_bytes: Maximum size of a record that it receives.
     """
 
     def __init__(self, *, segment_bytes: int, room_bytes: int) -> None:
-        # Not above: the daemon, which imports the module of the process, does without the library.
+        # Imported here because the daemon also imports this module, and does not need the library.
         from nixl._api import nixl_agent, nixl_agent_config, nixl_thread_sync_t
 
-        # Its thread that takes what has come would use half of a core; `progress` does while something comes.
+        # NIXL's progress thread would use half of a core. `progress` is called during transfers instead.
         config = nixl_agent_config(
             enable_prog_thread=False, sync_mode=nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
         )
-        # A new name in each process: others keep addresses by it.
+        # Each process has a new name, because other agents cache addresses by name.
         self._nixl: Any = nixl_agent(secrets.token_hex(8), config)
         self.segment = Memory(segment_bytes)
         self._nixl.register_memory([_described(self.segment)], "DRAM")
         rooms = [Memory(room_bytes) for _ in range(_ROOMS)]
         registered = self._nixl.register_memory([_described(room) for room in rooms], "DRAM")
         self.metadata: bytes = self._nixl.get_partial_agent_metadata(registered, True, ["UCX"])
-        """For others: the address of this agent, and the right to write into its rooms alone."""
+        """Address of this agent for others, with the right to write only into its receive buffers."""
         self._rooms: SimpleQueue[Memory] = SimpleQueue()
         for room in rooms:
             self._rooms.put(room)
 
     def join(self, metadata: bytes) -> str:
-        """The name of another agent, for `send`. Its metadata come from who is trusted: NIXL does not check
-        them."""
+        """Add another agent and return its name, for `send`. The metadata must be from a trusted source,
+        because NIXL does not check them."""
         with _as_connection_error():
             name: str | bytes = self._nixl.add_remote_agent(metadata)
         return name.decode() if isinstance(name, bytes) else name
 
     def leave(self, name: str) -> None:
-        """Forget another agent."""
+        """Remove another agent."""
         with contextlib.suppress(ConnectionError), _as_connection_error():
             self._nixl.remove_remote_agent(name)
 
     def send(self, place: tuple[int, int], name: str, address: int, within_s: float) -> None:
-        """Write bytes of the segment, (offset, bytes), to an address in another agent's rooms.
+        """Write bytes of the segment, (offset, bytes), to an address in another agent's receive buffers.
 
         Raises TimeoutError.
         """
@@ -182,12 +182,12 @@ class NixlAgent:
             raise ConnectionError(f"NIXL's transfer ended as {state}")
 
     def progress(self) -> None:
-        """Let NIXL take what has come."""
+        """Let NIXL process incoming data."""
         self._nixl.get_new_notifs()
 
     @contextlib.contextmanager
     def room(self, within_s: float) -> Iterator[Memory]:
-        """Memory for a record of another agent. Raises TimeoutError if none is free."""
+        """Yield memory for a record of another agent. Raises TimeoutError if none is free."""
         try:
             room = self._rooms.get(timeout=within_s)
         except Empty:
@@ -208,7 +208,7 @@ def _described(memory: Memory) -> tuple[int, int, int, str]:
 
 @contextlib.contextmanager
 def _as_connection_error() -> Iterator[None]:
-    """NIXL's errors, which have no class in common but Exception, by one name."""
+    """Convert NIXL's errors, whose only common class is Exception, to ConnectionError."""
     try:
         yield
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""Opens the far stores of the settings' URLs. A package is imported only for a URL that needs it."""
+"""Opening of the far stores in the settings. A package is imported only for a URL that needs it."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _BACKENDS: Final[Mapping[str, tuple[str, str, str]]] = {
     "nixl": ("nixl_store", "open_nixl_url", "far-nixl"),
     "valkey": _VALKEY, "valkeys": _VALKEY, "redis": _VALKEY, "rediss": _VALKEY,
 }  # fmt: skip
-"""Scheme of a URL -> module, function and the extra that brings its package."""
+"""Module, function and the extra that installs its package, by URL scheme."""
 _OF_MEMBERS: Final = frozenset({"nixl"})
-"""Hosts that prove to each other that they have the domain's secret."""
+"""Schemes whose hosts prove to each other that they have the domain's secret."""
 
 
 def fields_of(url: str, kind: type[Fields]) -> Fields:
-    """The fields of a URL. Raises ValueError, which names the first one that is wrong."""
+    """Return the query fields of a URL. Raises ValueError, which names the first invalid field."""
     query = urlsplit(url).query
     given = dict(parse_qsl(query, strict_parsing=bool(query)))
     try:
@@ -44,22 +44,21 @@ def fields_of(url: str, kind: type[Fields]) -> Fields:
 
 @dataclass(frozen=True, slots=True)
 class OpenedFar:
-    """Far stores in the order in which they are asked, with their labels, and the domain's secrets."""
+    """Far stores in the order in which they are queried, with their labels, and the domain's secrets."""
 
     stores: Sequence[tuple[str, FarStore]]
     secret: bytes
     sealing: Sequence[bytes] = ()
-    """As `FarSealer`'s."""
+    """Sealing secrets, see `FarSealer`."""
 
 
 def open_far(
     urls: Sequence[str], secret: bytes, *, secret_file: Path, sealing_files: Sequence[Path] = ()
 ) -> OpenedFar:
-    """The far stores at these URLs; no connection is made yet.
+    """Open the far stores at these URLs, without connecting yet.
 
-    Raises ConfigError for a URL that names none, for a package that is missing, for a sealing secret that
-    cannot be read, and for a secret that names no sharing domain: the default file is made on each host by
-    chance.
+    Raises ConfigError for an invalid URL, a missing package, a sealing secret that cannot be read, and for a
+    secret that does not identify a sharing domain, because the default file is random on each host.
     """
     if is_own_secret(secret_file):
         raise ConfigError(
