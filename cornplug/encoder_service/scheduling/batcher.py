@@ -1,8 +1,9 @@
-"""The queue in front of the towers: joins duplicates, forms batches, drops late requests. No torch, no I/O.
+"""Queue before the towers: joins duplicates, forms batches, drops late requests. No torch, no I/O.
 
-submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> answers
+submit ──join_or_add──> queue of EncodeJobs ──take──> a batch for one tower ──finish──> replies
                             │ same key: one job, several requests (also while it runs)
                             └ same features: several jobs, computed once, free in a batch
+
 `backlog_ahead` returns the work ahead of a new request.
 """
 
@@ -41,12 +42,12 @@ class ServiceLoad:
     """Queue and running batches of a service. Media with equal features count once."""
 
     waiting: Mapping[object, tuple[int, int]]
-    """Tower -> tokens and media in the queue."""
+    """Tokens and media in the queue, by tower."""
     running: Sequence[RunningBatch]
 
     @classmethod
     def of(cls, queue: Iterable[QueuedJob], running: Iterable[RunningBatch]) -> Self:
-        """`running` may contain a batch several times."""
+        """Return the load. `running` may contain a batch several times."""
         waiting: dict[object, tuple[int, int]] = {}
         for job in _distinct(queue):
             tokens, items = waiting.get(job.tower, (0, 0))
@@ -62,7 +63,7 @@ class Backlog:
     tokens_until_served: float
     """Tokens served until the job is done, including its own."""
     tokens_by_class: Mapping[ServiceClass, int]
-    """Class -> tokens in the queue, without the job's own."""
+    """Tokens in the queue by class, without the job's own."""
 
 
 def backlog_ahead(
@@ -82,7 +83,7 @@ def backlog_ahead(
             apps[job.app] = apps.get(job.app, 0) + job.tokens
         elif job.qos == new.qos and job.due_s <= new.due_s:
             own += job.tokens
-    # Apps take turns: while one is served, each other one is served as much.
+    # Apps take turns: while one is served, every other app is served as much.
     own += sum(min(own, tokens) for tokens in apps.values())
     return Backlog(
         load=ServiceLoad.of((*queue, new), running),
@@ -161,10 +162,10 @@ class EncodeJob(Generic[PayloadT]):
 
 
 class Batcher(Generic[PayloadT]):
-    """A queue and its batches. Thread-safe. `on_late` is called, outside the lock, for each request dropped
-    as late.
+    """Queue and its batches. Thread-safe. `on_late` is called, outside the lock, for each request dropped as
+    late.
 
-    `batch_token_limit(tower, deadline_s)` bounds a batch that holds a job of that deadline.
+    `batch_token_limit(tower, deadline_s)` limits a batch that contains a job with that deadline.
     """
 
     def __init__(
@@ -178,9 +179,11 @@ class Batcher(Generic[PayloadT]):
         has_urgent_lane: bool = False,
         is_long: Callable[[RunningBatch, float], bool] = lambda batch, deadline_s: True,
     ) -> None:
-        """Args:
-        has_urgent_lane: A thread calls `take_urgent`, so that running jobs hold up no better class.
-        is_long: Whether a running batch takes too long for a waiting job of that deadline in seconds.
+        """Create an empty queue.
+
+        Args:
+            has_urgent_lane: Whether a thread calls `take_urgent`, so that running jobs delay no better class.
+            is_long: Returns whether a running batch takes too long for a waiting job of that deadline (s).
         """
         self._has_urgent_lane = has_urgent_lane
         self._is_long = is_long
@@ -233,14 +236,16 @@ class Batcher(Generic[PayloadT]):
                 return batch
 
     def take_urgent(self, lanes: int) -> EncodeJob[PayloadT] | None:
-        """The best queued job, once all `lanes` run long batches of worse classes. Blocks; None once closed.
+        """Return the best queued job when all `lanes` run long batches of worse classes. Blocks. Returns None
+        when closed.
 
-        For one lane more than `lanes`, so that a long job of a worse class never delays a better class.
+        It is for one lane in addition to `lanes`, so that a long job of a worse class never delays a better
+        class.
         """
         while True:
             with self._changed:
                 while (urgent := self._most_urgent(lanes)) is None and not self._closed:
-                    # A running batch becomes a long one by the clock alone.
+                    # A running batch becomes long as time passes, without an event.
                     self._changed.wait(_LOOK_S if self._queue else None)
                 if urgent is None:
                     return None
@@ -304,7 +309,7 @@ class Batcher(Generic[PayloadT]):
             return waiting
 
     def ahead(self, new: QueuedJob, demand: Mapping[ServiceClass, float]) -> Backlog:
-        """The backlog in front of `new` if it came now. `demand`: see
+        """Return the backlog ahead of `new` if it arrived now. For `demand`, see
         `WeightedFairQueue.tokens_until_served`."""
         with self._changed:
             running = self._running.items()
@@ -339,7 +344,7 @@ class Batcher(Generic[PayloadT]):
         kept: list[EncodeJob[PayloadT]] = []
         for job in self._queue:
             late += [w for w in job.requests if w.due_s < now]
-            # A cancelled request needs no answer, and no computation either.
+            # A cancelled request needs no reply and no computation.
             staying = [w for w in job.requests if w.due_s >= now and not w.future.cancelled()]
             if not staying:
                 del self._in_flight[job.key]
