@@ -164,7 +164,7 @@ class EncoderCore:
         Args:
             inputs: Tensors of this process. None: the request's own inputs.
             inline: Whether the reply contains the tensor even if the store has it.
-            caller: Class and account of the caller. None: the class of `request.app`, for an engine of this host.
+            caller: Class and account of the caller. None: class of `request.app`, for an engine of this host.
             budget_share: Already holds the bytes of the inputs. None: count them until the reply.
         """
         qos = self.classes.of_app(request.app) if caller is None else caller.qos
