@@ -33,7 +33,7 @@ def leave_compute_cores() -> None:
 
 
 def _pinned_cores() -> set[int]:
-    """Cores to which threads of this process are pinned, one core each."""
+    """Return the cores to which threads of this process are pinned, one core each."""
     pinned: set[int] = set()
     for thread in Path("/proc/self/task").iterdir():
         with suppress(OSError):
@@ -44,7 +44,7 @@ def _pinned_cores() -> set[int]:
 
 
 def _node(core: int) -> str:
-    """Name of the NUMA node of a core, or "" if the kernel does not report it."""
+    """Return the name of the NUMA node of a core, or "" if the kernel does not report it."""
     return next((node.name for node in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node[0-9]*")), "")
 
 
@@ -66,7 +66,7 @@ class CopySide(Protocol):
         """Return a mark for the current point of the engine's work."""
 
     def after(self, mark: Any) -> AbstractContextManager[None]:
-        """Context whose copies begin after the engine's work has reached `mark`."""
+        """Return a context whose copies begin after the engine's work has reached `mark`."""
 
     def begun(self) -> Any:
         """Return an event for the end of everything started within `after` so far."""
