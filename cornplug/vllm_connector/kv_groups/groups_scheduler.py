@@ -56,7 +56,7 @@ class StateSaves(WindowSaves):
     def blocks_of(
         self, tracked: TrackedRequest, index: int, table: Sequence[KVCacheBlock]
     ) -> Sequence[KVCacheBlock] | None:
-        """Block with the state at the end of a page, or None if vLLM has none."""
+        """Return the block with the state at the end of a page, or None if vLLM has none."""
         block = self._cached(tracked, index)
         return None if block is None else [block]
 
@@ -112,7 +112,7 @@ class GroupOffers(LoadOffers):
             self._lease(tracked, offer, end, named)
 
     def _pages(self, kind: PageKind, computed: int, end: int) -> range:
-        """Pages of a kind that a hit of `end` pages loads after `computed` tokens."""
+        """Return the pages of a kind that a hit of `end` pages loads after `computed` tokens."""
         size = self._page.page_tokens
         return range(max(computed, kind.needed_from(end * size)) // size, end)
 
@@ -130,15 +130,15 @@ class GroupOffers(LoadOffers):
     def _keys_of(
         self, tracked: TrackedRequest, ranges: Sequence[range], keys: Sequence[PageKeys]
     ) -> list[bytes]:
-        """Keys of these pages of all groups."""
+        """Return the keys of these pages of all groups."""
         token_ids = tracked.request.all_token_ids
         return [key for own, pages in zip(keys, ranges, strict=True) for key in own.of(token_ids, pages)]
 
     def _end_with_tails(
         self, tracked: TrackedRequest, computed: int, end: int, keys: Sequence[PageKeys]
     ) -> int:
-        """Largest number of pages, at most `end`, before which the store has each group's window or state, or
-        0.
+        """Return the largest number of pages, at most `end`, before which the store has each group's window
+        or state, or 0.
 
         No page is queried twice. Each query covers the tails of twice as many shorter hits as the previous
         one, because states are stored where an engine's steps ended, which may be many pages apart.
@@ -162,8 +162,8 @@ class GroupOffers(LoadOffers):
         return 0
 
     def _tails(self, computed: int, end: int, behind: int = 0) -> list[tuple[int, int]]:
-        """(group, page) pairs that a hit of `end` pages, or of up to `behind` fewer pages, needs from groups
-        that need only a tail."""
+        """Return (group, page) pairs that a hit of `end` pages, or of up to `behind` fewer pages, needs from
+        groups that need only a tail."""
         return [
             (group, page)
             for group, kind in enumerate(self._kinds)
@@ -210,7 +210,7 @@ class GroupOffers(LoadOffers):
         return True
 
     def _as_pages(self, ranges: Sequence[range]) -> int:
-        """Number of pages of the whole model with the same size as these pages of its groups."""
+        """Return the number of pages of the whole model with the same size as these pages of its groups."""
         sizes = [kind.geometry.page_bytes for kind in self._kinds]
         loaded = sum(size * len(pages) for size, pages in zip(sizes, ranges, strict=True))
         return -(-loaded // sum(sizes))
@@ -362,7 +362,7 @@ class GroupsScheduler(SchedulerHalf):
         return found
 
     def _pages_of(self, request: Request) -> list[tuple[_Group, TrackedRequest]]:
-        """A request's pages of each group that has some."""
+        """Return a request's pages of each group that has some."""
         found = [(group, group.requests.get(request)) for group in self._groups]
         return [(group, tracked) for group, tracked in found if tracked is not None]
 
@@ -391,7 +391,8 @@ class GroupsScheduler(SchedulerHalf):
         self._forget(tracked)
 
     def _kept(self, group: _Group, pages: TrackedRequest, blocks: Sequence[Sequence[int]]) -> Sequence[int]:
-        """A request's blocks of a group, including blocks that it has released and that vLLM still caches."""
+        """Return a request's blocks of a group, including blocks that it has released and that vLLM still
+        caches."""
         held = blocks[self._groups.index(group)]
         return group.saves.kept(pages, held) if isinstance(group.saves, WindowSaves) else held
 
@@ -401,7 +402,7 @@ class GroupsScheduler(SchedulerHalf):
         super()._forget(tracked)
 
     def saves_open(self) -> bool:
-        """Whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
+        """Return whether the engine must keep stepping, for acknowledgements or to save in idle steps."""
         return bool(
             self._requests.gathering
             or self._store_ops
@@ -410,5 +411,5 @@ class GroupsScheduler(SchedulerHalf):
         )
 
     def frees_pending(self) -> bool:
-        """Whether acknowledgements will free blocks that are held for saves."""
+        """Return whether acknowledgements will free blocks that are held for saves."""
         return any(group.saves.pinned for group in self._groups if isinstance(group.saves, WindowSaves))

@@ -71,7 +71,7 @@ class GroupsWorker:
         self._workers, self._layer_names = workers, layer_names
         self._acks = CornplugKVWorkerMetadata()
         self._loading: dict[str, int] = {}
-        """Request -> number of groups that have not ended its load."""
+        """Number of groups that have not ended the load, by request."""
         self._failed: set[str] = set()
         self._failed_now: set[str] = set()
 
@@ -122,7 +122,7 @@ class GroupsWorker:
             worker.drain()
 
     def finished(self) -> set[str]:
-        """Ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load ended since the last call."""
         received: set[str] = set()
         for worker in self._workers:
             received |= _over(self._loading, worker.finished())
@@ -142,7 +142,7 @@ class GroupsWorker:
         self._acks.loading_s = seconds
 
     def failed(self) -> set[str]:
-        """Requests of the last result of `finished` whose load failed."""
+        """Return the requests of the last result of `finished` whose load failed."""
         return self._failed_now
 
     def bad_blocks(self) -> set[int]:
@@ -150,7 +150,8 @@ class GroupsWorker:
         return set()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Acknowledgements since the last call, or None if there are none. Call it after `finished`."""
+        """Return acknowledgements since the last call, or None if there are none. Call it after
+        `finished`."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
@@ -170,7 +171,7 @@ def _reads(
 
 
 def _over(open_groups: dict[str, int], ended: set[str]) -> set[str]:
-    """Requests whose load has ended in all groups."""
+    """Return the requests whose load has ended in all groups."""
     over = set()
     for request_id in ended:
         open_groups[request_id] -= 1

@@ -60,7 +60,8 @@ defaults."""
 
 
 def draft_layers(config: VllmConfig, cache: KVCacheConfig) -> Mapping[str, int]:
-    """Name -> number of each draft layer with KV, after the model's layers. Empty without a draft.
+    """Return the number of each draft layer with KV, after the model's layers, by name. Empty without a
+    draft.
 
     Raises LayoutError with the reason why its KV is not shared.
     """
@@ -278,7 +279,7 @@ def _kind(
 
 
 def whole_page(kinds: Sequence[PageKind]) -> PageSize:
-    """Size of a page of all layers of the model: the sum of one page of each kind."""
+    """Return the size of a page of all layers of the model: the sum of one page of each kind."""
     if len(kinds) == 1:
         return kinds[0].geometry
     return WholePage(kinds[0].geometry.page_tokens, sum(kind.geometry.page_bytes for kind in kinds))

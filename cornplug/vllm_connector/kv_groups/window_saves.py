@@ -24,8 +24,7 @@ Blocks = Sequence["KVCacheBlock"]
 
 
 class GroupRequests:
-    """Tracked requests from the point of view of one cache group's saves. Groups differ in which pages are
-    saved."""
+    """Tracked requests as used by one cache group's saves. Groups differ in which pages are saved."""
 
     def __init__(self, requests: TrackedRequests, kind: PageKind) -> None:
         self._requests, self._kind = requests, kind
@@ -38,16 +37,16 @@ class GroupRequests:
         return self._requests.sharing
 
     def unfinished(self) -> bool:
-        """Whether a tracked request has not finished."""
+        """Return whether a tracked request has not finished."""
         return self._requests.unfinished()
 
     def get(self, request: Request) -> TrackedRequest | None:
-        """A request's pages of this group, or None if this group has none."""
+        """Return a request's pages of this group, or None if this group has none."""
         found = self._tracked.get(request.request_id)
         return found if found is not None and found.request is request else None
 
     def of(self, tracked: TrackedRequest) -> TrackedRequest:
-        """A request's pages of this group."""
+        """Return a request's pages of this group."""
         request = tracked.request
         found = self.get(request)
         if found is None:
@@ -63,7 +62,8 @@ class GroupRequests:
         self._ends = ends
 
     def completing(self, scheduled_tokens: Mapping[str, int], total: int) -> list[tuple[TrackedRequest, int]]:
-        """Requests that may complete a page in this step, each with its computed tokens after the step."""
+        """Return the requests that may complete a page in this step, each with its computed tokens after the
+        step."""
         return [(self.of(tracked), end) for tracked, end in self._ends]
 
     def look_at(self, tracked: TrackedRequest) -> None:
@@ -96,7 +96,8 @@ class WindowSaves(PageSaves):
         return bool(self._pins)
 
     def blocks_of(self, tracked: TrackedRequest, index: int, table: Blocks) -> Blocks | None:
-        """Blocks that hold a page of a request with these blocks, or None if one of them was reused."""
+        """Return the blocks that hold a page of a request with these blocks, or None if one of them was
+        reused."""
         size, found = self._page.page_tokens, []
         for i in range(index * size // self._block_size, -(-(index + 1) * size // self._block_size)):
             block = table[i] if i < len(table) and not table[i].is_null else self._cached(tracked, i)
@@ -106,7 +107,7 @@ class WindowSaves(PageSaves):
         return found
 
     def _cached(self, tracked: TrackedRequest, index: int) -> KVCacheBlock | None:
-        """A block of a request that vLLM's prefix cache still has."""
+        """Return a block of a request that vLLM's prefix cache still has, or None."""
         hashes, pool = tracked.request.block_hashes, self._pool
         # A cached block may contain KV that another connector loaded, or another prompt's KV after a hash
         # collision.
@@ -116,8 +117,8 @@ class WindowSaves(PageSaves):
         return cached[0] if cached else None
 
     def kept(self, tracked: TrackedRequest, block_ids: Sequence[int]) -> list[int]:
-        """A request's blocks. For unsaved pages, includes blocks that it has released and that vLLM still
-        caches."""
+        """Return a request's blocks. For unsaved pages, include blocks that it has released and that vLLM
+        still caches."""
         table, found = [self._pool.blocks[block] for block in block_ids], list(block_ids)
         for index in tracked.unsaved:
             first = index * self._page.page_tokens // self._block_size
@@ -159,7 +160,7 @@ class WindowSaves(PageSaves):
     def _saves_of_blocks(self, pages: list[tuple[AskedPage, Reservation]]) -> list[PageSave]:
         if not self._open[pages[0][1].token].pinned:
             return super()._saves_of_blocks(pages)
-        # Of a page and a block, the longer begins at a multiple of the shorter.
+        # The longer of a page and a block begins at a multiple of the shorter.
         per_unit = max(1, self._block_size // self._page.page_tokens)
         writes, blocks = [], []
         name = save_name(pages[0][0].tracked.request.request_id, pages[0][1])
