@@ -34,7 +34,7 @@ def _add_request(
 
 
 def _ours(connector: Any) -> Iterator[Any]:
-    """Find cornplug's KV connector: this connector, or one of its children."""
+    """Yield cornplug's KV connector: this connector, or one of its children."""
     for one in getattr(connector, "sub_connectors", [connector]):
         if hasattr(one, "_end_copies"):
             yield one

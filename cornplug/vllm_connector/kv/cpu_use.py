@@ -1,4 +1,4 @@
-"""Keeps the CPU use of vLLM's processes as low as without a connector.
+"""Limits of the CPU use of vLLM's processes, so that it is as low as without a connector.
 
 A worker polls shared memory continuously for one second after each message of its engine core. cornplug makes
 an engine run steps while it waits for the encoder service or copies KV, and each of these steps would restart
@@ -6,7 +6,7 @@ that second. The worker would then use a core that the process it waits for, or 
 the second counts from the last step with tokens, as in an engine without cornplug.
 
 With any KV connector, an engine on a CPU reserves one more core in each worker, intended for NIXL's progress
-thread. On a host with two cores none is left to reserve. vLLM then computes on both cores and every other
+thread. A host with two cores has none left to reserve. vLLM then computes on both cores and every other
 process interrupts its threads, which wait for each other at each operation. Here it reserves none for
 cornplug.
 """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class OpenSave(msgspec.Struct, eq=False):
-    """A reserved page that the worker halves are writing."""
+    """Reserved page that the worker halves are writing."""
 
     reservation: Reservation
     name: str
@@ -45,7 +45,7 @@ class OpenSave(msgspec.Struct, eq=False):
 
 
 class DeferredStoreOps:
-    """Collects operations during a step. `run` sends them to the store in at most three messages.
+    """Operations collected during a step. `run` sends them to the store in at most three messages.
 
     They run on the engine's own thread, which does not wait for replies to commits: the next step reads them.
     Another thread would wait for the interpreter's lock, which vLLM's busy loop holds.

@@ -196,7 +196,7 @@ class LoadOffers:
                 self._store_ops.delete(keys[whole])
 
     def _stored(self, tracked: TrackedRequest, keys: PageKeys, pages: range) -> list[bytes]:
-        """Keys of the leading `pages` that the store has.
+        """Return the keys of the leading `pages` that the store has.
 
         Queries grow in size: few keys are computed beyond the first absent page, and a complete hit needs few
         calls.

@@ -178,7 +178,7 @@ class _Changes:
 
     stored: list[KVCacheEvent] = field(default_factory=list)
     removed: dict[str, list[object]] = field(default_factory=dict)
-    """Medium -> hashes."""
+    """Hashes by medium."""
 
     def add(self, event: BlockStored) -> None:
         if not (self.stored and joined(self.stored[-1], event)):
@@ -192,7 +192,7 @@ class PageEvents:
         self._store, self._requests = store, requests
         self._spans: BlockSpans | None = None
         self._noted: dict[bytes, PageSpan] = {}
-        """Last page's key -> span that the store may have."""
+        """Span that the store may have, by its last page's key."""
         self._announced: dict[bytes, PageSpan] = {}
         self._round: list[bytes] = []
         """Keys of `_announced` that are still to be checked in this round."""
@@ -229,7 +229,7 @@ class PageEvents:
             self._noted[span.keys[-1]] = span
 
     def _spans_of(self, tracked: TrackedRequest, pages: range, *, known: bool) -> list[PageSpan]:
-        """Spans of these pages of a request, without known spans unless `known` is set."""
+        """Return the spans of these pages of a request, without known spans unless `known` is set."""
         spans, keys = self._spans, tracked.keys
         if spans is None or keys is None or not pages:
             return []
@@ -271,7 +271,7 @@ class PageEvents:
             self.note(tracked, range(page, page + 1))
 
     def kept(self, tracked: TrackedRequest, pages: Iterable[int]) -> dict[int, PageSpan]:
-        """Data that `note_span` needs for these pages of a finished request, with as few tokens as
+        """Return data that `note_span` needs for these pages of a finished request, with as few tokens as
         possible."""
         wanted = sorted(pages)
         if self._spans is None or not wanted:

@@ -47,7 +47,7 @@ class _Placeholder:
 
 
 class PageKeys:
-    """Keys of a request's whole pages. It extends the keys and never recomputes them.
+    """Keys of a request's whole pages, which are extended and never recomputed.
 
     Tokens are chained up to the last requested page, and only the keys of requested pages are computed. A
     lookup whose first pages are absent is therefore cheap, even for a long prompt.
@@ -124,7 +124,7 @@ class PageKeys:
 
 
 class KeyMaker(Protocol):
-    """Computes keys of requests: the tracker of an engine core."""
+    """Source of keys of requests: the tracker of an engine core."""
 
     def keys_of(self, request: Request) -> PageKeys | None:
         """Return the request's keys, unless something excludes it. Thread-safe."""
@@ -134,7 +134,7 @@ _maker: ref[KeyMaker] | None = None
 
 
 def make_by(maker: KeyMaker) -> None:
-    """Use this tracker to compute the keys of arriving requests, while it exists."""
+    """Compute the keys of arriving requests with this tracker, while it exists."""
     global _maker
     _maker = ref(maker)
 

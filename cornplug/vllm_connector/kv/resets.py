@@ -65,7 +65,8 @@ class StoredBefore:
         return self._due or self._last is not None
 
     def leading_since(self, leases: Leases) -> int:
-        """Number of leading leases whose pages were stored since the reset and were not on disk since."""
+        """Return the number of leading leases whose pages were stored since the reset and were not on disk
+        since."""
         if self._last is None:
             return len(leases)
         generations = leases.generations

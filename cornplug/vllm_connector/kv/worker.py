@@ -192,17 +192,17 @@ class KVWorker:
         self._mover.wait()
 
     def finished(self) -> set[str]:
-        """Ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load ended since the last call."""
         if self._arena is not None:
             self._arena.poll()
         return self._reports.finished()
 
     def bad_blocks(self) -> set[int]:
-        """Blocks whose load failed. They are returned before `finished` returns the request."""
+        """Return the blocks whose load failed, before `finished` returns the request."""
         return self._reports.bad_blocks()
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Acknowledgements since the last call, or None if there are none."""
+        """Return acknowledgements since the last call, or None if there are none."""
         return self._reports.acks()
 
     def close(self) -> None:
@@ -365,21 +365,21 @@ class DisabledKVWorker:
         """Do nothing, because nothing is saved."""
 
     def finished(self) -> set[str]:
-        """Ids of requests whose load ended since the last call."""
+        """Return the ids of requests whose load ended since the last call."""
         self._failed, self._loaded = self._loaded, set()
         return self._failed
 
     def failed(self) -> set[str]:
-        """The requests that the last call of `finished` returned."""
+        """Return the requests that the last call of `finished` returned."""
         return self._failed
 
     def bad_blocks(self) -> set[int]:
-        """Blocks that were not loaded."""
+        """Return the blocks that were not loaded."""
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
     def acks(self) -> CornplugKVWorkerMetadata | None:
-        """Acknowledgements since the last call, or None if there are none."""
+        """Return acknowledgements since the last call, or None if there are none."""
         acks, self._acks = self._acks, CornplugKVWorkerMetadata()
         return None if acks.is_empty() else acks
 
