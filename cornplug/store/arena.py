@@ -102,7 +102,7 @@ class WriteFences:
 
 
 class MappedFences:
-    """A client's side of the table of writable reservations."""
+    """A client's side of the table."""
 
     def __init__(self, fd: int) -> None:
         """Map the table. Raises OSError or ValueError if `fd` is not a table."""

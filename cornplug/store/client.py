@@ -101,7 +101,7 @@ def find_in_table(
 
 
 class SoughtKeys:
-    """Absent keys that were looked up in far stores recently. Only the newest are kept. Thread-safe. A burst
+    """Newest keys that were looked up in far stores, with their tickets. Thread-safe. A burst
     of equal lookups sends one request, with one ticket."""
 
     def __init__(self) -> None:
@@ -312,7 +312,7 @@ class PoolStore:
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> PostedReserve:
-        """Send a `reserve` request whose result is read later."""
+        """Send a `reserve` whose result is read later."""
         check_entries(entries)
         check_app(app)
         check_part(part)
@@ -324,7 +324,7 @@ class PoolStore:
         return self.post_commit(written, deadline_s=deadline_s).wait()
 
     def post_commit(self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float) -> PostedCommit:
-        """Send a `commit` request whose result is read later."""
+        """Send a `commit` whose result is read later."""
         for _, meta in written:
             check_meta(meta)
         return PostedCommit(self._link.reachable(), written, deadline_s)

@@ -42,12 +42,12 @@ class PostingStore(Store, Protocol):
         only_seen: bool = False,
         cost_s: float = 0.0,
     ) -> Posted[list[Reservation | ReserveRefusal]]:
-        """Send a `reserve` request whose result is read later."""
+        """Send a `reserve`, answered later."""
 
     def post_commit(
         self, written: Sequence[tuple[Reservation, bytes]], *, deadline_s: float
     ) -> Posted[list[bool]]:
-        """Send a `commit` request whose result is read later."""
+        """Send a `commit`, answered later."""
 
 
 class Answered(Generic[T]):

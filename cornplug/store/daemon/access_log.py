@@ -48,7 +48,7 @@ class LoggedCall(msgspec.Struct, frozen=True):
 
 
 class NotedEntry(Protocol):
-    """Stored entry, with the attributes that the log needs."""
+    """Stored entry as used by the log."""
 
     @property
     def key(self) -> bytes: ...

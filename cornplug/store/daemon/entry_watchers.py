@@ -55,7 +55,7 @@ class EntryWatchers:
 
     @property
     def pollable(self) -> list[DiskTier | DiskWorkers]:
-        """Objects whose descriptor is readable when `step` has something to do."""
+        """Descriptors that are readable when `step` has work."""
         disk: list[DiskTier | DiskWorkers] = [] if self.disk is None else [self.disk]
         return disk + ([] if self._far is None else [*self._far.pollable])
 

@@ -33,7 +33,7 @@ DEFAULT_COST_NS: Final = 0.57
 
 
 class PolicyEntry(Protocol):
-    """Stored entry, with the attributes that the policy needs."""
+    """Stored entry as used by the policy."""
 
     @property
     def key(self) -> bytes: ...

@@ -40,7 +40,7 @@ called."""
 
 
 class EvictableEntry(Protocol):
-    """Stored entry, with the attributes that eviction needs."""
+    """Stored entry as used by eviction."""
 
     @property
     def location(self) -> PayloadLocation: ...

@@ -231,7 +231,7 @@ class OpenEntries:
         self._forget(token)
 
     def end(self, open_entry: OpenEntry) -> None:
-        """End an open entry. Its key can be reserved immediately, and its memory when it has no writer."""
+        """End an open entry. Its key can be reserved now, and its memory is freed when it has no writer."""
         if open_entry.ended:
             return
         open_entry.ended = True

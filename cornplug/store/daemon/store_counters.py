@@ -49,7 +49,7 @@ Samples = tuple[tuple[int, ...], float]
 
 
 class CountedEntry(Protocol):
-    """Stored entry, with the attributes that the counters need."""
+    """Stored entry as used by the counters."""
 
     @property
     def app(self) -> str: ...

@@ -191,7 +191,7 @@ class DiskTier:
         return record.record_bytes
 
     def stat(self) -> DiskStat:
-        """Return a snapshot of the statistics."""
+        """Return a snapshot."""
         queued = len(self._queue) + len(self._writing)
         return self._counters.stat(queued=queued, scanning=not self._scan.over)
 

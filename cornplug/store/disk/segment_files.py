@@ -305,7 +305,7 @@ class DiskScan:
 
     @property
     def over(self) -> bool:
-        """Whether the scan is complete and all records were taken."""
+        """Whether all records were found and taken."""
         return not self._unread and not self._found
 
     @property

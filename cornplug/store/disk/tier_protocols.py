@@ -55,7 +55,7 @@ class TieredIndex(Protocol):
         """Reserve memory for each (key, size), or return the reason why not.
 
         Args:
-            promotes: Whether the entries are stored on disk.
+            promotes: Whether the entries are on disk or in a far store.
         """
 
     def commit(self, owner: int, token: int, meta: bytes, *, age_s: float = 0.0) -> bool:

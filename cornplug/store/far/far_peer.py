@@ -181,7 +181,7 @@ class FarPeer:
 
     @property
     def pollable(self) -> Sequence[DiskWorkers]:
-        """Objects whose descriptor is readable when `step` has something to do."""
+        """Descriptors that are readable when `step` has work."""
         return self._mover, self._asker
 
     @property
@@ -194,7 +194,7 @@ class FarPeer:
         return key in self._known
 
     def has(self, key: bytes) -> bool:
-        """Return whether the store has been seen to have this entry since it last failed."""
+        """Return whether the store had this entry since it last failed."""
         return self._known.get(key, -1.0) >= self._back_s
 
     def ask(self, keys: Sequence[bytes], over: Callable[[], None]) -> None:
@@ -292,7 +292,7 @@ class FarPeer:
             self._mover.write(timed, functools.partial(self._written, key))
 
     def stat(self) -> FarStat:
-        """Return a snapshot of the statistics."""
+        """Return a snapshot."""
         queued = len(self._queue) + len(self._writing)
         return FarStat(
             self.answers, queued, dict(self._asks), dict(self.reads), dict(self._writes),

@@ -27,7 +27,7 @@ class FarQuestions:
         """Callers, with the number of keys that were added before them."""
 
     def __len__(self) -> int:
-        """Return the number of keys that are not part of a lookup yet."""
+        """Return the number of keys that are in no lookup yet."""
         return len(self._wanted)
 
     def __contains__(self, key: bytes) -> bool:

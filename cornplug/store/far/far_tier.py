@@ -78,7 +78,7 @@ class FarTier:
 
     @property
     def pollable(self) -> list[DiskWorkers]:
-        """Objects whose descriptor is readable when `step` has something to do."""
+        """Descriptors that are readable when `step` has work."""
         return [workers for peer in self._peers for workers in peer.pollable]
 
     @property

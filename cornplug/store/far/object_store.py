@@ -86,7 +86,7 @@ class ObjectFarStore:
                 raise _failure(e) from None
 
     def close(self) -> None:
-        """Do nothing, because there is nothing to close."""
+        """Do nothing."""
 
 
 def open_folder_url(url: str) -> ObjectFarStore:

@@ -120,7 +120,7 @@ class ArenaMoves:
         self._mover.close()
         self.memory.leave(self._mover.is_idle)
 
-    # -- what is under way ------------------------------------------------------------------------
+    # -- jobs in progress ------------------------------------------------------------------------
 
     def _load(self, load: PageLoad, mark: Any, asked: float) -> PolledJob:
         # The request must be notified of the end of its load in every case.

@@ -92,7 +92,7 @@ class LoadCosts:
         return min(leased_s, max(_LOAD_FLOOR_S, 3 * compute_s))
 
     def far_wait_s(self, tokens: int) -> float:
-        """Return `LoadRule.far_wait_s` for this number of tokens."""
+        """See `LoadRule.far_wait_s`."""
         return self.rule.far_wait_s(tokens)
 
     def load_began(self, request_id: str, pages: int) -> None:
