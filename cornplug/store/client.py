@@ -101,8 +101,8 @@ def find_in_table(
 
 
 class SoughtKeys:
-    """Newest keys that were looked up in far stores, with their tickets. Thread-safe. A burst
-    of equal lookups sends one request, with one ticket."""
+    """Newest keys that were looked up in far stores, with their tickets. Thread-safe. A burst of equal
+    lookups sends one request, with one ticket."""
 
     def __init__(self) -> None:
         self._process = os.getpid()

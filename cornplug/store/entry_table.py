@@ -12,9 +12,9 @@ looked up with numpy, without a loop in Python. Each key needs one cache line.
 
 A tag consists of 40 bits of a key and the number of its record. 0 means no tag. Other bits of the key select
 the bucket. Keys are digests, so they are not hashed again. An entry has no tag if its bucket has 7 others or
-if all records are in use, and an entry with a large header has an empty record. Clients look up both with a
-message to the daemon. An entry that is only on disk or in a far store has a tag with the record number
-ON_DISK_RECORD. It is overwritten if an entry in memory finds its bucket full.
+if all records are in use, and an entry with a large header has an empty record. The daemon knows both. An
+entry that is only on disk or in a far store has a tag with the record number ON_DISK_RECORD. It is
+overwritten if an entry in memory finds its bucket full.
 
     record    u64 XXH3-64 of the rest | u64 generation, 0 in an empty record | u64 offset | u64 size
               u32 length of the header | the header

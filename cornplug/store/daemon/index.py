@@ -203,8 +203,8 @@ class StoreIndex:
         """Reserve memory for each (key, size), growing and evicting as needed, or return the reason why not.
 
         If finding memory took more than `cut_looks`, only the first results are returned, at least one.
-        `cost_s` applies to each entry. `promotes` is set for recalls by the disk and far
-        tiers, which are not counted.
+        `cost_s` applies to each entry. `promotes` is set for recalls by the disk and far tiers, which are not
+        counted.
         """
         self.sweep(now_s)
         self.placement.begin_call()

@@ -291,7 +291,7 @@ class EntryPlacement:
         self._refused_bytes.clear()
 
     def add(self, entry: StoredEntry, *, now_s: float) -> None:
-        """Add an entry in memory from `make_room`, as the last to be evicted."""
+        """Add an entry placed by `make_room`, as the last to be evicted."""
         self.policy.add(entry, now_s=now_s)
         self._by_offset[entry.location.offset] = entry
         self._by_end[entry.location.offset + entry.room] = entry
